@@ -56,17 +56,27 @@ def cached(name: str, settings: str, make: Callable[[Path], T]) -> T:
         if not result.is_file():
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            value = make(place)
-            result.write_bytes(pickle.dumps(value))
+            whole = place / "result.partial"
+            whole.write_bytes(pickle.dumps(make(place)))
+            os.replace(whole, result)  # a run that is killed leaves a whole one or none
             _sweep()
         os.utime(result)
         return pickle.loads(result.read_bytes())
 
 
 def _sweep() -> None:
-    """Remove what no run has asked for lately, other versions of the code among them."""
+    """Remove what no run has asked for lately, other versions of the code among them.
+
+    Their locks stay: who waits for one that is removed would not see who holds the next of its name.
+    """
     for place in FOLDER.iterdir():
         result = place / "result.pickle"
-        if result.is_file() and time.time() - result.stat().st_mtime > WEEK_S:
-            shutil.rmtree(place, ignore_errors=True)
-            place.with_name(place.name.partition(" ")[0] + ".lock").unlink(missing_ok=True)
+        if not result.is_file() or time.time() - result.stat().st_mtime <= WEEK_S:
+            continue
+        with open(place.with_name(place.name.partition(" ")[0] + ".lock"), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # somebody has just asked for it
+                continue
+            if result.is_file() and time.time() - result.stat().st_mtime > WEEK_S:
+                shutil.rmtree(place, ignore_errors=True)

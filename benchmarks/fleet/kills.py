@@ -135,7 +135,7 @@ def take_part(folder: Path, number: int) -> None:
                     (data,) = files_of(Parcel(device=number, answer=answer))
                     atomic_write(folder / f"from-{number}", data)
         except (OSError, ValueError, OndeviceError):
-            pass  # nothing yet, or half of an exchange
+            over = False  # nothing yet, or half of an exchange
         if over:
             return
         time.sleep(WAIT_S)

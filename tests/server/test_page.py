@@ -25,7 +25,8 @@ SCRIPTS = Path(__file__).with_name("browser")
 MODULES = SCRIPTS / "node_modules"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LABELS = (("schlecht", "nein"), ("schön", "ja"))
-SCRIPT_LIMIT_S = 280
+SCRIPT_LIMIT_S = 560
+pytestmark = pytest.mark.timeout(600)
 
 
 def missing() -> str:

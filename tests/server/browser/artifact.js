@@ -1,7 +1,7 @@
 /** An exported program: a zip that is none is refused, the right one is uploaded, planned, started and asked. */
 
 import assert from "node:assert/strict";
-import { scenario, until, url, view, WORKER_MS } from "./page.js";
+import { announced, scenario, until, url, view, WORKER_MS } from "./page.js";
 
 const { ARTIFACT, ROWS } = process.env;
 
@@ -60,7 +60,7 @@ await scenario(async (page) => {
   await page.getByText("Priority, nightly window, limits").click();
   await page.getByLabel("Time limit, hours", { exact: true }).fill("2.5");
   await page.getByRole("button", { name: "Keep" }).click();
-  await until("it is said", async () => (await page.locator("#said").innerText()).includes("kept"));
+  await until("it is said", async () => (await announced(page)).includes(": kept"));
   const { limits } = await (await page.request.get(`${url}/v1/jobs/${id}`)).json();
   assert.deepEqual(limits, { memory_bytes: null, time_s: 9000, retries: 3 });
   await page.getByRole("button", { name: "Resume" }).click();

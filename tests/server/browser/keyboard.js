@@ -1,7 +1,7 @@
 /** A job from the first Tab to its end without a mouse; the focus can always be seen and is never lost. */
 
 import assert from "node:assert/strict";
-import { scenario, until, view, WORKER_MS } from "./page.js";
+import { announced, scenario, until, view, WORKER_MS } from "./page.js";
 
 const MOST_TABS = 80;
 
@@ -31,7 +31,7 @@ await scenario(async (page) => {
   assert.equal(await focused(page, "text"), "3. Method");
   await tabTo(page, "Steps", "label");
   await page.keyboard.press("Control+A");
-  await page.keyboard.type("100000");
+  await page.keyboard.type("1000000");
   await press(page, "Next");
   await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
   await press(page, "Start the job");
@@ -54,7 +54,7 @@ await scenario(async (page) => {
   await page.keyboard.press("Control+A");
   await page.keyboard.type("7");
   await page.keyboard.press("Enter");
-  await until("it is said", async () => (await page.locator("#said").innerText()).includes("kept"));
+  await until("it is said", async () => (await announced(page)).includes(": kept"));
   await press(page, "Cancel by keyboard");
   await page.getByRole("dialog").waitFor();
   assert.equal(await focused(page, "text"), "Go back", "the harmless answer comes first");
@@ -65,7 +65,7 @@ await scenario(async (page) => {
   assert.equal(await focused(page, "text"), "Cancel the job");
   await page.keyboard.press("Enter");
   await page.locator(".state[data-state=cancelled]").waitFor({ timeout: WORKER_MS });
-  await until("the end is said", async () => (await page.locator("#said").innerText()).includes("cancelled"));
+  await until("the end is said", async () => (await announced(page)).includes("cancelled"));
 
   await press(page, "Delete by keyboard");
   await page.getByRole("dialog").waitFor();

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { chromium } from "playwright-core";
 
-const STEP_MS = 15_000;
+const STEP_MS = 60_000;
 export const WORKER_MS = 120_000;
 export const url = process.env.ONDEVICE_URL;
 
@@ -51,6 +51,11 @@ export async function open(browser, watched, options = {}) {
     document.addEventListener("securitypolicyviolation", (event) =>
       window.noteViolation(`${event.violatedDirective} ${event.blockedURI}`),
     );
+    window.announced = [];
+    document.addEventListener("DOMContentLoaded", () => {
+      const note = (records) => records.forEach(({ addedNodes: [text] }) => text && window.announced.push(text.data));
+      new MutationObserver(note).observe(document.getElementById("said"), { childList: true });
+    });
   });
   return page;
 }
@@ -60,6 +65,9 @@ export async function view(page, hash) {
   await page.goto(`${url}/#/${hash}`);
   await page.locator("main:not([aria-busy]) h1").waitFor();
 }
+
+/** All that a screen reader was told since the page was loaded: the next word may have replaced one that is waited for. */
+export const announced = (page) => page.evaluate(() => window.announced.join("\n"));
 
 /** What a chart says of itself. */
 export const chartWords = (page, title) =>
@@ -72,12 +80,12 @@ export async function lastStep(page) {
 }
 
 /** Wait until `check` gives something true. */
-export async function until(what, check, limitMs = WORKER_MS) {
+export async function until(what, check, limitMs = WORKER_MS, everyMs = 100) {
   const end = Date.now() + limitMs;
   while (Date.now() < end) {
     const found = await check();
     if (found) return found;
-    await new Promise((resolve) => setTimeout(resolve, 100));
+    await new Promise((resolve) => setTimeout(resolve, everyMs));
   }
   throw new Error(`waited ${limitMs / 1000} s in vain for ${what}`);
 }

@@ -1,15 +1,17 @@
 /** A whole run in the browser: bad rows, good rows, preview, plan, live curve, pause, resume, a killed worker, download. */
 
 import assert from "node:assert/strict";
-import { readdirSync, readFileSync } from "node:fs";
+import { readdirSync, readFileSync, readlinkSync } from "node:fs";
 import path from "node:path";
-import { lastStep, scenario, until, view, WORKER_MS } from "./page.js";
+import { announced, lastStep, scenario, until, url, view, WORKER_MS } from "./page.js";
 
 const NAME = "Größe 漢字 שלום 🙂";
 const STEPS = 800;
 const { ROWS, BAD_ROWS, OUT } = process.env;
 
 await scenario(async (page) => {
+  // One that runs keeps the job that the page starts in the queue until the page is ready to watch it.
+  const before = await blocker(page);
   await view(page, "jobs");
   await page.getByRole("link", { name: "New job" }).first().click();
   await page.getByLabel("Model", { exact: true }).selectOption("tiny:llama");
@@ -74,24 +76,31 @@ await scenario(async (page) => {
   const job = decodeURIComponent(page.url().split("/").pop());
   await page.getByRole("heading", { name: NAME }).waitFor();
 
-  // The curve moves: the figures behind it, and the pixels.
+  // The curve moves: the figures behind it, and the pixels. The run stands where it is looked at, so that it cannot end.
+  await page.request.post(`${url}/v1/jobs/${before}/cancel`, { data: {} });
+  await runsTo(page, job, 5);
   await until("the first steps", () => lastStep(page));
   const [first, picture] = [await lastStep(page), await drawn(page)];
+  signal(job, "SIGCONT");
+  await runsTo(page, job, first + 20);
   await until("more steps", async () => (await lastStep(page)) > first);
   await until("another picture", async () => (await drawn(page)) !== picture); // drawn in the browser's own time
 
   await page.getByRole("button", { name: "Pause" }).click();
+  await until("it is asked to stop", async () => (await at(page, job)).state === "pausing");
+  signal(job, "SIGCONT");
   await state(page, "paused");
   const paused = await lastStep(page);
   assert.ok(paused < STEPS, "the job ended before it could be paused");
   await page.getByRole("button", { name: "Resume" }).click();
+  await runsTo(page, job, paused + 20);
   await until("steps after the pause", async () => (await lastStep(page)) > paused);
 
-  const pid = workerOf(job);
-  process.kill(pid, "SIGKILL");
-  await page.getByText("the worker ended with SIGKILL").first().waitFor({ timeout: WORKER_MS });
   const killed = await lastStep(page);
   assert.ok(killed < STEPS, "the job ended before it could be killed");
+  const pid = workerOf(job);
+  process.kill(pid, "SIGKILL");
+  await until("why it ended", async () => (await announced(page)).includes("the worker ended with SIGKILL"));
   await until("another worker", () => [0, pid].includes(workerOf(job)) === false);
   await until("steps of the other worker", async () => (await lastStep(page)) > killed);
   await state(page, "done");
@@ -158,6 +167,45 @@ async function settled(page) {
     before = now;
     return still;
   });
+}
+
+/** A job that runs for ever, before all others. */
+async function blocker(page) {
+  const name = "rows.jsonl";
+  const rows = readFileSync(ROWS);
+  const post = async (path, data) => (await page.request.post(`${url}/v1/${path}`, { data })).json();
+  const { id } = await post("uploads", { kind: "dataset", name, bytes: rows.length });
+  await page.request.put(`${url}/v1/uploads/${id}?offset=0`, {
+    data: rows,
+    headers: { "Content-Type": "application/octet-stream" },
+  });
+  const { id: dataset } = await post(`uploads/${id}/finish`, {});
+  const config = { train: { steps: 1_000_000 }, data: { max_length_tokens: 32 } };
+  const { id: job } = await post("jobs", { model: "tiny:llama", dataset, config, priority: 9, name: "before" });
+  await until("the one before", async () => (await at(page, job)).state === "running");
+  return job;
+}
+
+/** The job as the API has it. */
+async function at(page, job) {
+  return (await page.request.get(`${url}/v1/jobs/${job}`)).json();
+}
+
+/** Let the run go on to a step, or some behind it, and stop its processes there. */
+async function runsTo(page, job, step) {
+  await until(`step ${step}`, async () => ((await at(page, job)).progress.step ?? 0) >= step, WORKER_MS, 10);
+  signal(job, "SIGSTOP");
+}
+
+/** Send a signal to every process in the job's folder: the worker, or two where a command stands for it. */
+function signal(job, name) {
+  for (const pid of readdirSync("/proc").filter((entry) => /^\d+$/.test(entry))) {
+    try {
+      if (readlinkSync(`/proc/${pid}/cwd`).endsWith(`/jobs/${job}`)) process.kill(Number(pid), name);
+    } catch {
+      // it has ended
+    }
+  }
 }
 
 /** The process that trains the job; 0 where there is none. */
