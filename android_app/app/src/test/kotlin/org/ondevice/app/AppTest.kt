@@ -114,6 +114,9 @@ abstract class AppTest {
         }
     }
 
+    /** Wait until the screen says all of [words]: it is told a moment after a state has changed, by another thread. */
+    protected fun untilSaid(vararg words: String) = until(words.joinToString()) { texts().let { said -> words.all { it in said } } }
+
     protected inline fun <reified T : View> find(id: Int): T =
         activity.findViewById(id) ?: throw AssertionError("no view ${app.resources.getResourceEntryName(id)}; the screen says:\n${texts()}")
 

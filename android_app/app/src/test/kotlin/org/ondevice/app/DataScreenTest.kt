@@ -19,11 +19,11 @@ class DataScreenTest : AppTest() {
     fun importsAFileAndMarksWhatIsLearned() {
         importModel()
         open(1)
-        assertTrue("No data yet" in texts())
+        untilSaid("No data yet")
         shot("data-empty")
         pick(1, "reviews.jsonl", File(fixtures, "train.jsonl").readBytes())
         until("the preview") { ready() && "What is learned" in texts() }
-        assertTrue(texts(), "23 used of 23" in texts() && "sst2" in texts())
+        untilSaid("23 used of 23", "sst2")
         assertEquals(listOf(" terrible", " great", " terrible"), trained())
         shot("data-preview")
         rotate()
@@ -35,7 +35,7 @@ class DataScreenTest : AppTest() {
         open(1)
         pick(1, "notes.txt", "hello\nworld\n".toByteArray())
         until("the refusal") { app.jobs.error(DataScreen.PLACE) != null }
-        assertTrue(texts(), "notes.txt" in texts() && "Expected:" in texts())
+        untilSaid("notes.txt", "Expected:")
         assertEquals(emptyList<File>(), app.store.dataFiles())
     }
 
@@ -45,7 +45,7 @@ class DataScreenTest : AppTest() {
         open(1)
         pick(1, "mixed.jsonl", "{\"prompt\": \"2+2=\", \"completion\": \"4\"}\n{\"prompt\": 5}\n".toByteArray())
         until("the preview") { ready() && "What is learned" in texts() }
-        assertTrue(texts(), "1 row is left out:" in texts() && "mixed.jsonl:2" in texts())
+        untilSaid("1 row is left out:", "mixed.jsonl:2")
     }
 
     @Test
@@ -79,7 +79,7 @@ class DataScreenTest : AppTest() {
         click(R.id.write_example)
         find<EditText>(R.id.prompt).setText("a question")
         click(R.id.save)
-        assertTrue(texts(), "'completion' is empty" in texts())
+        untilSaid("'completion' is empty")
         assertEquals("a question", find<EditText>(R.id.prompt).text.toString())
     }
 

@@ -11,7 +11,7 @@ class ModelsScreenTest : AppTest() {
     @Test
     fun saysWhatToDoWhenThereIsNothing() {
         open()
-        assertTrue(texts(), "No model yet" in texts() && "ondevice export" in texts())
+        untilSaid("No model yet", "ondevice export")
         shot("models-empty")
     }
 
@@ -22,11 +22,11 @@ class ModelsScreenTest : AppTest() {
         until("the import") { app.store.models().isNotEmpty() && app.jobs.words(ModelsScreen.PLACE) == null }
         val model = app.store.models().single()
         assertEquals("film reviews", model.name)
-        assertTrue(texts(), "2, up to 32, 64 tokens each" in texts() && "executorch 1.4.1" in texts())
-        assertTrue(texts(), Words.bytes(app, model.sizeBytes) in texts() && Words.bytes(app, model.plannedBytes) in texts())
+        untilSaid("2, up to 32, 64 tokens each", "executorch 1.4.1")
+        untilSaid(Words.bytes(app, model.sizeBytes), Words.bytes(app, model.plannedBytes))
         shot("models")
         rotate()
-        assertTrue("film reviews" in texts())
+        untilSaid("film reviews")
         shot("models-landscape")
     }
 
@@ -38,7 +38,7 @@ class ModelsScreenTest : AppTest() {
         program.writeBytes(program.readBytes().also { it[it.size / 2] = (it[it.size / 2] + 1).toByte() })
         pick(ModelsScreen.ZIP, "damaged.zip", zip(folder))
         until("the refusal") { app.jobs.error(ModelsScreen.PLACE) != null }
-        assertTrue(texts(), "program.pte" in texts() && "SHA-256" in texts())
+        untilSaid("program.pte", "SHA-256")
         assertTrue(app.store.models().isEmpty())
         assertEquals(emptyList<String>(), File(app.filesDir, "models").list().orEmpty().toList())
         shot("models-damaged")
@@ -51,7 +51,7 @@ class ModelsScreenTest : AppTest() {
         importModel("broken")
         File(app.filesDir, "models/broken/manifest.json").writeText("{\"schema_version\": 99}")
         open()
-        assertTrue(texts(), "This model cannot be used." in texts() && "schema_version 2" in texts())
+        untilSaid("This model cannot be used.", "schema_version 2")
         click("Delete the model broken".takeIf { it in descriptions() } ?: "Delete")
         val question = confirm()
         assertTrue(question, "Its adapters are kept" in question) // the model goes a moment later

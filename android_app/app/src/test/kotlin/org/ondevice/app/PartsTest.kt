@@ -178,7 +178,7 @@ class PartsTest : AppTest() {
         assertEquals("das Telefon ist heiß (Wärmestufe kritisch); weiter unter mäßig", german[org.ondevice.core.PauseCause.HEAT])
         assertEquals("der Akku ist bei 7 %; weiter ab 25 % oder am Ladegerät", german[org.ondevice.core.PauseCause.BATTERY])
         open(2)
-        assertTrue(texts(), "Noch nichts zu trainieren" in texts())
+        untilSaid("Noch nichts zu trainieren")
         shot("train-german")
     }
 
@@ -222,6 +222,6 @@ class PartsTest : AppTest() {
         open(2)
         begin(3)
         until("the end") { app.runs.live!!.isOver }
-        assertTrue(texts(), "Done: 3 steps." in texts())
+        untilSaid("Done: 3 steps.")
     }
 }

@@ -32,9 +32,9 @@ class TrainScreenTest : AppTest() {
     @Test
     fun saysWhatIsMissing() {
         open(2)
-        assertTrue("Nothing to train yet" in texts())
+        untilSaid("Nothing to train yet")
         click("Go to Models")
-        assertTrue("Import zip" in texts())
+        untilSaid("Import zip")
     }
 
     @Test
@@ -50,11 +50,11 @@ class TrainScreenTest : AppTest() {
         val service = service()
         assertNotNull(shadowOf(service).lastForegroundNotification)
         until("some steps") { (live?.stepsDone ?: 0) >= 12 }
-        assertTrue(texts(), "of 600" in texts() && "steps/s" in texts())
+        untilSaid("of 600", "steps/s")
         shot("train-running")
         gate.goOn()
         until("the end", 240) { live!!.isOver }
-        assertTrue(texts(), "Done: 600 steps." in texts() && "before" in texts())
+        untilSaid("Done: 600 steps.", "before")
         val state = live!!.state as TrainerState.Finished
         assertEquals(600, state.result.steps)
         val adapters = app.store.adapters(app.store.models()[0].artifact!!)
@@ -66,7 +66,7 @@ class TrainScreenTest : AppTest() {
         assertEquals("Training has ended", shadowOf(shadowOf(manager).getNotification(Notifications.WAITING)).contentTitle.toString())
         shot("train-done")
         click(R.id.another)
-        assertTrue("Start training" in texts())
+        untilSaid("Start training")
     }
 
     @Test
@@ -87,7 +87,7 @@ class TrainScreenTest : AppTest() {
         until("some steps") { live!!.stepsDone >= 3 }
         heat(Thermal.SEVERE)
         until("the pause") { paused() }
-        assertTrue(texts(), "the phone is hot (thermal status severe)" in texts())
+        untilSaid("the phone is hot (thermal status severe)")
         shot("train-paused")
         val done = live!!.stepsDone
         heat(Thermal.MODERATE)
@@ -99,7 +99,7 @@ class TrainScreenTest : AppTest() {
         click(R.id.stop)
         service(TrainService.STOP)
         until("the end", 240) { live!!.isOver }
-        assertTrue(texts(), "Stopped after" in texts())
+        untilSaid("Stopped after")
     }
 
     @Test
@@ -109,7 +109,7 @@ class TrainScreenTest : AppTest() {
         until("some steps") { live!!.stepsDone >= 2 }
         battery(15, charging = false)
         until("the pause") { paused() }
-        assertTrue(texts(), "the battery is at 15%" in texts())
+        untilSaid("the battery is at 15%")
         val done = live!!.stepsDone
         battery(15, charging = true)
         until("more steps") { live!!.stepsDone > done }
@@ -125,12 +125,12 @@ class TrainScreenTest : AppTest() {
         open(2)
         begin(3)
         until("the end", 240) { live!!.isOver }
-        assertTrue(texts(), "Done: 3 steps." in texts())
+        untilSaid("Done: 3 steps.")
         val artifact = app.store.models()[0].artifact!!
         val first = artifact.first(artifact.manifest.spec.adapter).floats()
         assertFalse("the adapter is where it began", app.store.adapters(artifact).activeVector().contentEquals(first))
         open(0)
-        assertTrue(texts(), "mesp" in texts() && Words.bytes(app, artifact.mappedBytes) in texts())
+        untilSaid("mesp", Words.bytes(app, artifact.mappedBytes))
         shot("models-blocks")
     }
 
@@ -150,7 +150,7 @@ class TrainScreenTest : AppTest() {
         until("some steps") { live!!.stepsDone >= 2 }
         available(150)
         until("the pause") { paused() }
-        assertTrue(texts(), "other apps need memory (pressure low); goes on below moderate" in texts())
+        untilSaid("other apps need memory (pressure low); goes on below moderate")
         available(250) // more than the threshold, and not enough to spare
         Thread.sleep(1500)
         settle()
@@ -169,7 +169,7 @@ class TrainScreenTest : AppTest() {
         @Suppress("DEPRECATION")
         service().onTrimMemory(ComponentCallbacks2.TRIM_MEMORY_RUNNING_CRITICAL)
         until("the pause") { paused() }
-        assertTrue(texts(), "other apps need memory (pressure critical)" in texts())
+        untilSaid("other apps need memory (pressure critical)")
         service(TrainService.STOP)
     }
 
@@ -178,7 +178,7 @@ class TrainScreenTest : AppTest() {
         prepared()
         begin(4000, Rules(onlyWhileCharging = true))
         until("the pause") { paused() }
-        assertTrue(texts(), "no charger is connected" in texts())
+        untilSaid("no charger is connected")
         assertEquals(0, live!!.stepsDone)
         val scheduler = app.getSystemService(Context.JOB_SCHEDULER_SERVICE) as android.app.job.JobScheduler
         assertTrue(scheduler.allPendingJobs.single().isRequireCharging)
@@ -214,13 +214,13 @@ class TrainScreenTest : AppTest() {
         service()
         settle()
         assertTrue(live!!.isOver)
-        assertTrue(texts(), "The app ended 3 times in this run before it could save anything." in texts())
+        untilSaid("The app ended 3 times in this run before it could save anything.")
         assertNull(app.wanted.read())
         shot("train-gave-up")
         click(R.id.again)
         service()
         until("the end", 240) { live!!.isOver }
-        assertTrue(texts(), "Done: 60 steps." in texts())
+        untilSaid("Done: 60 steps.")
     }
 
     /** What nobody expected ends the run in words, once; the app does not die of it. */
@@ -238,7 +238,7 @@ class TrainScreenTest : AppTest() {
         }
         begin(5)
         until("the error") { live!!.isOver }
-        assertTrue(texts(), "StackOverflowError" in texts())
+        untilSaid("StackOverflowError")
         assertNull(app.wanted.read())
         assertEquals(1, calls)
     }
@@ -253,7 +253,7 @@ class TrainScreenTest : AppTest() {
         service(TrainService.PAUSE)
         until("the pause") { paused() }
         assertTrue(app.wanted.read()!!.paused)
-        assertTrue(texts(), "you paused it" in texts() && "Resume" in texts())
+        untilSaid("you paused it", "Resume")
         assertEquals(listOf("Resume", "Stop"), Notifications(app).training(live).actions.map { it.title.toString() })
         val done = live!!.stepsDone
         service(TrainService.RESUME)
@@ -273,7 +273,7 @@ class TrainScreenTest : AppTest() {
         val before = live!!
         rotate(PHONE)
         assertTrue(live === before && !before.isOver)
-        assertTrue(texts(), "of 4,000" in texts())
+        untilSaid("of 4,000")
         service(TrainService.STOP)
     }
 
@@ -322,7 +322,7 @@ class TrainScreenTest : AppTest() {
         gate.goOn()
         until("the error") { live!!.isOver }
         assertEquals(org.ondevice.core.ErrorKind.STORAGE, (live!!.state as TrainerState.Failed).error.kind)
-        assertTrue(texts(), "Cannot write" in texts() && "free some storage" in texts())
+        untilSaid("Cannot write", "free some storage")
     }
 
     @Test
@@ -331,12 +331,12 @@ class TrainScreenTest : AppTest() {
         app.openProgram = { throw ModuleProgram.missing(setOf("aten::x.out", "ondevice::noise"), setOf("aten::x.out"), emptySet(), setOf("XnnpackBackend"))!! }
         begin(5)
         until("the error") { live!!.isOver }
-        assertTrue(texts(), "ondevice::noise" in texts() && "lacks what the program needs" in texts())
+        untilSaid("ondevice::noise", "lacks what the program needs")
         shot("train-refused")
         healthyPhone()
         click(R.id.again)
         service()
         until("the end", 240) { live!!.isOver }
-        assertTrue(texts(), "Done: 5 steps." in texts())
+        untilSaid("Done: 5 steps.")
     }
 }

@@ -40,7 +40,7 @@ class TryAndAdaptersTest : AppTest() {
     fun comparesBeforeAndAfter() {
         trained()
         open(3)
-        assertTrue(texts(), "answered by one of: terrible, great" in texts())
+        untilSaid("answered by one of: terrible, great")
         find<EditText>(R.id.prompt).setText("A warm, funny film that never looks away.")
         click(R.id.compare)
         until("the comparison") { app.jobs.words(TryScreen.PLACE) == null }
@@ -84,7 +84,7 @@ class TryAndAdaptersTest : AppTest() {
         app.openAnswers = { throw lacking }
         click(R.id.compare)
         until("what is missing") { app.jobs.error(TryScreen.PLACE) != null }
-        assertTrue(texts(), "llama::custom_sdpa.out" in texts())
+        untilSaid("llama::custom_sdpa.out")
     }
 
     @Test
@@ -108,7 +108,7 @@ class TryAndAdaptersTest : AppTest() {
 
         activity.open(1)
         settle()
-        assertTrue(texts(), "Answers that you judged" in texts())
+        untilSaid("Answers that you judged")
         shot("data-judged")
         click("Delete the judgement 2")
         assertEquals("Delete judgement 2?", confirm())
@@ -169,7 +169,7 @@ class TryAndAdaptersTest : AppTest() {
         find<EditText>(R.id.top_p).setText("2")
         click(R.id.compare)
         until("the refusal") { app.jobs.error(TryScreen.PLACE) != null }
-        assertTrue(texts(), "top-p 2.0" in texts())
+        untilSaid("top-p 2.0")
     }
 
     @Test
@@ -177,7 +177,7 @@ class TryAndAdaptersTest : AppTest() {
         writer()
         importModel("film reviews")
         open(3)
-        assertTrue("a model without an adapter must not hide the others: ${texts()}", "Nothing trained yet" in texts())
+        untilSaid("a model without an adapter must not hide the others: ${texts()}", "Nothing trained yet")
         find<Spinner>(R.id.model).setSelection(1)
         until("the other model") { "Prompt" in texts() }
         assertEquals("from Python", find<Spinner>(R.id.adapter).selectedItem)
@@ -194,24 +194,24 @@ class TryAndAdaptersTest : AppTest() {
         open(3)
         click(R.id.compare)
         until("the refusal") { app.jobs.error(TryScreen.PLACE) != null }
-        assertTrue(texts(), "is empty" in texts())
+        untilSaid("is empty")
     }
 
     @Test
     fun saysWhatToDoWithoutAnAdapter() {
         importModel()
         open(3)
-        assertTrue("Nothing trained yet" in texts())
+        untilSaid("Nothing trained yet")
         activity.open(4)
         settle()
-        assertTrue("No adapter yet" in texts())
+        untilSaid("No adapter yet")
     }
 
     @Test
     fun listsUsesRollsBackAndDeletes() {
         trained()
         open(4)
-        assertTrue(texts(), "400 steps, loss 3.412 → 0.671" in texts())
+        untilSaid("400 steps, loss 3.412 → 0.671")
         shot("adapters")
         click(R.id.roll_back)
         assertEquals("reviews 2026-11-20 18.30.00", adapters.activeName())
