@@ -24,7 +24,7 @@ class Bare:
     def __call__(self, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run `ondevice ARGUMENTS` there."""
         command = [sys.executable, "-I", "-S", "-c", START, str(self.site), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=200, check=False)
 
 
 def build(site: Path, wheel: Path, dependencies: list[str]) -> Bare:

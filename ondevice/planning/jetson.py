@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +156,16 @@ def tegrastats(timeout_s: float = 5.0) -> dict[str, float]:
     """Run NVIDIA's own tool for one line; empty where it is not there."""
     try:
         with subprocess.Popen(["tegrastats", "--interval", "100"], stdout=subprocess.PIPE, text=True) as process:
+            timer = threading.Timer(timeout_s, process.kill)
+            timer.start()
             try:
-                output, _ = process.communicate(timeout=min(timeout_s, 1.0))
-            except subprocess.TimeoutExpired:
+                line = process.stdout.readline() if process.stdout is not None else ""
+            finally:
+                timer.cancel()
                 process.kill()
-                output, _ = process.communicate()
     except OSError:
         return {}
-    return parse_tegrastats((output.splitlines() or [""])[0])
+    return parse_tegrastats(line)
 
 
 def parse_tegrastats(line: str) -> dict[str, float]:

@@ -118,7 +118,7 @@ def test_tegrastats_is_run_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tool.write_text(f"#!/bin/sh\nwhile true; do echo '{LINE}'; sleep 0.1; done\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert jetson.tegrastats()["gpu_mhz"] == 306
+    assert jetson.tegrastats(timeout_s=60)["gpu_mhz"] == 306
     tool.unlink()
     assert jetson.tegrastats() == {}
 

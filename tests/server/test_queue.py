@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ondevice.core.errors import BusyError
 from ondevice.server.queue import ACTIVE, ENDED, Job, Queue, in_window
+from ondevice.server.routes.jobs import _answer
 from ondevice.server.store import MissingError, Store
 
 SPEC: dict[str, Any] = {"name": "", "dataset": "data-1", "model": "tiny:llama", "limits": {"retries": 2}}
@@ -236,3 +238,13 @@ def test_a_job_outside_its_window_waits_and_lets_others_pass(store: Store) -> No
     now[0] += 3600 + 60
     claimed = queue.claim()
     assert claimed is not None and claimed.id == night.id
+
+
+def test_the_newest_event_is_of_the_row_that_was_read(store: Store) -> None:
+    """Who has the row and then reads the events behind it would miss what came between two readings."""
+    queue = Queue(store)
+    row = queue.create(SPEC | {"config": {}})
+    assert queue.claim() is not None
+    assert (row.last_event, queue.get(row.id).last_event, queue.list()[0].last_event) == (1, 2, 2)
+    answer = _answer(SimpleNamespace(store=store), row)  # type: ignore[arg-type]
+    assert (answer.state, answer.last_event) == ("queued", 1)
