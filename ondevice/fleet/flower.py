@@ -271,7 +271,7 @@ def join(
         raise ConfigError("a device proves who it is", expected="--key FILE, its private key", received=key)
     folder = Path(settings.folder).absolute()
     with answering(settings) as file:
-        arguments = [command("flower-supernode"), "--superlink", link.address, "--port", str(free_port())]
+        arguments = [command("flower-supernode"), "--superlink", link.address]
         arguments += ["--node-config", f"device={json.dumps(str(file))}"]
         if link.insecure:
             arguments.append("--insecure")
@@ -283,7 +283,9 @@ def join(
             while True:
                 while not _listens(link):  # a SuperNode takes seconds to find that out
                     time.sleep(POLL_S)
-                with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
+                with running(
+                    [*arguments, "--port", str(free_port())], folder / "flower", folder / "supernode.log"
+                ) as supernode:
                     if not supernode.wait():
                         return 0
                 say(f"no server at {link.address} admits this device yet; it tries again ({folder}/supernode.log)")

@@ -27,7 +27,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.fleet.asking import ask
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering
-from ondevice.fleet.flower import APP, Link, free_port
+from ondevice.fleet.flower import APP, Link
 from ondevice.fleet.messages import Answer
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
@@ -35,6 +35,7 @@ from tests.cli.command import CommandLine
 from tests.fleet.fleets import charter
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
+from tests.ports import free_port
 
 normal = statistics.NormalDist().cdf
 

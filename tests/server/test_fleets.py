@@ -21,6 +21,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.server.fleets import Fleets, Running, Seat, write_seat
 from tests.cli.command import CommandLine
 from tests.fleet.test_simulate import rows
+from tests.ports import free_port
 from tests.server.running import DaemonProcess
 
 NOON, MIDNIGHT = (time.mktime((2026, 11, 23, hour, 30, 0, 0, 0, -1)) for hour in (12, 0))
@@ -121,8 +122,6 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(ondevice: Comman
 @pytest.mark.timeout(300)
 def test_the_daemon_trains_a_round_and_shows_it(ondevice: CommandLine, tmp_path: Path) -> None:
     """Over Flower, with a real server and a real daemon; in Flower's environment (make fleet-test)."""
-    from ondevice.fleet.flower import free_port
-
     if importlib.util.find_spec("flwr") is None:
         pytest.skip("Flower is not installed; try: make fleet-test")
     port = free_port()

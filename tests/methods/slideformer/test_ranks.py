@@ -5,10 +5,8 @@ With ONDEVICE_RANKS_DEVICE=cuda and two GPUs the same comparisons go through NCC
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from ondevice.training.checkpoint import read_state  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402
 from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tests.warm import Warm  # noqa: E402
 
 DEVICE = os.environ.get("ONDEVICE_RANKS_DEVICE", "cpu")
@@ -44,23 +43,6 @@ pytestmark = needs_gloo
 def environment(**values: object) -> dict[str, str]:
     paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
-
-
-def free_port() -> int:
-    """A port that nobody has now, and that the kernel gives nobody who asks for any: it is taken a moment later."""
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    end = min(32_768, int(given.read_text().split()[0])) if given.is_file() else 32_768
-    while True:
-        port = 10_000 + (37 * os.getpid() + next(_ports)) % (end - 10_000)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-
-
-_ports = itertools.count()
 
 
 def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
