@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 
 
 class Question(BaseModel):
-    """The fields of both kinds of request."""
+    """What both kinds of request have."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
