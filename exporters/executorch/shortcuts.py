@@ -73,8 +73,9 @@ def shortcuts() -> Iterator[None]:
             materialize()
             listed.append(True)
 
-    thresholds = gc.get_threshold()
-    gc.freeze()
+    thresholds, frozen_here = gc.get_threshold(), not gc.get_freeze_count()
+    if frozen_here:  # what the caller has frozen stays so
+        gc.freeze()
     gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
     try:
         with (
@@ -89,7 +90,8 @@ def shortcuts() -> Iterator[None]:
             yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if frozen_here:
+            gc.unfreeze()
 
 
 @contextmanager

@@ -82,3 +82,19 @@ def test_a_graph_that_is_changed_computes_what_it_says_now() -> None:
     expected = torch.cat([x + 1, x / 2, x - 3, x / 4, x + 5, x / 6], -1)
     for actual in (inside, graph(x)):
         assert torch.equal(actual, expected)
+
+
+def test_what_the_caller_has_frozen_stays_frozen() -> None:
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        with shortcuts.shortcuts():
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+        gc.freeze()
+        with shortcuts.shortcuts():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        if not before:
+            gc.unfreeze()
