@@ -133,8 +133,9 @@ class Kernels(TorchDispatchMode):
 
     def _count(self, touched: list[tuple[Tensor, bool]], waits: bool) -> None:
         c, held = self.checker, self._held()
-        host = [(x, write) for x, write in touched if c.is_host(x)]
-        there = [(x, write) for x, write in touched if not c.is_host(x)]
+        host, there = list[tuple[Tensor, bool]](), list[tuple[Tensor, bool]]()
+        for x, write in touched:
+            (host if c.is_host(x) else there).append((x, write))
         if there and (self.main or held):
             lane = self._lane()
             if host or waits:  # a copy that is not of the device's lanes, or a number: the thread waits for it

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,11 +38,18 @@ class Access:
         return f"{'write' if self.write else 'read'} of {self.what} on {self.actor}"
 
 
+class Alive(StorageWeakRef):
+    """Asked at every access, so without the ways round of the class below it."""
+
+    def expired(self) -> bool:
+        return torch.UntypedStorage._expired(self.cdata)
+
+
 class Memory:
     """One storage: its accesses, and the lane that made it, to which it goes back."""
 
     def __init__(self, storage: Any, name: str) -> None:
-        self.alive, self.name, self.accesses, self.lane = StorageWeakRef(storage), name, list[Access](), ""
+        self.alive, self.name, self.accesses, self.lane = Alive(storage), name, list[Access](), ""
 
 
 class Checker:
@@ -56,7 +64,7 @@ class Checker:
         self.lock = threading.RLock()
         self.clocks: dict[str, Clock] = {}
         self.memories: dict[int, Memory] = {}
-        self.host: dict[int, StorageWeakRef] = {}
+        self.host: dict[int, Alive] = {}
         self.leaving: list[tuple[Memory, Access]] = []
         self.races: dict[str, None] = {}
         self.accesses = 0
@@ -121,7 +129,7 @@ class Checker:
         """This memory is the host's: kernels on it run in the calling thread."""
         for tensor in tensors:
             if tensor is not None and tensor.numel():
-                self.host[tensor.untyped_storage().data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+                self.host[tensor.untyped_storage().data_ptr()] = Alive(tensor.untyped_storage())
 
     def access(self, actor: str, tensor: Tensor, write: bool, spans: Spans | None = None) -> Access | None:
         """An actor touches a tensor, or some spans of it in bytes."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Places and names of the arguments that an operator writes to."""
+    schema = enumerate(func._schema.arguments)
+    return [(number, one.name) for number, one in schema if one.alias_info is not None and one.alias_info.is_write]
 
 
 class Recording(TorchDispatchMode):
@@ -21,10 +29,9 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                target = args[number] if number < len(args) else kwargs.get(argument.name)
-                self.before += [(x.detach(), x.detach().clone()) for x in tree_leaves(target) if isinstance(x, Tensor)]
+        for number, name in _written(func):
+            target = args[number] if number < len(args) else kwargs.get(name)
+            self.before += [(x.detach(), x.detach().clone()) for x in tree_leaves(target) if isinstance(x, Tensor)]
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
         return out

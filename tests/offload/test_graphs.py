@@ -51,14 +51,12 @@ def test_an_engine_with_graphs_has_the_bits_of_one_without(
     long, short = batches(14, rows=3), batches(14, rows=3, length=7)
     data = [(long if step % 5 else short)[step] for step in range(14)]
     chosen = {"check_every": 6, **values}
-    losses, weights, none = train(name, data, **chosen)
     monkeypatch.setattr(lsp_engine, "recorder", lambda _: record)
+    losses, weights, none = train(name, data, **chosen, cuda_graphs=False)
     ours, trained, built = train(name, data, **chosen)
     assert ours == losses and furthest(trained, weights) == 0
     assert not any(none) and built[1] == 0 < built[4]
     assert built[6] == built[5] and built[12] == built[11], "a step that looks at the bias is done as it stands"
-    *_, without = train(name, data[:5], **chosen, cuda_graphs=False)
-    assert not any(without)
 
 
 @pytest.mark.parametrize("weight_dtype", ["compute", "nf4"])

@@ -15,7 +15,7 @@ from ondevice.methods.lsp.memory import host_memory, memory  # noqa: E402
 from ondevice.methods.lsp.sizes import bus_bytes, exact, narrow  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
-from tests.methods.slideformer.test_memory import live  # noqa: E402
+from tests.methods.slideformer.test_memory import live, only_new, storages  # noqa: E402
 
 ROWS, LENGTH = 4, 16
 SMALL = {"subspace": 48, "nonzeros": 4, "threshold": 10.0, "threads": 1, "timeout_s": 120.0}
@@ -43,29 +43,32 @@ def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: di
         pytest.importorskip("bitsandbytes")
     loaded = tiny_model(**{**SIZES, **sizes})
     settings = LspConfig(**{**SMALL, **config})
-    before = live()
-    engine = LspEngine(loaded.family, settings, "cpu", 1)
-    try:
-        run(engine, batches(2, ROWS, LENGTH))
-        if not engine.store.native and settings.compute == "bfloat16":
-            pytest.skip("without the fused update there are buffers for conversion")
-        host = host_memory(loaded.dims, settings, ROWS, LENGTH)
-        assert sum(host.values()) == pytest.approx(engine.host_bytes, rel=0.1), host
-        planned = memory(loaded.dims, settings, ROWS, LENGTH)
-        stays = sum(size for part, size in planned.items() if part not in STEP)
-        total = sum(storage.nbytes() for address, storage in live().items() if address not in before)
-        inputs = [*engine.activations.kept.values(), *(memory for memory, _ in engine.activations.ring)]
-        assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(stays, rel=0.1), planned
-        assert narrow(loaded.dims, settings) == sum(part.narrow for part in engine.parts)
-        whole = sum(piece.numel for part in engine.parts for piece in part.exact.pieces)
-        assert exact(loaded.dims, settings) == whole
-        engine.timeline.drain()
-        engine.began = None
-        for step in (2, 3):  # the second one takes the spans of the first
-            engine.step(*batches(1, ROWS, LENGTH)[0], step, 0.0)
-            engine.flush()
-        moved = bus_bytes(loaded.dims, settings, ROWS, LENGTH, 2 if settings.compute == "bfloat16" else 4)
-        assert engine.overlap is not None
-        assert (engine.overlap.d2h_bytes, engine.overlap.h2d_bytes) == pytest.approx(moved, rel=0.05)
-    finally:
-        engine.close()
+    model = storages((*loaded.model.parameters(), *loaded.model.buffers()))
+    with only_new():
+        engine = LspEngine(loaded.family, settings, "cpu", 1)
+        try:
+            run(engine, batches(2, ROWS, LENGTH))
+            if not engine.store.native and settings.compute == "bfloat16":
+                pytest.skip("without the fused update there are buffers for conversion")
+            host = host_memory(loaded.dims, settings, ROWS, LENGTH)
+            assert sum(host.values()) == pytest.approx(engine.host_bytes, rel=0.1), host
+            planned = memory(loaded.dims, settings, ROWS, LENGTH)
+            stays = sum(size for part, size in planned.items() if part not in STEP)
+            total = sum(storage.nbytes() for address, storage in live().items() if address not in model)
+            inputs = [*engine.activations.kept.values(), *(memory for memory, _ in engine.activations.ring)]
+            assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(stays, rel=0.1), (
+                planned
+            )
+            assert narrow(loaded.dims, settings) == sum(part.narrow for part in engine.parts)
+            whole = sum(piece.numel for part in engine.parts for piece in part.exact.pieces)
+            assert exact(loaded.dims, settings) == whole
+            engine.timeline.drain()
+            engine.began = None
+            for step in (2, 3):  # the second one takes the spans of the first
+                engine.step(*batches(1, ROWS, LENGTH)[0], step, 0.0)
+                engine.flush()
+            moved = bus_bytes(loaded.dims, settings, ROWS, LENGTH, 2 if settings.compute == "bfloat16" else 4)
+            assert engine.overlap is not None
+            assert (engine.overlap.d2h_bytes, engine.overlap.h2d_bytes) == pytest.approx(moved, rel=0.05)
+        finally:
+            engine.close()

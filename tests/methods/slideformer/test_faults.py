@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from ondevice.offload.drive import BLOCK_BYTES  # noqa: E402
 from ondevice.offload.host import HostStore  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import batches, open_engine, run  # noqa: E402
+from tests.warm import Warm  # noqa: E402
 
 SOON_S = 60.0
 """Half of what an engine of these tests waits for what hangs."""
@@ -140,7 +140,7 @@ def test_an_update_that_hangs_is_given_up(index: int, broken_update: Any) -> Non
     closes_soon(engine)
 
 
-def test_a_hanging_thread_does_not_hold_the_process() -> None:
+def test_a_hanging_thread_does_not_hold_the_process(warm: Warm) -> None:
     code = """
 import threading
 from ondevice.core.errors import TrainingError
@@ -157,7 +157,8 @@ except TrainingError as error:
     print(error)
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    command = [str(warm.python), "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert "did not end within 0.3 s" in ended.stdout
     assert "update of " in ended.stdout
