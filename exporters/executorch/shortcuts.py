@@ -6,7 +6,9 @@ each of its methods and delegates. These are settings of the libraries' insides,
 
 from __future__ import annotations
 
+import functools
 import gc
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from unittest.mock import patch
 
 import torch._export.utils as export_utils
 from executorch.backends.xnnpack import _passes as xnnpack_passes
+from executorch.exir._serialize import _dataclass
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.pass_base import ExportPass, PassResult
 from executorch.exir.program import _program as edge
@@ -59,6 +62,7 @@ def shortcuts() -> Iterator[None]:
     - Code of a graph is written when the graph is called: passes interpret it.
     - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out. So are
       passes that replace views in a graph that has none, and symbolic numbers: shapes are fixed here.
+    - Types of the file formats' data classes are resolved once for a class, not for each of its objects.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
@@ -86,6 +90,7 @@ def shortcuts() -> Iterator[None]:
             patch.object(LoweredBackendModule, "__deepcopy__", lambda self, memo: self),
             patch.object(xnnpack_passes, "_transform", transform_unless_vision),
             patch.object(export_utils, "_materialize_cpp_cia_ops", materialize_once),
+            patch.object(_dataclass, "get_type_hints", functools.cache(typing.get_type_hints)),
         ):
             yield
     finally:

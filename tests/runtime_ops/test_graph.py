@@ -30,8 +30,11 @@ def run_lowered(program):
     executorch = pytest.importorskip("executorch.exir")
     from executorch.runtime import Runtime
 
-    lowered = executorch.to_edge_transform_and_lower(program, compile_config=graph.edge_compile_config())
-    buffer = lowered.to_executorch().buffer
+    from ondevice.exporters.executorch.shortcuts import shortcuts
+
+    with shortcuts():
+        lowered = executorch.to_edge_transform_and_lower(program, compile_config=graph.edge_compile_config())
+        buffer = lowered.to_executorch().buffer
     loaded = Runtime.get().load_program(buffer)
     method = loaded.load_method("forward")
 
