@@ -166,8 +166,8 @@ def work(here: dict[str, Any], args: Any, job: Job) -> dict[str, Any]:
     task, before, steps = (here[key][job.task] for key in ("tasks", "before", "steps"))
     place = (here["device"], here["half"])
     run = train(args, task, here["base"], before, job.method, job.rate, job.seed, steps, *place)
-    gc.collect()
     if here["device"].type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     return run
 
@@ -183,7 +183,9 @@ class Runner:
         self.args, self.here, self.started, self.missing = args, here, time.perf_counter(), list[Job]()
         self.pool: ProcessPoolExecutor | None = None
         if args.workers > 1:
-            self.pool = ProcessPoolExecutor(args.workers, get_context("spawn"), _begin, (args,))
+            context = get_context("forkserver")
+            context.set_forkserver_preload([__name__])  # torch is imported once for all
+            self.pool = ProcessPoolExecutor(args.workers, context, _begin, (args,))
 
     def __enter__(self) -> Runner:
         return self

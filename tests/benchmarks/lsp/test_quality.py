@@ -170,7 +170,8 @@ def test_the_script_writes_rows_and_draws_them(data: Path, tmp_path: Path, monke
     lsp = rows[1]
     assert [look["step"] for look in lsp["looks"][0]] == [0, 2] and len(lsp["held_out_bias"]) == 2
     assert lsp["memory_bytes"] == lsp["state_bytes"] + lsp["gradient_bytes"]
-    script(monkeypatch, f"{common} --tasks alpaca --methods full --seeds 1 --out {tmp_path / 'b.json'}")
+    words = f"{common} --tasks alpaca --methods full --rates full=1e-5 --seeds 1"
+    script(monkeypatch, f"{words} --out {tmp_path / 'b.json'}")
     files = f"{tmp_path / 'a.json'} {tmp_path / 'b.json'}"
     script(monkeypatch, f"--from-results {files} --out {tmp_path / 'c.json'} --plot {tmp_path / 'c.png'}")
     document = json.loads((tmp_path / "c.json").read_text())

@@ -22,10 +22,20 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
+SHAPE = {"layers": 1, "vocab": 1024, "length": 24}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> memory.Bench:
+    """With every method measured once."""
+    measured = memory.Bench(tmp_path_factory.mktemp("mesp") / "kept.json", **SHAPE)
+    memory.methods(measured)
+    return measured
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_method_computes_the_same_step_and_the_bars_hold(tmp_path) -> None:
-    bench = memory.Bench(tmp_path / "kept.json", layers=1, vocab=1024, length=32)
+def test_every_method_computes_the_same_step_and_the_bars_hold(bench: memory.Bench) -> None:
     rows = memory.methods(bench)
     assert [row["method"] for row in rows] == list(memory.METHODS)
     losses = [row["loss"] for row in rows if "MeZO" not in row["method"]]
@@ -43,8 +53,7 @@ def test_every_method_computes_the_same_step_and_the_bars_hold(tmp_path) -> None
     assert total == by["plain autodiff, all logits"]["peak_bytes"] - by["manual, streamed"]["peak_bytes"]
     document = result("mesp/memory", rows, [memory.column("method"), *memory.SIZES], notes=memory.bars(rows))
     jsonschema.validate({**document, "command": "python -m benchmarks.mesp.memory"}, SCHEMA)
-    again = memory.Bench(tmp_path / "kept.json", layers=1, vocab=1024, length=32)
-    assert memory.methods(again) == rows  # nothing is measured twice
+    assert memory.methods(memory.Bench(bench.keep, **SHAPE)) == rows  # nothing is measured twice
 
 
 def test_tiles_hold_less_at_any_length() -> None:
@@ -67,8 +76,15 @@ def test_tiles_hold_less_at_any_length() -> None:
     assert short_tiled < short and long_tiled < 0.7 * long
 
 
-def test_the_command_line(tmp_path) -> None:
-    words = ["--part", "rank", "--layers", "1", "--vocab", "512", "--length", "16", "--values", "2", "--json"]
+@pytest.mark.timeout(900)
+def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
+    """It measures what no run before it has, and finds the same bytes."""
+    spec = replace(memory.METHODS["manual"], length=bench.length, **bench.base)
+    known = dict(bench.known)
+    before = known.pop(json.dumps(asdict(spec), sort_keys=True))
+    (tmp_path / "kept.json").write_text(json.dumps(known))
+    words = ["--part", "rank", "--values", str(spec.rank), "--json"]
+    words += [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.mesp.memory", *words, "--keep", str(tmp_path / "kept.json")],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -76,5 +92,8 @@ def test_the_command_line(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     jsonschema.validate(document, SCHEMA)
-    assert {row["method"] for row in document["rows"]} == set(memory.COMPARED)
+    rows = {row["method"]: row for row in document["rows"]}
+    assert list(rows) == list(memory.COMPARED)
+    assert rows["manual"]["peak_bytes"] == before["peak_bytes"] and rows["manual"]["time_s"] != before["time_s"]
+    assert json.loads((tmp_path / "kept.json").read_text()).keys() == bench.known.keys()
     assert replace(Spec("manual"), folder="x") == Spec("manual")  # where streamed weights lie names no other spec

@@ -39,7 +39,7 @@ def test_the_allocators_record_is_the_peak() -> None:
 
 def test_memory_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed-form streams: not a byte more for more layers; a checkpoint a block: an input for each."""
-    monkeypatch.setattr(memory, "LAYERS", (4, 8, 16))
+    monkeypatch.setattr(memory, "LAYERS", (2, 4, 8))
     chosen = ("RevFFN, exact", "RevFFN, full", "Checkpoint a block, updates in hooks")
     monkeypatch.setattr(memory, "DEPTH", {name: memory.DEPTH[name] for name in chosen})
     rows, _, _ = memory.depth(arguments(rows=2, length=64))
