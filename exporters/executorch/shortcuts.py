@@ -116,12 +116,12 @@ def _functional_and_valid_once() -> Iterator[None]:
         if decomposed and not any(node.target in table for node in program.graph.nodes):
             return program
         result = decompose(program, table, *more, **options)
-        result.decomposed = True
+        result.__dict__["decomposed"] = True
         return result
 
     def trace_own(program: Any, *, cia_to_decomp: dict[Any, Any], **options: Any) -> Any:
         own = {node.target for node in program.graph.nodes}
-        kept = exported_program._special_op_to_preserve_cia
+        kept = export_utils._special_op_to_preserve_cia
         few = {op: call for op, call in cia_to_decomp.items() if op in own or call is kept}
         return trace(program, cia_to_decomp=few, **options)
 
