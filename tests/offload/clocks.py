@@ -42,7 +42,7 @@ class Alive(StorageWeakRef):
     """Asked at every access, so without the ways round of the class below it."""
 
     def expired(self) -> bool:
-        return torch.UntypedStorage._expired(self.cdata)
+        return bool(torch.UntypedStorage._expired(self.cdata))
 
 
 class Memory:
