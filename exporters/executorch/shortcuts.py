@@ -113,13 +113,13 @@ def _functional_and_valid_once() -> Iterator[None]:
         decomposed = getattr(program, "decomposed", False)  # then a tracing changes what is in the table, and no more
         if decomposed and not any(node.target in table for node in program.graph.nodes):
             return program
-        result = decompose(program, table, *more, **options)
+        result: Any = decompose(program, table, *more, **options)
         result.decomposed = True
         return result
 
     def trace_own(program: Any, *, cia_to_decomp: dict[Any, Any], **options: Any) -> Any:
         own = {node.target for node in program.graph.nodes}
-        kept = exported_program._special_op_to_preserve_cia
+        kept = vars(exported_program)["_special_op_to_preserve_cia"]
         few = {op: call for op, call in cia_to_decomp.items() if op in own or call is kept}
         return trace(program, cia_to_decomp=few, **options)
 
