@@ -115,8 +115,8 @@ def _functional_and_valid_once() -> Iterator[None]:
         decomposed = getattr(program, "decomposed", False)  # then a tracing changes what is in the table, and no more
         if decomposed and not any(node.target in table for node in program.graph.nodes):
             return program
-        result = decompose(program, table, *more, **options)
-        result.__dict__["decomposed"] = True
+        result: Any = decompose(program, table, *more, **options)
+        result.decomposed = True
         return result
 
     def trace_own(program: Any, *, cia_to_decomp: dict[Any, Any], **options: Any) -> Any:

@@ -45,13 +45,6 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_task():
-    before = mx.set_memory_limit(1)
-    yield
-    mx.set_memory_limit(before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Any:
     """Folder of each kind's model."""
