@@ -11,11 +11,14 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
+GROWN_BYTES = 512 << 20
+_frozen_bytes = 0
 
 # Tests never reach for the network: a model that is not on this machine is an error at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -89,12 +92,19 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Leave what a file's tests have imported and cached out of the garbage collections of the files after it.
 
     Hundreds of thousands of objects are there once a program was exported, and each full collection would look at all:
-    1.8 of the 2.5 CPU seconds of a test that loads a model after two exports.
+    1.8 of the 2.5 CPU seconds of a test that loads a model after two exports. Where memory has grown, what was left out
+    and is of no use by now is looked for.
     """
+    global _frozen_bytes
     yield
     if nextitem is not None and nextitem.path != item.path:
+        grown = psutil.Process().memory_info().rss - _frozen_bytes > GROWN_BYTES
+        if grown:
+            gc.unfreeze()
         gc.collect()
         gc.freeze()
+        if grown:
+            _frozen_bytes = psutil.Process().memory_info().rss
 
 
 def _skip(items: list[pytest.Item], marker: str, present: Callable[[], bool], reason: str) -> None:
