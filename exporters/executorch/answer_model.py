@@ -28,7 +28,7 @@ KNOWN = ("norms", "rotary", "score_scale", "embedding_scale", "residual_scale", 
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoraPlace:
     """Where one linear layer's adapter lies in the input: Aᵀ float32 [inputs, rank] at `a`, then Bᵀ times alpha / rank,
     [rank, outputs], at `b`."""
 
@@ -39,17 +39,17 @@ class Pair:
     outputs: int
 
 
-def layout(dims: Any, linears: Sequence[str], rank: int) -> tuple[Pair, ...]:
+def layout(dims: Any, linears: Sequence[str], rank: int) -> tuple[LoraPlace, ...]:
     """Place the adapters of linear layers, by their full names, one behind the other."""
     pairs, at = [], 0
     for name in linears:
         inputs, outputs = dims.linear_shape(name.rpartition(".")[2])
-        pairs.append(Pair(name, at, at + rank * inputs, inputs, outputs))
+        pairs.append(LoraPlace(name, at, at + rank * inputs, inputs, outputs))
         at += rank * (inputs + outputs)
     return tuple(pairs)
 
 
-def flatten(adapter: Adapter, pairs: Sequence[Pair], rank: int) -> np.ndarray:
+def flatten(adapter: Adapter, pairs: Sequence[LoraPlace], rank: int) -> np.ndarray:
     """Return an adapter as the program takes it, float32 [n]; layers that it lacks are zero."""
     flat = np.zeros(size_of(pairs, rank), np.float32)
     for pair in pairs:
@@ -60,7 +60,7 @@ def flatten(adapter: Adapter, pairs: Sequence[Pair], rank: int) -> np.ndarray:
     return flat
 
 
-def size_of(pairs: Sequence[Pair], rank: int) -> int:
+def size_of(pairs: Sequence[LoraPlace], rank: int) -> int:
     """Return how many elements the adapter's vector has."""
     return pairs[-1].b + rank * pairs[-1].outputs if pairs else 0
 
@@ -99,7 +99,7 @@ class Norm(nn.Module):
 class Adapted(nn.Module):
     """A linear layer, and beside it the adapter's pair where it has one: [1, T, inputs] -> [1, T, outputs]."""
 
-    def __init__(self, layer: Any, pair: Pair | None, rank: int) -> None:
+    def __init__(self, layer: Any, pair: LoraPlace | None, rank: int) -> None:
         super().__init__()
         self.layer, self.pair, self.rank = linear(layer.weight, layer.bias), pair, rank
 
@@ -129,7 +129,7 @@ class AnswerBlock(nn.Module):
     values: Tensor
     turn: Tensor
 
-    def __init__(self, loaded: LoadedModel, number: int, context: int, pairs: dict[str, Pair], rank: int) -> None:
+    def __init__(self, loaded: LoadedModel, number: int, context: int, pairs: dict[str, LoraPlace], rank: int) -> None:
         super().__init__()
         dims, family = loaded.dims, loaded.family
         self.dims, self.rotated = dims, dims.traits.rotated(number)

@@ -86,9 +86,9 @@ class PackedWriter:
         Raises:
             ArtifactError: it is of another rank, or changes layers for which the program takes none.
         """
-        from ondevice.exporters.executorch.answer_model import Pair, flatten
+        from ondevice.exporters.executorch.answer_model import LoraPlace, flatten
 
-        rank, pairs = self.described["rank"], [Pair(**entry) for entry in self.described["layout"]]
+        rank, pairs = self.described["rank"], [LoraPlace(**entry) for entry in self.described["layout"]]
         if adapter is not None:
             known = {pair.linear: pair for pair in pairs}
             beyond = [name for name in adapter.linears if name not in known]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ondevice.models.gguf_config import Metadata
-    from ondevice.nn.experts import Pair
+    from ondevice.nn.experts import ExpertLora
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers that carry adapters."""
@@ -189,7 +189,7 @@ class MoeFamily(Family):
         layer: Any = self.layer(i)
         return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
 
-    def mlp_of(self, i: int, x_ND: Tensor, pairs: Mapping[str, Pair] = MappingProxyType({})) -> Tensor:
+    def mlp_of(self, i: int, x_ND: Tensor, pairs: Mapping[str, ExpertLora] = MappingProxyType({})) -> Tensor:
         """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden].
 
         Gradients go through the weights that the router gives its choice, not through the choice.

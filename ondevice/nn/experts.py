@@ -25,7 +25,7 @@ def mixture(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     activation: Callable[[Tensor], Tensor],
-    pairs: Mapping[str, Pair] = MappingProxyType({}),
+    pairs: Mapping[str, ExpertLora] = MappingProxyType({}),
 ) -> Tensor:
     """Compute the weighted sum of each token's experts: [N, D].
 
@@ -50,7 +50,7 @@ def mixture(
     return (out * weights_NK[..., None]).sum(1)
 
 
-class Pair(NamedTuple):
+class ExpertLora(NamedTuple):
     """An adapter beside the matrices of all experts: matrix e becomes W + scale B A.
 
     Attributes:
@@ -62,16 +62,18 @@ class Pair(NamedTuple):
     b_EOR: Tensor
     scale: float
 
-    def leaf(self) -> Pair:
+    def leaf(self) -> ExpertLora:
         """Return the same numbers as leaves of a graph."""
-        return Pair(self.a_ERI.detach().requires_grad_(True), self.b_EOR.detach().requires_grad_(True), self.scale)
+        return ExpertLora(
+            self.a_ERI.detach().requires_grad_(True), self.b_EOR.detach().requires_grad_(True), self.scale
+        )
 
 
-def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> Pair:
+def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> ExpertLora:
     """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank * experts], in which
     the numbers of one rank lie together."""
     a_ERI = a.reshape(experts, -1, a.shape[-1])
-    return Pair(a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale)
+    return ExpertLora(a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale)
 
 
 def peft_layout(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ def peft_layout(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
     return a_ERI.reshape(-1, a_ERI.shape[-1]), b_EOR.permute(2, 0, 1).reshape(-1, b_EOR.shape[1])
 
 
-def pairs_of(experts: Any) -> tuple[Any, dict[str, Pair]]:
+def pairs_of(experts: Any) -> tuple[Any, dict[str, ExpertLora]]:
     """Return the module of the experts and the pairs that PEFT's ParamWrapper holds around it, by parameter.
 
     The wrapper itself would add B A to all experts' matrices and keep the sums for the backward pass.
@@ -93,7 +95,7 @@ def pairs_of(experts: Any) -> tuple[Any, dict[str, Pair]]:
     return experts, pairs
 
 
-def _adapted_linear(rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: Pair | None) -> Tensor:
+def _adapted_linear(rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: ExpertLora | None) -> Tensor:
     """Multiply rows as `grouped_linear` does, by W + scale B A where there is a pair, whose sum is not made."""
     out = grouped_linear(rows_MI, weight_EOI, ends_E)
     if pair is None:

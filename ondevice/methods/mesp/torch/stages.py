@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ondevice.methods.mesp.torch.attention import Scores, cast
 from ondevice.methods.mesp.torch.rows import RowsApart
-from ondevice.nn.experts import Pair, peft_layout
+from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import TorchKernels
@@ -29,7 +29,7 @@ Position = tuple[Tensor, Tensor]
 """cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
-OtherMlp = Callable[[Tensor, Mapping[str, Pair]], Tensor]
+OtherMlp = Callable[[Tensor, Mapping[str, ExpertLora]], Tensor]
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -72,7 +72,7 @@ class Block:
     linears: dict[str, Linear]
     layer: int = 0
     mlp: OtherMlp | None = None
-    pairs: Mapping[str, Pair] = field(default_factory=dict)
+    pairs: Mapping[str, ExpertLora] = field(default_factory=dict)
 
 
 class Stages:
