@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
-SHAPE = {"layers": 1, "vocab": 1024, "length": 24}
+SHAPE = {"layers": 1, "vocab": 1024, "length": 32}
+"""Checkpointing's peak at this size is one of two, by what MLX's threads do first: 6.8 or 5.5 MB; ours is always 2.3."""
 
 
 @pytest.fixture(scope="module")
