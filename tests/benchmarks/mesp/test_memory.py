@@ -23,7 +23,7 @@ SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
 SHAPE = {"layers": 1, "vocab": 1024, "length": 32}
-"""Checkpointing's peak at this size is one of two, by what MLX's threads do first: 6.8 or 5.5 MB; ours is always 2.3."""
+"""Checkpointing's peak is one of two here, by what MLX's threads do first: 6.8 or 5.5 MB; ours is always 2.3 MB."""
 
 
 @pytest.fixture(scope="module")
