@@ -26,9 +26,6 @@ PACKAGES = {
     "npm": "npm",
 }
 
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For Maven, which ends before the JVM's second compiler pays: half the time of Kotlin's compiler."""
-
 
 class BuildError(Exception):
     """A step that cannot go on; the message says what was expected, what was received and what to try."""
@@ -53,10 +50,9 @@ def missing_tools(names: Iterable[str] = CHAIN) -> list[str]:
     return [name for name in names if shutil.which(name) is None]
 
 
-def run(command: list[str | Path], *, what: str, cwd: Path | None = None, **more: str) -> str:
-    """Run a program, with more variables in its environment; its output, or a BuildError with the end of it."""
-    words, environment = [str(part) for part in command], {**os.environ, **more}
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, errors="replace")
+def run(command: list[str | Path], *, what: str, cwd: Path | None = None) -> str:
+    """Run a program; its output, or a BuildError with the end of it."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-40:])
         raise BuildError(f"{what} failed: {Path(str(command[0])).name} ended with {done.returncode}\n{said}")
@@ -65,8 +61,7 @@ def run(command: list[str | Path], *, what: str, cwd: Path | None = None, **more
 
 def maven(*arguments: str | Path, what: str) -> str:
     """Maven, quiet and without questions, in this folder."""
-    options = f"{SHORT_LIVED} {os.environ.get('MAVEN_OPTS', '')}".strip()
-    return run([tool("mvn"), "-q", "-B", *arguments], what=what, cwd=APP_ROOT, MAVEN_OPTS=options)
+    return run([tool("mvn"), "-q", "-B", *arguments], what=what, cwd=APP_ROOT)
 
 
 def digest(paths: Iterable[Path], *words: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -72,8 +72,9 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[S
         if len(members) != 1:
             return None
         model = members[0]
-    # Asked by an attribute: `StrictConfig` imports this module.
-    return (cast("type[StrictConfig]", model), path) if hasattr(model, "RENAMED") else None
+    from ondevice.core.config import StrictConfig  # it imports this module
+
+    return (model, path) if issubclass(model, StrictConfig) else None
 
 
 def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
