@@ -122,6 +122,8 @@ def trained(args: Any, name: str) -> dict[str, Any]:
                     curve.append(event.accuracy or 0.0)
 
             result = train(settings, sinks=[keep]).result
+            if result.interrupted:
+                raise SystemExit(f"{name}, seed {seed}: ended after {result.steps} of {steps} steps")
             assert result.evaluation is not None
             curve.append(result.evaluation.accuracy or 0.0)
             runs.append({
