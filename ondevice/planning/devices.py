@@ -181,8 +181,8 @@ class Device:
         memory_bytes: physical memory.
         usable_bytes: what one training process may use, by `rule`.
         bus_bytes_s: bytes a second of copies between host and accelerator, in one direction; None where not known.
-        listed_rates: `flops_s` and `bandwidth_bytes_s` as the table has them; None for this CPU, where they are measured
-            when they are first asked for: a run needs its memory alone.
+        listed_rates: `flops_s` and `bandwidth_bytes_s` as the table has them. None for this CPU: they are measured
+            when they are first asked for, as a run needs its memory alone.
         limited: `usable_bytes` is what the user allows.
     """
 

@@ -226,7 +226,7 @@ def test_flops_are_two_a_parameter_and_token() -> None:
 def test_this_cpu_is_measured_where_a_time_is_asked_for_and_not_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(devices, "measured_rates", lambda: asked.append(True) or (1e12, 1e9))
-    planned = smollm(device="this-cpu", memory_limit_bytes=64 << 20)
+    planned = smollm(device=find_device("this-cpu"), memory_limit_bytes=64 << 20)
     assert not planned.fits and planned.request.device.limited and not asked
     assert planned.step_s == pytest.approx(max(planned.flops / 1e12, sum(weight_bytes(SMOLLM)) / 1e9)) and asked
     told = planned.request.device.to_dict()
