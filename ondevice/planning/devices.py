@@ -12,7 +12,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -180,9 +180,9 @@ class Device:
     Attributes:
         memory_bytes: physical memory.
         usable_bytes: what one training process may use, by `rule`.
-        bandwidth_bytes_s: bytes a second that a step reaches, None where not known; `bus_bytes_s` the same of copies
-            between host and accelerator, in one direction.
-        flops_s: operations a second that a step reaches, by dtype; empty where not known.
+        bus_bytes_s: bytes a second of copies between host and accelerator, in one direction; None where not known.
+        listed_rates: `flops_s` and `bandwidth_bytes_s` as the table has them. None for this CPU: they are measured
+            when they are first asked for, as a run needs its memory alone.
         limited: `usable_bytes` is what the user allows.
     """
 
@@ -193,11 +193,20 @@ class Device:
     usable_bytes: int
     rule: str
     torch_device: str = "cpu"
-    bandwidth_bytes_s: float | None = None
     bus_bytes_s: float | None = None
-    flops_s: dict[str, float] = field(default_factory=dict)
+    listed_rates: tuple[dict[str, float], float | None] | None = ({}, None)
     cores: int | None = None
     limited: bool = False
+
+    @property
+    def flops_s(self) -> dict[str, float]:
+        """Operations a second that a step reaches, by dtype; empty where not known."""
+        return {"float32": measured_rates()[0]} if self.listed_rates is None else self.listed_rates[0]
+
+    @property
+    def bandwidth_bytes_s(self) -> float | None:
+        """Bytes a second that a step reaches; None where not known."""
+        return measured_rates()[1] if self.listed_rates is None else self.listed_rates[1]
 
     def within(self, limit_bytes: int | None) -> Device:
         """Return this device for a run that may take at most `limit_bytes`."""
@@ -207,8 +216,9 @@ class Device:
         return replace(self, usable_bytes=limit_bytes, rule=rule, limited=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields; bytes and operations a second."""
-        return {**self.__dict__, "flops_s": dict(self.flops_s)}
+        """Return all fields and rates; bytes and operations a second."""
+        fields = {name: value for name, value in self.__dict__.items() if name != "listed_rates"}
+        return {**fields, "bandwidth_bytes_s": self.bandwidth_bytes_s, "flops_s": dict(self.flops_s)}
 
 
 def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry]:
@@ -244,9 +254,9 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
     Raises:
         ConfigError: for a name that is not there, with the list and the nearest name.
     """
-    table = device_table(device_file)
     if name in THIS:
-        return _this(name, table.values())
+        return _this(name, device_file)
+    table = device_table(device_file)
     if name not in table:
         names = [*THIS, *table]
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
@@ -291,13 +301,14 @@ def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
         return {}
     bandwidth = entry.bandwidth_gb_s and entry.bandwidth_gb_s * 1e9 * entry.sustained
     flops = {dtype: rate * 1e12 * entry.sustained for dtype, rate in entry.tflops.items()}
-    return {"bandwidth_bytes_s": bandwidth, "bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9, "flops_s": flops}
+    return {"bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9, "listed_rates": (flops, bandwidth)}
 
 
-def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
+def _this(name: str, device_file: Path | str | None) -> Device:
     listed = gpus() if name != "this-cpu" else []
+    table = device_table(device_file) if listed or device_file is not None else {}
     if listed:
-        return _this_gpu(name, listed[0], entries)
+        return _this_gpu(name, listed[0], table.values())
     if name == "this-cuda":
         raise ConfigError(
             "this machine has no CUDA device that the driver lists",
@@ -306,7 +317,6 @@ def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
             hint="--device this-cpu",
         )
     free, count = available_bytes(), cores()
-    flops, bandwidth = measured_rates()
     return Device(
         name=name,
         description=f"this machine: {platform.machine()}, {count} cores",
@@ -314,8 +324,7 @@ def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
         memory_bytes=total_bytes(),
         usable_bytes=int(free * FREE_FRACTION),
         rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
-        flops_s={"float32": flops},
-        bandwidth_bytes_s=bandwidth,
+        listed_rates=None,
         cores=count,
     )
 

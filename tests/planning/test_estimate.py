@@ -13,6 +13,7 @@ from ondevice.core.errors import ConfigError, DoesNotFitError
 from ondevice.core.registry import method, method_config, method_names
 from ondevice.methods.step_model import backward_bytes, forward_flops
 from ondevice.models import ModelDims, tiny_model
+from ondevice.planning import devices
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.estimate import Plan, plan, weight_bytes
 from ondevice.planning.fits import alternatives, ensure_fits, size_text
@@ -222,9 +223,19 @@ def test_flops_are_two_a_parameter_and_token() -> None:
     assert top < four / 2
 
 
+def test_this_cpu_is_measured_where_a_time_is_asked_for_and_not_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(devices, "measured_rates", lambda: asked.append(True) or (1e12, 1e9))
+    planned = smollm(device=find_device("this-cpu"), memory_limit_bytes=64 << 20)
+    assert not planned.fits and planned.request.device.limited and not asked
+    assert planned.step_s == pytest.approx(max(planned.flops / 1e12, sum(weight_bytes(SMOLLM)) / 1e9)) and asked
+    told = planned.request.device.to_dict()
+    assert told["flops_s"] == {"float32": 1e12} and told["bandwidth_bytes_s"] == 1e9
+
+
 def test_time_is_bound_by_bandwidth_or_by_products() -> None:
-    rates = {"flops_s": {"float32": 1e12}, "bandwidth_bytes_s": 1e9}
-    slow_memory, fast_memory = small(9000, **rates), small(9000, **{**rates, "bandwidth_bytes_s": 1e15})
+    flops_s = {"float32": 1e12}
+    slow_memory, fast_memory = (small(9000, listed_rates=(flops_s, bytes_s)) for bytes_s in (1e9, 1e15))
     bound = smollm(device=slow_memory, batch_size=1)
     assert bound.step_s == pytest.approx(sum(weight_bytes(SMOLLM)) / 1e9)
     assert "bandwidth" in bound.step_basis

@@ -133,7 +133,7 @@ def test_the_library_draws_the_golden_signs(here):
     assert list(out) == [sign for row in case["rademacher"] for sign in row]
 
 
-def test_the_module_registers_every_kernel_with_the_runtime(here):
+def test_the_module_registers_every_kernel_with_the_runtime(here, warm):
     if importlib.util.find_spec("executorch") is None:
         pytest.skip("executorch is not installed")
     (module,) = here.glob("libondevice_executorch.*")
@@ -146,7 +146,7 @@ def test_the_module_registers_every_kernel_with_the_runtime(here):
     from ondevice.runtime_ops import torch_ops
 
     wanted = {f"ondevice::{name}.out" for name in torch_ops.OP_NAMES}
-    assert wanted <= set(run(sys.executable, "-c", program, module).splitlines())
+    assert wanted <= set(run(warm.python, "-c", program, module).splitlines())
 
 
 @pytest.mark.slow

@@ -26,12 +26,17 @@ from ondevice.server.client import Client
 from tests.server.running import DaemonProcess, adapter_bits, rows, settings, wait_for, workers
 
 
-def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda text: None) -> dict[str, Any]:
-    """Run a job to its end through `kills` kills; gives what happened, after checking it."""
+def trouble(
+    folder: Path, kills: int, seed: int, steps: int, log: Any = lambda text: None, python: Path | None = None
+) -> dict[str, Any]:
+    """Run a job to its end through `kills` kills; gives what happened, after checking it.
+
+    The run that nobody disturbs has its worker from `python`; where one is killed it is a process of its own.
+    """
     chance, counts = random.Random(seed), Counter[str]()
     config = settings(steps=steps, checkpoint_every=7)
     data = rows(folder / "rows.jsonl")
-    with DaemonProcess(folder / "undisturbed") as daemon:
+    with DaemonProcess(folder / "undisturbed", python=python) as daemon:
         dataset = daemon.client.upload("dataset", data)["id"]
         job = daemon.client.create_job(model="tiny:llama", dataset=dataset, config=config)["id"]
         assert daemon.client.wait(job, 600)["state"] == "done"

@@ -21,7 +21,11 @@ LLAMA_7B = ModelDims("llama", 32, 4096, 11008, 32, 32, 128, 32000, False, False,
 SIDES = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]
 MATRICES = 32 * SIDES
 CARD = replace(
-    find_device("h200"), name="card", usable_bytes=int(22.5 * 2**30), flops_s={"bfloat16": 80e12}, bus_bytes_s=15e9
+    find_device("h200"),
+    name="card",
+    usable_bytes=int(22.5 * 2**30),
+    listed_rates=({"bfloat16": 80e12}, None),
+    bus_bytes_s=15e9,
 )
 
 
@@ -115,7 +119,7 @@ def test_without_rates_nothing_is_recommended() -> None:
     advice = recommend(planned(device=replace(CARD, bus_bytes_s=None)))
     assert advice["settings"] is None and "the bus of card is not known" in advice["sentences"][-1]
     assert advice["given"]["compute_s"] > 0 and advice["given"]["to_host_s"] is None
-    advice = recommend(planned(device=replace(CARD, flops_s={})))
+    advice = recommend(planned(device=replace(CARD, listed_rates=({}, None))))
     assert advice["recommended"] is None and "matrix products" in advice["sentences"][-1]
 
 
