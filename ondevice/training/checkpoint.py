@@ -82,6 +82,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._file >= 0:  # the file stays: removing it would let two processes lock two files of one name
             os.ftruncate(self._file, 0)
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone leaves it to a process that is being forked just now
             os.close(self._file)
             self._file = -1
 

@@ -49,3 +49,14 @@ def test_one_process_cannot_take_a_folder_twice_and_can_take_it_again(tmp_path) 
                 pytest.fail("taken twice")
     with RunLock(tmp_path):
         pass
+
+
+def test_a_process_that_is_just_being_forked_holds_nothing(tmp_path) -> None:
+    """Between fork and exec a child has every open file; Ray starts processes while a fleet's folder is let go."""
+    with RunLock(tmp_path) as lock:
+        kept = os.dup(lock._file)  # what a fork does: the same open file once more
+    try:
+        with RunLock(tmp_path):
+            pass
+    finally:
+        os.close(kept)
