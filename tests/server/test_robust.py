@@ -18,7 +18,7 @@ def test_malformed_uploads_are_refused_with_a_reason(served, tmp_path) -> None:
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, warm) -> None:
     """The whole of it: `python -m tests.server.kills --kills 50`."""
-    report = trouble(tmp_path, kills=2, seed=3, steps=280, python=warm.python)
+    report = trouble(tmp_path, kills=2, seed=3, steps=400, python=warm.python)
     assert report["kills"] >= 1 and report["attempts"] > 1
 
 
