@@ -79,9 +79,10 @@ class LigerLoss:
 
         hidden, weight = self.hidden.detach().requires_grad_(True), weight_VD.detach().requires_grad_(True)
         module: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
-        with torch.enable_grad():
+        with torch.enable_grad():  # a caller may be in no_grad, as an autograd function's forward pass is
             total = module(weight, hidden, self.labels)
-        torch.autograd.backward(total * self.scale)
+            scaled = total * self.scale
+        torch.autograd.backward(scaled)
         if hidden.grad is not None and weight.grad is not None:
             self.grad_hidden = hidden.grad
             grad_VD.add_(weight.grad)
