@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from ondevice.methods.lora.config import LoraConfig
 
 
@@ -14,3 +16,6 @@ class LoraFaConfig(LoraConfig):
 
     name: Literal["lora-fa"] = "lora-fa"  # type: ignore[assignment]
     """Method name."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """AdamW's learning rate; B alone moves, so it is LoRA's three times."""

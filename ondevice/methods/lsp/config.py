@@ -50,7 +50,7 @@ class LspConfig(EngineConfig, ProjectorConfig):
     name: Literal["lsp"] = "lsp"
     """Method name."""
 
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=3e-5, gt=0)
     """AdamW's learning rate."""
 
     project: bool = True
