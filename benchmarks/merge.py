@@ -32,9 +32,15 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
     rows = {tuple(row.get(part) for part in key): row for row in old["rows"]}
     for row in concise(new)["rows"]:
         place = tuple(row.get(part) for part in key)
-        if rows.get(place, {}).get("seeds", 0) <= row.get("seeds", 0):
+        if place not in rows or seeds_of(rows[place]) <= seeds_of(row):
             rows[place] = row
     return old | {"rows": list(rows.values())}
+
+
+def seeds_of(row: dict[str, Any]) -> int:
+    """Return how many seeds a row is of; results give their number or name each."""
+    seeds = row.get("seeds", 0)
+    return len(seeds) if isinstance(seeds, list) else seeds
 
 
 def in_order(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[dict[str, Any]]:
