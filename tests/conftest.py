@@ -25,6 +25,8 @@ _frozen_bytes = 0
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# One thread each, as `make test` has it: the process that others fork from (tests/warm.py) must have no other thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines announce Intel's tile units (AMX) and then fault at their first instruction, which ends the
 # process. The units below give every machine the same sums, too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing import active_children
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,11 @@ def test_every_method_has_a_first_seed_before_one_has_a_second() -> None:
     assert all(job.settings == "loss=auto" for job in jobs[10:])
 
 
-def test_what_runs_when_the_time_is_over_is_ended() -> None:
+def test_what_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "alpaca").mkdir()
+    os.mkfifo(tmp_path / "alpaca" / "train.jsonl")  # nobody writes: a run that reads it never ends by itself
     before, began = set(active_children()), time.monotonic()
-    args = SimpleNamespace(**ARGS, budget_s=0.3)
+    args = SimpleNamespace(**ARGS | {"sets": "chat"}, data=tmp_path, budget_s=1.0)
     assert list(run(jobs_of(args), args)) == [] and time.monotonic() - began < 60
     for process in set(active_children()) - before:
         deadline = time.monotonic() + 60  # another thread waits for it too, and only one of two hears that it ended
