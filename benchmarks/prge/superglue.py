@@ -2,9 +2,9 @@
 
 Every cell is `ondevice.train` with the rows of a task, and its accuracy (F1 for SQuAD) is of the validation rows:
 `default` is prge as it comes; `prge q=1` and `prge q=4` are the paper's settings at an effective batch of 16; `mezo`
-moves all parameters with a fresh batch (Algorithm 2); `lora-fa` and `full` are the first-order baselines; `zero-shot`
-is the model as it is. A cell's run and figures stay in its folder under --runs: a second call goes on where the first
-one ended, and --dry-run says what is left and what it costs.
+moves all parameters with a fresh batch (Algorithm 2), with the paper's rate and loss; `lora-fa` and `full` are the
+first-order baselines; `zero-shot` is the model as it is. A cell's run and figures stay in its folder under --runs: a
+second call goes on where the first one ended, and --dry-run says what is left and what it costs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "default": {"method.name": "prge", "train.batch_size": 4},
     "prge q=1": {"method.name": "prge", "method.paper": True, "method.queries": 1, "train.batch_size": 16},
     "prge q=4": {"method.name": "prge", "method.paper": True, "method.queries": 4, "train.batch_size": 4},
-    "mezo": {"method.name": "mezo", "train.batch_size": 16},
+    "mezo": {
+        "method.name": "mezo",
+        "method.learning_rate": 1e-6,
+        "method.loss": "vocabulary",
+        "train.batch_size": 16,
+    },
     "lora-fa": {"method.name": "lora-fa", "train.batch_size": 8},
     "full": {"method.name": "full", "train.batch_size": 8},
 }

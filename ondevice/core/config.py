@@ -143,10 +143,14 @@ class StrictConfig(Documented):
             raise explain(error, cls, where, elsewhere, hint) from None
 
 
+LossOver = Literal["auto", "answers", "vocabulary"]
+"""The tokens that a loss is over: see `AnswerLossConfig`."""
+
+
 class AnswerLossConfig(StrictConfig):
     """The tokens that a method's loss is over, for methods that can leave most of the vocabulary out."""
 
-    loss: Literal["auto", "answers", "vocabulary"] = "vocabulary"
+    loss: LossOver = "vocabulary"
     """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
     share them, of one token each, such as sst2's. `auto`: over the answers where there are such."""
 

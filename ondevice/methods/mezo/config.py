@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.core.config import AnswerLossConfig
+from ondevice.core.config import AnswerLossConfig, LossOver
 
 
 class MezoConfig(AnswerLossConfig):
@@ -28,7 +28,7 @@ class MezoConfig(AnswerLossConfig):
     learning_rate: float = Field(default=1e-5, gt=0)
     """eta of ZO-SGD. The paper's is 1e-6, with which 500 steps change no answer of SmolLM2-135M on SST-2."""
 
-    loss: Literal["auto", "answers", "vocabulary"] = "auto"
+    loss: LossOver = "auto"
     """As `prge` has it: over the answers of a task whose rows share them, over the `vocabulary` (the paper's)
     elsewhere."""
 

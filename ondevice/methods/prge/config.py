@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import AnswerLossConfig
+from ondevice.core.config import AnswerLossConfig, LossOver
 
 PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
 """The settings that `paper` stands for."""
@@ -89,7 +89,7 @@ class PrgeConfig(AnswerLossConfig):
     """Run all queries in one forward pass (the paper's outer-loop parallelization, section 3.1); off runs one after the
     other, with 1/q of the activations (eager only)."""
 
-    loss: Literal["auto", "answers", "vocabulary"] = "auto"
+    loss: LossOver = "auto"
     """The tokens that the loss is over: all (`vocabulary`, the paper's), or the `answers` of a task whose rows share
     them, of one token each; `auto` is the answers where there are such."""
 
