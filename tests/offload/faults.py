@@ -76,6 +76,29 @@ class LateDevice(CpuDevice):
             self.record(lane).wait()
 
 
+class LaggingEvent:
+    """Reached at a time of `time.perf_counter`."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self.at
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.at - time.perf_counter()))
+
+
+class LaggingDevice(CpuDevice):
+    """Says that a computation is done `lag_s` after it was asked for, as where computing is slower than copies."""
+
+    def __init__(self, lag_s: float) -> None:
+        self.lag_s = lag_s
+
+    def record(self, lane: Any) -> Any:
+        return LaggingEvent(time.perf_counter() + self.lag_s) if lane == "compute" else super().record(lane)
+
+
 class NumberedDevice(CpuDevice):
     """Gives every event and every copy out of the accelerator a number, in the order in which they are asked for."""
 

@@ -180,12 +180,18 @@ class Updates:
         if not self.after:
             return
 
+        sent = len(self.tickets)
+
+        def all_here() -> bool:
+            """A task that could begin goes before one that could not, so it would go before what is still computed."""
+            return len(self.waiting) == sent
+
         def run() -> None:
             waiting, self.waiting = self.waiting, []
             for entry in waiting:
                 self._submit(*entry)
 
-        self.offload.submit("the end of the backward pass", run, 2 * LATER)
+        self.offload.submit("the end of the backward pass", run, 2 * LATER, all_here)
 
     def wait(self, part: ProjectedUnit, exact: Tensor) -> Step | None:
         """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken.

@@ -21,7 +21,7 @@ from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
-from tests.offload.faults import LateDevice  # noqa: E402
+from tests.offload.faults import LaggingDevice, LateDevice  # noqa: E402
 
 PROJECTORS: dict[str, Any] = {
     "learned": True,
@@ -125,6 +125,18 @@ def test_late_copies_give_the_same_bits(name: str, values: dict[str, Any], monke
     monkeypatch.setattr(offload_engine, "open_device", lambda _: device)
     ours, trained, _ = train(name, data, **values)
     assert device.late > 7 * 2 * 3
+    assert ours == losses and furthest(trained, weights) == 0
+
+
+@pytest.mark.parametrize("values", [{"schedule": "zero"}, {"max_grad_norm": 1e-2, "clip": "global"}], ids=str)
+def test_the_end_of_a_backward_pass_waits_for_what_is_still_computed(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that begin together begin after the last gradient, also where all others have left long before it."""
+    data = batches(3)
+    losses, weights, _ = train("llama", data, **values)
+    monkeypatch.setattr(offload_engine, "open_device", lambda _: LaggingDevice(0.05))
+    ours, trained, _ = train("llama", data, timeout_s=10.0, **values)
     assert ours == losses and furthest(trained, weights) == 0
 
 
