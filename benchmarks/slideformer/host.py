@@ -80,6 +80,7 @@ def every_part(args: argparse.Namespace) -> list[Part]:
     build |= {"CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda")}
     installed = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), **build}
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
+    pytest += ["-o", "addopts=--import-mode=importlib"]  # a bare host has none of the plugins that the project names
     one = "--shapes", large, "--variants", "slideformer-int8", "--batches", "2" if tiny else "8", "--calibrate", 10**7
     return [
         Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
