@@ -22,7 +22,7 @@ TILE = 128
 _DTYPES = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
-    "int8": (torch.int8, torch.uint8),
+    "int8": (torch.uint8, torch.uint8),
 }
 KINDS = tuple(_DTYPES)
 HALVES = (torch.bfloat16, torch.uint16, torch.int16)
@@ -51,9 +51,10 @@ class Moments:
     """Both moments of an array of n elements.
 
     `float32`: m and v float32 [n]. `bfloat16`: both bfloat16 [n], rounded stochastically (a step changes v by
-    less than half a unit of its last place). `int8`: m int8 [n], v uint8 [n] and float32 scales
-    [ceil(n / 128)], m = scale * sign(q) * (q / 127)^2 and v = scale * (q / 255)^4, rounded stochastically; a v
-    above zero never gets a code below 2. With a split master, v's sign bit belongs to the master.
+    less than half a unit of its last place). `int8`: m and v uint8 [n] and float32 scales [ceil(n / 128)]: codes are
+    floating-point numbers with 4 bits of mantissa, 3 bits of exponent and a sign for m, 4 of exponent for v
+    (csrc/adam_storage.h), rounded stochastically. With a split master, v's sign bit belongs to the master, if v has
+    one.
     """
 
     kind: str
@@ -110,8 +111,7 @@ class HostState:
 def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
     """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's sign bits.
 
-    A NaN becomes the usual quiet one. With int8 moments a tie that rounds up grows by one unit of float32's
-    last place; all else is exact.
+    A NaN becomes the usual quiet one. With int8 moments, whose v has no sign, ties round away from zero instead.
 
     Args:
         master: float32 [n].
@@ -136,13 +136,16 @@ def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
     bits = master.reshape(-1).view(torch.int32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)  # rounded, a NaN could become infinity
+    low.view(torch.int16).view(-1).copy_(bits)
+    upper = high.view(torch.int16).view(-1)
+    if moments.kind == "int8":
+        upper.copy_((bits + 0x8000) >> 16)
+        return
     odd = (bits >> 16) & 1
+    upper.copy_((bits + 0x7FFF + odd) >> 16)
     tie = odd * ((bits & 0xFFFF) == 0x8000)
-    high.view(torch.int16).view(-1).copy_((bits + 0x7FFF + odd) >> 16)
-    low.view(torch.int16).view(-1).copy_(bits + tie if moments.kind == "int8" else bits)
-    if moments.kind != "int8":
-        moments.v.abs_()
-        moments.v.copy_(torch.where(tie == 1, -moments.v, moments.v))
+    moments.v.abs_()
+    moments.v.copy_(torch.where(tie == 1, -moments.v, moments.v))
 
 
 def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None) -> Tensor:
@@ -160,12 +163,13 @@ def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None
         target, threads = ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads())
         library.ondevice_layer_adam_merge(*pointers, *numbers, target, threads)
         return out
-    lower = low.view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
-    up = lower > 0x8000
-    if moments.kind != "int8":
-        up |= (lower == 0x8000) & moments.v.signbit()
-    upper = high.view(torch.int16).view(-1).to(torch.int32) - up.to(torch.int32)
-    out.view(-1).copy_(((upper << 16) | lower).view(torch.float32))
+    upper, difference = (half.view(torch.int16).view(-1).to(torch.int32) for half in (high, low))
+    if moments.kind == "int8":
+        out.view(-1).copy_(((upper << 16) + difference).view(torch.float32))
+        return out
+    lower = difference & 0xFFFF
+    up = (lower > 0x8000) | ((lower == 0x8000) & moments.v.signbit())
+    out.view(-1).copy_(((upper - up.to(torch.int32) << 16) | lower).view(torch.float32))
     return out
 
 

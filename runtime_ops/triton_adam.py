@@ -23,12 +23,10 @@ from ondevice.runtime_ops.generator import mix_int
 TILES = 8
 """Tiles of one program."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-UNIT = tl.constexpr(1.0 / 65536.0)
-ROUNDS = tl.constexpr(12582912.0)
-MEAN = tl.constexpr(16129.0)
-MEAN_INVERSE = tl.constexpr(float(np.float32(1.0) / np.float32(16129.0)))
-SQUARE = tl.constexpr(float(np.float32(255.0**4)))
-SQUARE_INVERSE = tl.constexpr(float(np.float32(1.0) / np.float32(255.0**4)))
+MEAN_BITS, SQUARE_BITS = tl.constexpr(120 << 23), tl.constexpr(112 << 23)
+MEAN_LEAST, SQUARE_LEAST, SQUARE_FLOOR = (tl.constexpr(x) for x in (2.0**-7, 2.0**-15, 1.0625 * 2.0**-15))
+MEAN_MOST, SQUARE_MOST = (tl.constexpr(float(np.float32(x))) for x in (1.92968, 1.93746))
+MEAN_UNIT, SQUARE_UNIT = (tl.constexpr(float(np.float32(1) / np.float32(x))) for x in (1.92968, 1.93746))
 FACTOR, INCREMENT = tl.constexpr(0x915F77F5), tl.constexpr(0x6C078965)
 
 
@@ -73,10 +71,13 @@ def _mix64(x):
 
 
 @triton.jit
-def _words(key, tile, TILES: tl.constexpr):
-    """`random_words` of csrc/adam_storage.h for tiles [TILES, 1]: uint32 [TILES, 128]."""
+def _words(key, tile, TILES: tl.constexpr, SHARED: tl.constexpr):
+    """`random_words`, with SHARED `shared_word`, of csrc/adam_storage.h for tiles [TILES, 1]: uint32 [TILES, 128]."""
     mixed = _mix64(key + tile.to(tl.uint64) * 0x9E3779B97F4A7C15)
     element = tl.arange(0, 128)[None, :]
+    odd = element % 2
+    if SHARED:
+        element = element // 2
     lane, row = (element % 16).to(tl.uint32), element // 16
     h = mixed.to(tl.uint32) + lane * 0x9E3779B9
     h = (h ^ (h >> 16)) * 0x21F0AAAD + (mixed >> 32).to(tl.uint32)
@@ -84,7 +85,8 @@ def _words(key, tile, TILES: tl.constexpr):
     h = h ^ (h >> 15)
     for i in tl.static_range(1, 8):
         h = tl.where(row >= i, h * FACTOR + INCREMENT, h)
-    return h ^ (h >> 15)
+    h = h ^ (h >> 15)
+    return tl.where(odd == 1, (h << 16) | (h >> 16), h) if SHARED else h
 
 
 @triton.jit
@@ -121,43 +123,23 @@ def _tile_scale(x):
 
 
 @triton.jit
-def _inverse(scale):
-    return tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
-
-
-@triton.jit
-def _fourth(q):
-    return (q * q) * (q * q)
-
-
-@triton.jit
-def _whole(x):
-    return (x + ROUNDS) - ROUNDS
+def _inverse(scale, most):
+    return tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, most, tl.float32), scale), 0.0)
 
 
 @triton.jit
 def _mean_code(m, scale, words):
-    size = tl.abs(m) * tl.where(scale > 0, _inverse(scale) * MEAN, 0.0)
-    x = tl.where(size > 0, size, 0.0)
-    guess = _whole(tl.sqrt_rn(x))
-    q = guess - tl.where(guess * guess > x, 1.0, 0.0)
-    word = (words & 0xFFFF).to(tl.int32).to(tl.float32)
-    q = q + tl.where(x - q * q > word * (q * (2.0 * UNIT) + UNIT), 1.0, 0.0)
-    code = tl.where(q < 127.0, q, 127.0).to(tl.int32)
-    return tl.where(m < 0, -code, code)
+    x = tl.abs(m) * _inverse(scale, MEAN_MOST) + MEAN_LEAST
+    x = tl.where(x > MEAN_LEAST, x, MEAN_LEAST)
+    return (((_bits(x) + (words & 0x7FFFF).to(tl.int32)) >> 19) & 0x7F) | ((_bits(m) >> 24) & 0x80)
 
 
 @triton.jit
 def _square_code(v, scale, words):
-    size = v * _inverse(scale) * SQUARE
-    x = tl.where(size > 0, size, 0.0)
-    guess = _whole(tl.sqrt_rn(tl.sqrt_rn(x)))
-    q = guess - tl.where(_fourth(guess) > x, 1.0, 0.0)
-    below = _fourth(q)
-    u = (words >> 16).to(tl.int32).to(tl.float32) * UNIT
-    q = q + tl.where(x - below > u * (_fourth(q + 1.0) - below), 1.0, 0.0)
-    code = tl.where(q < 255.0, q, 255.0)
-    return tl.where((x > 0) & (code < 2.0), 2.0, code).to(tl.int32)
+    least = tl.where(scale > 0, SQUARE_FLOOR, SQUARE_LEAST)
+    x = v * _inverse(scale, SQUARE_MOST) + SQUARE_LEAST
+    x = tl.where(x > least, x, least)
+    return ((_bits(x) + (words >> 13).to(tl.int32)) >> 19) & 0xFF
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -170,7 +152,7 @@ def _adam(
     tile = (tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES))[:, None]
     at = tile * 128 + tl.arange(0, 128)[None, :]
     here, some = at < numel, tile * 128 < numel
-    words = _words(key.to(tl.int64).to(tl.uint64, bitcast=True), tile, TILES)
+    words = _words(key.to(tl.int64).to(tl.uint64, bitcast=True), tile, TILES, KIND == 2)
     # Storage to float32.
     tie = at < 0
     if KIND == 0:
@@ -184,15 +166,22 @@ def _adam(
         tie = stored < 0
         square = ((stored & 0x7FFF) << 16).to(tl.float32, bitcast=True)
     else:
-        q = tl.load(m + at, mask=here, other=0).to(tl.float32)
-        r = tl.load(v + at, mask=here, other=0).to(tl.int32).to(tl.float32)
-        mean = q * tl.abs(q) * MEAN_INVERSE * tl.load(m_scale + tile, mask=some, other=0.0)
-        square = _fourth(r) * SQUARE_INVERSE * tl.load(v_scale + tile, mask=some, other=0.0)
+        code = tl.load(m + at, mask=here, other=0).to(tl.int32)
+        mean = (((code & 0x7F) << 19) | MEAN_BITS).to(tl.float32, bitcast=True) - MEAN_LEAST
+        mean = mean * (tl.load(m_scale + tile, mask=some, other=0.0) * MEAN_UNIT)
+        mean = (_bits(mean) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+        code = tl.load(v + at, mask=here, other=0).to(tl.int32)
+        square = ((code << 19) | SQUARE_BITS).to(tl.float32, bitcast=True) - SQUARE_LEAST
+        square = square * (tl.load(v_scale + tile, mask=some, other=0.0) * SQUARE_UNIT)
     if SPLIT:
-        lower = tl.load(low + at, mask=here, other=0).to(tl.int32) & 0xFFFF
-        up = ((lower > 0x8000) | ((lower == 0x8000) & tie)).to(tl.int32)
-        upper = tl.load(high + at, mask=here, other=0).to(tl.int32)
-        p = (((upper - up) << 16) | lower).to(tl.float32, bitcast=True)
+        upper = tl.load(high + at, mask=here, other=0).to(tl.int32) << 16
+        lower = tl.load(low + at, mask=here, other=0).to(tl.int32)
+        if KIND == 2:
+            p = (upper + lower).to(tl.float32, bitcast=True)
+        else:
+            lower = lower & 0xFFFF
+            up = ((lower > 0x8000) | ((lower == 0x8000) & tie)).to(tl.int32) << 16
+            p = ((upper - up) | lower).to(tl.float32, bitcast=True)
     else:
         p = tl.load(master + at, mask=here, other=0.0)
     # The step.
@@ -206,8 +195,10 @@ def _adam(
     nearest = _upper(bits + 0x7FFF + odd)
     half = ((bits & 0xFFFF) == 0x8000) & (odd == 1)
     if SPLIT:
+        if KIND == 2:  # v has no sign for a tie
+            nearest = _upper(bits + 0x8000)
         tl.store(high + at, nearest.to(tl.int16), mask=here)
-        tl.store(low + at, (bits + (half & (KIND == 2)).to(tl.int32)).to(tl.int16), mask=here)
+        tl.store(low + at, bits.to(tl.int16), mask=here)
     else:
         tl.store(master + at, p, mask=here)
         if COPY:
@@ -224,7 +215,7 @@ def _adam(
         tl.store(v + at, stored.to(tl.int16), mask=here)
     else:
         m_new, v_new = _tile_scale(mean), _tile_scale(square)
-        tl.store(m + at, _mean_code(mean, m_new, words).to(tl.int8), mask=here)
+        tl.store(m + at, _mean_code(mean, m_new, words).to(tl.uint8), mask=here)
         tl.store(v + at, _square_code(square, v_new, words).to(tl.uint8), mask=here)
         tl.store(m_scale + tile, m_new, mask=some)
         tl.store(v_scale + tile, v_new, mask=some)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import AutoConfig
 from benchmarks.common import median
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.registry import family_for
+from ondevice.offload.device import Device
 from ondevice.offload.drive import buffer
 from ondevice.offload.host import moments_bytes, moments_in
 from ondevice.runtime_ops import layer_adam as la
@@ -163,18 +166,48 @@ def copy_rates(device: str) -> dict[str, float]:
     return by_name
 
 
-def update_rate(kind: str, threads: int, parameters: int) -> float:
-    """Parameters a second of the fused update alone, with the state as the engine keeps it."""
+class Copies:
+    """What a step copies for parameters that are updated: their weights twice to the GPU, their gradients back."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.size = device, size
+        self.host = [device.pinned(size, torch.bfloat16) for _ in range(2)]
+        self.there = [device.empty(size, torch.bfloat16) for _ in range(2)]
+        self.done = 0
+        self.last: Any = None
+
+    def follow(self, updated: int) -> None:
+        """Copy until as many parameters were copied for as were updated."""
+        while self.done < updated:
+            if self.last is not None:
+                self.last.wait()
+            for _ in range(2):
+                self.device.copy("h2d", self.there[0], self.host[0])
+            self.device.copy("d2h", self.host[1], self.there[1])
+            self.last = self.device.record("h2d")
+            self.done += self.size
+
+
+def update_rate(kind: str, threads: int, parameters: int, beside: Device | None = None) -> float:
+    """Parameters a second of the fused update, with the state as the engine keeps it: alone, or beside a step's copies
+    to and from a device."""
     high, low = (buffer(2 * parameters, pin=False) for _ in range(2))
     moments = moments_in(buffer(moments_bytes(parameters, kind), pin=False), parameters, kind)
     halves = high.view(torch.bfloat16)[:parameters], low.view(torch.uint16)[:parameters]
     la.split_(torch.full((parameters,), 0.01), *halves, moments)
     state = la.HostState(None, *halves, moments)
     gradient = torch.full((parameters,), 1e-3, dtype=torch.bfloat16)
-    times = []
+    copies, times = None if beside is None else Copies(beside, min(parameters, 1 << 26)), []
     for step in range(8):
+        call = partial(la.layer_adam, gradient, state, la.AdamStep(1e-5, step=step + 1), threads=threads)
         started = time.perf_counter()
-        la.layer_adam(gradient, state, la.AdamStep(1e-5, step=step + 1), threads=threads)
+        if copies is None:
+            call()
+        else:
+            update = threading.Thread(target=call)
+            update.start()
+            copies.follow((step + 1) * parameters)
+            update.join()
         times.append(time.perf_counter() - started)
     return parameters / median(times[2:])
 

@@ -1,10 +1,12 @@
-"""Steps on one and on several GPUs of a host, weak and strong: SlideFormer, FSDP2 and DeepSpeed with offload beside it.
+"""Steps on one and on several GPUs of a host, weak and strong, and FSDP2, DeepSpeed and RoundPipe beside them.
 
     python -m benchmarks.slideformer.ranks --shape Qwen2.5-7B --gpus 1,2 --rows-each 16 --rows-all 64,16
 
 Weak: each GPU has `--rows-each` rows; strong: all have the same rows together. Every number of GPUs is a run of
 `torchrun`, one after the other, the variants in turns, with random weights; a run on n of N GPUs has n / N of the
-cores. A value is the wall time from one step's end to the next one's on rank 0, the median after warm-up.
+cores. SlideFormer decides for each batch what `auto` leaves open, as `ondevice train` does, and has a run for each.
+RoundPipe is one process that has n GPUs, and knows Llama's shapes alone. A value is the wall time from one step's end
+to the next one's on rank 0, the median after warm-up.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ import torch
 from benchmarks.common import finish, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.peers import Fsdp2
+from benchmarks.offload.roundpipe import RoundPipe
 from benchmarks.offload.zero import Zero
+from ondevice.methods.slideformer.auto import Room, agreed, assumed, resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.methods.slideformer.planner import Work
 from ondevice.offload import cores
+from ondevice.offload.calibrate import calibrate
 from ondevice.offload.kernels import use_liger
 from ondevice.offload.ranks import join
+from ondevice.planning.devices import find_device
 
 NEEDS = ("cuda",)
-VARIANTS = ("slideformer", "fsdp2", "deepspeed")
+VARIANTS = ("slideformer", "fsdp2", "deepspeed", "roundpipe", "roundpipe-late")
 RATE, LIMIT_S, LEAST_S = 1e-5, 120.0, 30.0
 COLUMNS = [
     {"key": "variant", "title": "Variant"},
@@ -48,7 +55,7 @@ COLUMNS = [
     {"key": "host_bytes_rank", "title": "Host, each (GB)", "scale": 1e-9, "digits": 1},
     {"key": "device_bytes", "title": "GPU peak (GB)", "scale": 1e-9, "digits": 1},
     {"key": "kernels", "title": "Kernels"},
-    {"key": "version", "title": "Version"},
+    {"key": "choice", "title": "Choice of auto, or a peer's version"},
     {"key": "bound", "title": "Bound by"},
     {"key": "error", "title": "Not run"},
 ]
@@ -64,24 +71,40 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers-strong", help="rows of the peers' strong scaling; as --rows-all where not said")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig")
+    parser.add_argument("--gpu-bytes", type=float, help="GPU memory that auto may plan with, instead of this machine's")
+    parser.add_argument("--host-gib", type=float, help="host memory of the machine, where it grows as it is used")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--budget-s", type=float, default=480.0, help="end what still runs so long after the start")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--batches", help=argparse.SUPPRESS)
+    parser.add_argument("--visible", type=int, help=argparse.SUPPRESS)
 
 
 class Sliding:
-    """Ours, on the ranks of this run."""
+    """Ours, on the ranks of this run, by the settings that a run with such batches has by default."""
 
-    def __init__(self, args: Any, options: dict[str, Any]) -> None:
+    def __init__(self, args: Any, rows: int) -> None:
         self.ranks, device = join(args.device, LIMIT_S)
-        if self.ranks.single and torch.cuda.device_count() > 1:
-            everywhere = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
-            cores.bind(cores.divide(os.sched_getaffinity(0), everywhere)[0])
-        family = om.make_family(args.shape, om.random_block(args.shape, device))
+        if self.ranks.single:
+            _bind(0)
+        options: dict[str, Any] = dict(word.split("=", 1) for word in args.option)
         config = SlideformerConfig(timeout_s=LIMIT_S, **options)
+        self.choice = "as set"
+        if config.is_auto and args.device != "cpu":
+            config, self.choice = resolve(config, *self._machine(args, config, device, rows))
+        family = om.make_family(args.shape, om.random_block(args.shape, device))
         self.rank, self.number = self.ranks.rank, 0
-        self.engine = SlideformerEngine(family, config, device, self.ranks)
+        self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)
+
+    def _machine(self, args: Any, config: SlideformerConfig, device: str, rows: int) -> tuple[Any, ...]:
+        """What decides: sizes, memory, and rates, which one process measures and several assume."""
+        here, host = find_device("this-cuda"), find_device("this-cpu").usable_bytes
+        if args.host_gib:
+            host = max(host, int(args.host_gib * 2**30))
+        work = Work(rows // self.ranks.world, args.length, self.ranks.world)
+        room = Room(int(args.gpu_bytes or here.usable_bytes), host)
+        rates = calibrate(config, device) if self.ranks.single else assumed(here, config)
+        return om.shape_dims(args.shape)[0], work, room, rates
 
     def step(self, ids: np.ndarray) -> float:
         self.number += 1
@@ -94,26 +117,23 @@ class Sliding:
         engine = self.engine
         last = engine.overlap.to_dict() if engine.overlap else {}
         figures = {"host_bytes_rank": engine.host_bytes, "device_bytes": engine.device.peak_bytes()}
-        return figures | {"threads": engine.updater.threads, "kernels": engine.kernels, **last}
+        return figures | {"threads": engine.updater.threads, "kernels": engine.kernels, "choice": self.choice, **last}
 
 
 class Sharded:
     """A peer with all parameters, gradients and moments in host memory, on the ranks of this run."""
 
-    def __init__(self, args: Any, options: dict[str, Any]) -> None:
+    def __init__(self, args: Any) -> None:
         import torch.distributed as dist
 
         self.rank, self.world, self.device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args.device
+        self.name = args.worker
         if args.device == "cuda":
             torch.cuda.set_device(self.rank)
             self.device = f"cuda:{self.rank}"
         if args.worker == "fsdp2":
             dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-        addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
-        count = len(addresses) or self.world
-        parts = cores.divide(os.sched_getaffinity(0), addresses or [None] * count)
-        if parts[self.rank]:
-            cores.bind(parts[self.rank])
+        _bind(self.rank)
         block = om.random_block(args.shape, self.device)
         self.kernels = "liger" if use_liger(SlideformerConfig(), args.device) else "torch"
         kind: Any = Fsdp2 if args.worker == "fsdp2" else Zero
@@ -128,14 +148,48 @@ class Sharded:
 
     def figures(self) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() if self.device != "cpu" else 0
-        return {"device_bytes": peak, "kernels": self.kernels, "version": self.one.version}
+        return {"device_bytes": peak, "kernels": self.kernels, "choice": f"{self.name} {self.one.version}"}
+
+
+class Piped:
+    """RoundPipe, one process with all GPUs of this run."""
+
+    def __init__(self, args: Any) -> None:
+        self.rank, self.gpus = 0, args.visible
+        late = args.worker == "roundpipe-late"
+        self.one = RoundPipe(args.shape, om.random_block(args.shape, args.device), late, args.visible + 1)
+
+    def step(self, ids: np.ndarray) -> float:
+        return self.one.step(ids, ids)
+
+    def flush(self) -> None:
+        self.one.flush()
+
+    def figures(self) -> dict[str, Any]:
+        peak = max(torch.cuda.max_memory_allocated(index) for index in range(self.gpus))
+        choice = f"roundpipe {self.one.version}, {self.gpus + 1} micro-batches"
+        return {"device_bytes": peak, "kernels": "roundpipe", "choice": choice}
+
+
+def _parts() -> list[list[int]]:
+    """The cores of each GPU of this host, or of each rank where there is none."""
+    addresses: list[str | None] = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
+    addresses = addresses or [None] * int(os.environ.get("WORLD_SIZE", "1"))
+    return cores.divide(os.sched_getaffinity(0), addresses)
+
+
+def _bind(rank: int) -> None:
+    if part := _parts()[rank]:
+        cores.bind(part)
 
 
 def work(args: Any) -> None:
     """One rank of one run; rank 0 adds a line to the file after each batch size."""
     began = time.perf_counter()
-    options = dict(word.split("=", 1) for word in args.option)
-    one: Any = Sliding(args, options) if args.worker == "slideformer" else Sharded(args, options)
+    if args.worker == "slideformer":
+        one: Any = Sliding(args, int(args.batches.split(",")[0]))
+    else:
+        one = Piped(args) if args.worker.startswith("roundpipe") else Sharded(args)
     built_s, data = time.perf_counter() - began, om.Batches(om.shape_dims(args.shape)[0].vocab, args.length)
     for number, rows in enumerate(int(word) for word in args.batches.split(",")):
         seconds, loss = [], 0.0
@@ -163,14 +217,27 @@ def run(args: Any, variant: str, gpus: int, batches: list[int], left_s: float) -
             port = listener.getsockname()[1]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows"
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
+            processes = 1 if variant.startswith("roundpipe") else gpus
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
             command += ["--master-port", str(port), "-m", "benchmarks.slideformer.ranks", "--worker", variant]
             command += ["--batches", ",".join(map(str, batches)), "--out", str(out), "--shape", args.shape]
             command += ["--length", str(args.length), "--device", args.device, "--warmup", str(args.warmup)]
-            command += ["--repeats", str(args.repeats), *(f"--option={word}" for word in args.option)]
+            command += ["--repeats", str(args.repeats), "--visible", str(gpus)]
+            command += [f"--option={word}" for word in args.option]
+            for name in ("gpu_bytes", "host_gib"):
+                if (value := getattr(args, name)) is not None:
+                    command += [f"--{name.replace('_', '-')}", str(value)]
             most = max(gpus, torch.cuda.device_count())
             threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // most)))
-            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": threads}, start_new_session=True)
+            environment = {**os.environ, "OMP_NUM_THREADS": threads}
+            mine = os.sched_getaffinity(0)
+            if variant.startswith("roundpipe"):  # it takes what it sees
+                mine = set().union(*_parts()[:gpus])
+                environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+                environment |= {"OMP_NUM_THREADS": str(int(threads) * gpus)}
+            process = subprocess.Popen(
+                command, env=environment, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, mine)
+            )
             try:
                 code = process.wait(left_s)
                 why = f"ended with {code}"
@@ -208,7 +275,8 @@ def main() -> None:
             theirs = args.peers_strong if variant != "slideformer" and args.peers_strong is not None else args.rows_all
             strong = [int(word) for word in theirs.split(",") if word]
             batches = list(dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)]))
-            rows += run(args, variant, gpus, batches, args.budget_s - (time.monotonic() - began))
+            for part in [[n] for n in batches] if variant == "slideformer" else [batches]:
+                rows += run(args, variant, gpus, part, args.budget_s - (time.monotonic() - began))
             compare(rows, args.rows_each, args.length)
             if args.out:
                 args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
@@ -217,7 +285,7 @@ def main() -> None:
         f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
         "all rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in "
         "host memory, bfloat16 computation. DeepSpeed: ZeRO-3, parameters and AdamW offloaded, float32 masters and "
-        "moments, bfloat16 computation, bucket sizes as transformers sets them."
+        "moments, bfloat16 computation, bucket sizes as transformers sets them. RoundPipe: float32 masters and moments."
     ]
     finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import finish, parse_args
+from benchmarks.offload.model import Copies
 from ondevice.offload.device import Device, open_device
 from ondevice.offload.engine import host_threads
 from ondevice.runtime_ops import layer_adam as la
@@ -109,28 +110,6 @@ class Gpu:
         self.device.synchronize()
 
 
-class Copies:
-    """What a step copies for parameters that are updated: their weights twice to the GPU, their gradients back."""
-
-    def __init__(self, args: Any, device: Device) -> None:
-        self.device, self.size = device, args.chunk
-        self.host = [device.pinned(args.chunk, torch.bfloat16) for _ in range(2)]
-        self.there = [device.empty(args.chunk, torch.bfloat16) for _ in range(2)]
-        self.done = 0
-        self.last: Any = None
-
-    def follow(self, updated: int) -> None:
-        """Copy until as many parameters were copied for as were updated."""
-        while self.done < updated:
-            if self.last is not None:
-                self.last.wait()
-            for _ in range(2):
-                self.device.copy("h2d", self.there[0], self.host[0])
-            self.device.copy("d2h", self.host[1], self.there[1])
-            self.last = self.device.record("h2d")
-            self.done += self.size
-
-
 def rates(sides: dict[str, Any], copies: Copies | None, seconds: float) -> dict[str, float]:
     """Parameters a second of each side while all run."""
     counts, stop = dict.fromkeys(sides, 0), threading.Event()
@@ -166,7 +145,7 @@ def main() -> None:
         for copied in (False, True):
             alone = None
             for where, sides in (("host", {"host": host}), ("gpu", {"gpu": gpu}), ("both", {"host": host, "gpu": gpu})):
-                found = rates(sides, Copies(args, device) if copied else None, args.seconds)
+                found = rates(sides, Copies(device, args.chunk) if copied else None, args.seconds)
                 together = sum(found.values())
                 alone = together if alone is None else alone
                 row = {"moments": kind, "where": where, "copies": "yes" if copied else "no", "per_s": together}

@@ -5,7 +5,8 @@
 A value is the wall time from one step's end to the next one's, in a run of consecutive steps that began with others.
 Variants take turns. Weights and tokens are random; every token is labelled. `bound_s` is the least that a step can
 take: max(8PT/F, bytes in / B, bytes out / B, P / M), with F the resident step's rate, B of pinned copies and M of the
-update alone, all measured here; P/M counts what the host updates.
+update beside the copies of a step, which take their part of the same memory, all measured here; P/M counts what the
+host updates.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.common import finish, machine_info, median, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.live import Live, Running, Sliding, merge, reason, short
 from ondevice.methods.slideformer.config import SlideformerConfig
+from ondevice.offload.device import open_device
 from ondevice.offload.engine import host_threads
 from ondevice.offload.report import chrome_trace
 
@@ -82,7 +84,7 @@ class Bench(Running):
             torch.cuda.set_per_process_memory_fraction(min(1.0, args.limit_gib * 2**30 / whole))
         self.copies = om.copy_rates(args.device)
         om.release(args.device)
-        self.updates: dict[str, float] = {}
+        self.updates: dict[str, tuple[float, float]] = {}  # alone, and beside copies
         self.say("copies GB/s", {name: round(rate / 1e9, 1) for name, rate in self.copies.items()})
 
     def add(self, row: dict[str, Any]) -> None:
@@ -104,8 +106,11 @@ class Bench(Running):
             kind = om.sliding_moments(name)
             if name in SLIDING and kind not in self.updates:
                 threads = int(self.options.get("threads") or host_threads(torch.device(self.args.device).type))
-                self.updates[kind] = om.update_rate(kind, threads, self.args.calibrate)
-                self.say(f"update alone, {kind}: {self.updates[kind] / 1e9:.2f} G parameters/s, {threads} threads")
+                opened = open_device(self.args.device)
+                alone, beside = (om.update_rate(kind, threads, self.args.calibrate, one) for one in (None, opened))
+                opened.close()
+                self.updates[kind] = alone, beside
+                self.say(f"update, {kind}: {_rates(alone, beside)}, {threads} threads")
         om.release(self.args.device)
         self.data = om.Batches(om.shape_dims(shape)[0].vocab, self.args.length)
         waiting = [name for name in names if name != base]
@@ -213,10 +218,11 @@ class Bench(Running):
         if last is None:
             return row
         row |= last.to_dict()
+        _, beside_copies = self.updates[om.sliding_moments(one.name)]
         bounds = {
             "h2d": last.h2d_bytes / self.copies["h2d"],
             "d2h": last.d2h_bytes / self.copies["d2h"],
-            "update": sum(unit.parameters for unit in engine.store.owned) / self.updates[om.sliding_moments(one.name)],
+            "update": sum(unit.parameters for unit in engine.store.owned) / beside_copies,
         } | ({"compute": beside} if beside else {})
         by = max(bounds, key=lambda name: bounds[name])
         row |= {"bounds_s": bounds, "bound_s": bounds[by], "bound_by": by, "of_bound": bounds[by] / step_s}
@@ -229,6 +235,10 @@ class Bench(Running):
             spans = {"title": title, "wall_s": last.wall_s, "spans": engine.spans}
             path.with_suffix(".spans.json").write_text(json.dumps(spans) + "\n")
         return row
+
+
+def _rates(alone: float, beside: float) -> str:
+    return f"{alone / 1e9:.2f} G parameters/s alone, {beside / 1e9:.2f} beside a step's copies"
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -245,8 +255,8 @@ def main() -> None:
             bench.add({"shape": shape, "batch": None, "variant": None, "error": reason(error)})
         om.release(args.device)
     copies = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in bench.copies.items())
-    updates = ", ".join(f"{kind} {rate / 1e9:.2f} G parameters/s" for kind, rate in bench.updates.items())
-    notes = [*NOTES, f"Calibration: copies {copies}; update alone {updates}."]
+    updates = ", ".join(f"{kind} {_rates(*both)}" for kind, both in bench.updates.items())
+    notes = [*NOTES, f"Calibration: copies {copies}; update {updates}."]
     finish("slideformer/step", bench.rows, args, COLUMNS, title="SlideFormer: steps per variant", notes=notes)
 
 

@@ -1,6 +1,5 @@
 // One tile of the AdamW step of layer_adam.h in AVX-512 registers, for the forms that arithmetic bounds: a split
-// master, bfloat16 gradients, moments of 16 or 8 bits. The same bits as the loops there. Roots of 8-bit codes are
-// approximate, because `round_code` asks for no more; those of the step itself are IEEE's.
+// master, bfloat16 gradients, moments of 16 or 8 bits. The same bits as the loops there.
 #pragma once
 
 #include "adam_storage.h"
@@ -60,141 +59,154 @@ ONDEVICE_INLINE __m512i narrowed(__m512 x, __m512i random) {
   return _mm512_srli_epi32(_mm512_mask_add_epi32(quieted(bits), finite, bits, random), 16);
 }
 
-ONDEVICE_INLINE __m512 squared(__m512 q) { return _mm512_mul_ps(q, q); }
-ONDEVICE_INLINE __m512 fourths(__m512 q) { return squared(squared(q)); }
-
-// q, or the next one by `round`; `whole` is q or one more.
-ONDEVICE_INLINE __m512 one_less(__m512 whole, __mmask16 more) {
-  return _mm512_mask_sub_ps(whole, more, whole, _mm512_set1_ps(1.0f));
-}
-ONDEVICE_INLINE __m512 one_more(__m512 q, __mmask16 more) {
-  return _mm512_mask_add_ps(q, more, q, _mm512_set1_ps(1.0f));
-}
-
-// `mean_code` and `square_code`, with roots that are right within 2^-13.
-ONDEVICE_INLINE __m512 mean_codes(__m512 x, __m512 word) {
-  const __m512 rounds = _mm512_set1_ps(kRounds);
-  const __m512 root = _mm512_rsqrt14_ps(_mm512_max_ps(x, _mm512_set1_ps(1e-20f)));
-  const __m512 guess = _mm512_sub_ps(_mm512_fmadd_ps(x, root, rounds), rounds);
-  const __m512 q = one_less(guess, _mm512_cmp_ps_mask(squared(guess), x, _CMP_GT_OQ));
-  // The gap 2 q + 1 in the words' unit; exact, so it may be fused.
-  const __m512 gap = _mm512_fmadd_ps(q, _mm512_set1_ps(2.0f * kUnit), _mm512_set1_ps(kUnit));
-  const __m512 over = _mm512_sub_ps(x, squared(q));
-  return one_more(q, _mm512_cmp_ps_mask(over, _mm512_mul_ps(word, gap), _CMP_GT_OQ));
+// The operations of `adam_tile`.
+ONDEVICE_INLINE void step_vector(const AdamArguments& a, __m512 grad, __m512& p, __m512& mean, __m512& square) {
+  const __m512 x = _mm512_mul_ps(grad, _mm512_set1_ps(a.grad_scale));
+  mean = _mm512_add_ps(mean, _mm512_mul_ps(_mm512_set1_ps(a.weight1), _mm512_sub_ps(x, mean)));
+  square = _mm512_add_ps(_mm512_mul_ps(square, _mm512_set1_ps(a.beta2)),
+                         _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(a.weight2)));
+  const __m512 root = _mm512_mul_ps(_mm512_sqrt_ps(square), _mm512_set1_ps(a.root));
+  const __m512 step = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(a.size), mean),
+                                    _mm512_add_ps(root, _mm512_set1_ps(a.eps)));
+  p = _mm512_sub_ps(_mm512_mul_ps(p, _mm512_set1_ps(a.decay)), step);
 }
 
-ONDEVICE_INLINE __m512 square_codes(__m512 x, __m512 u) {
-  const __m512 rounds = _mm512_set1_ps(kRounds);
-  const __m512 root = _mm512_rsqrt14_ps(_mm512_rsqrt14_ps(x));  // 0 of 0
-  const __m512 guess = _mm512_sub_ps(_mm512_add_ps(root, rounds), rounds);
-  const __m512 q = one_less(guess, _mm512_cmp_ps_mask(fourths(guess), x, _CMP_GT_OQ)), below = fourths(q);
-  const __m512 above = fourths(_mm512_add_ps(q, _mm512_set1_ps(1.0f)));
-  const __m512 gap = _mm512_mul_ps(u, _mm512_sub_ps(above, below));
-  return one_more(q, _mm512_cmp_ps_mask(_mm512_sub_ps(x, below), gap, _CMP_GT_OQ));
-}
-
-ONDEVICE_INLINE float scale_of(__m512i most) {
-  const int32_t bits = _mm512_reduce_max_epi32(most);
-  return bits < 0x00800000 ? 0.0f : bits_float(static_cast<uint32_t>(bits));
-}
-
-template <typename M, typename V>
-ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile, const AdamTile<uint16_t, M, V>& t) {
-  constexpr bool kCodes = sizeof(M) == 1;
-  const __m512i first = first_words(a.key, tile);
-  const __m512 zero = _mm512_setzero_ps();
-  __m512 m[kVectors], v[kVectors];
-  __m512i m_most = _mm512_setzero_si512(), v_most = _mm512_setzero_si512();
-  __m512 m_scale = zero, v_scale = zero;
-  if constexpr (kCodes) {
-    m_scale = _mm512_set1_ps(a.m_scale[tile]);
-    v_scale = _mm512_set1_ps(a.v_scale[tile]);
-  }
+// Moments of 16 bits.
+ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
+                                      const AdamTile<uint16_t, uint16_t, uint16_t>& t) {
+  const __m512i first = first_words(a.key, tile), middle = _mm512_set1_epi32(0x8000);
 #pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
     const int at = 16 * i;
-    __m512 mean, square;
-    __mmask16 up = 0;  // ties whose half was rounded up
-    if constexpr (kCodes) {
-      const __m512 q = _mm512_cvtepi32_ps(
-          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t.m + at))));
-      const __m512 r = _mm512_cvtepi32_ps(
-          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t.v + at))));
-      mean = _mm512_mul_ps(q, _mm512_abs_ps(q));
-      mean = _mm512_mul_ps(_mm512_mul_ps(mean, _mm512_set1_ps(1.0f / kMean)), m_scale);
-      square = _mm512_mul_ps(_mm512_mul_ps(fourths(r), _mm512_set1_ps(1.0f / kSquare)), v_scale);
-    } else {
-      const __m512i stored = load_halves(reinterpret_cast<const uint16_t*>(t.v) + at);
-      mean = widened(load_halves(reinterpret_cast<const uint16_t*>(t.m) + at));
-      square = _mm512_abs_ps(widened(stored));
-      up = _mm512_test_epi32_mask(stored, _mm512_set1_epi32(0x8000));
-    }
-    const __m512i low = load_halves(t.low + at);
-    const __m512i middle = _mm512_set1_epi32(0x8000);
-    if constexpr (!kCodes) up = _mm512_mask_cmpeq_epi32_mask(up, low, middle);
-    up |= _mm512_cmpgt_epi32_mask(low, middle);
+    const __m512i was = load_halves(t.v + at), low = load_halves(t.low + at);
+    __m512 mean = widened(load_halves(t.m + at)), square = _mm512_abs_ps(widened(was));
+    __mmask16 up = _mm512_test_epi32_mask(was, middle);  // ties whose half was rounded up
+    up = _mm512_mask_cmpeq_epi32_mask(up, low, middle) | _mm512_cmpgt_epi32_mask(low, middle);
     __m512i high = load_halves(t.high + at);
     high = _mm512_mask_sub_epi32(high, up, high, _mm512_set1_epi32(1));
-    const __m512 p = _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
-    // adam_tile, operation by operation.
-    const __m512 x = _mm512_mul_ps(widened(load_halves(t.grad + at)), _mm512_set1_ps(a.grad_scale));
-    mean = _mm512_add_ps(mean, _mm512_mul_ps(_mm512_set1_ps(a.weight1), _mm512_sub_ps(x, mean)));
-    square = _mm512_add_ps(_mm512_mul_ps(square, _mm512_set1_ps(a.beta2)),
-                           _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(a.weight2)));
-    const __m512 root = _mm512_mul_ps(_mm512_sqrt_ps(square), _mm512_set1_ps(a.root));
-    const __m512 step = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(a.size), mean),
-                                      _mm512_add_ps(root, _mm512_set1_ps(a.eps)));
-    const __m512 master = _mm512_sub_ps(_mm512_mul_ps(p, _mm512_set1_ps(a.decay)), step);
+    __m512 p = _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+    step_vector(a, widened(load_halves(t.grad + at)), p, mean, square);
     // split_range.
-    const __m512i bits = quieted(_mm512_castps_si512(master)), above = _mm512_srli_epi32(bits, 16);
+    const __m512i bits = quieted(_mm512_castps_si512(p)), above = _mm512_srli_epi32(bits, 16);
     const __m512i odd = _mm512_and_si512(above, _mm512_set1_epi32(1));
     const __mmask16 tie = _mm512_mask_test_epi32_mask(
         _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0xFFFF)), middle), odd, odd);
     store_halves(t.high + at,
                  _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16));
-    if constexpr (kCodes) {
-      store_halves(t.low + at, _mm512_mask_add_epi32(bits, tie, bits, _mm512_set1_epi32(1)));
-      m[i] = mean;
-      v[i] = square;
-      m_most = _mm512_max_epi32(m_most, magnitude(mean));
-      v_most = _mm512_max_epi32(v_most, magnitude(square));
-    } else {
-      store_halves(t.low + at, bits);
-      const __m512i words = words_of(first, i);
-      store_halves(reinterpret_cast<uint16_t*>(t.m) + at,
-                   narrowed(mean, _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF))));
-      const __m512i stored = _mm512_and_si512(narrowed(square, _mm512_srli_epi32(words, 16)),
-                                              _mm512_set1_epi32(0x7FFF));
-      store_halves(reinterpret_cast<uint16_t*>(t.v) + at,
-                   _mm512_mask_or_epi32(stored, tie, stored, middle));
-    }
+    store_halves(t.low + at, bits);
+    const __m512i words = words_of(first, i);
+    store_halves(t.m + at, narrowed(mean, _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF))));
+    const __m512i stored = _mm512_and_si512(narrowed(square, _mm512_srli_epi32(words, 16)),
+                                            _mm512_set1_epi32(0x7FFF));
+    store_halves(t.v + at, _mm512_mask_or_epi32(stored, tie, stored, middle));
   }
-  if constexpr (kCodes) {
-    const float m_largest = scale_of(m_most), v_largest = scale_of(v_most);
-    a.m_scale[tile] = m_largest;
-    a.v_scale[tile] = v_largest;
-    const __m512 m_inverse = _mm512_set1_ps(m_largest > 0.0f ? 1.0f / m_largest * kMean : 0.0f);
-    const __m512 v_inverse = _mm512_set1_ps(v_largest > 0.0f ? 1.0f / v_largest : 0.0f);
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = 16 * i;
-      const __m512i words = words_of(first, i), low = _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF));
-      // The second operand of max is the result where the first is a NaN.
-      __m512 x = _mm512_max_ps(_mm512_mul_ps(_mm512_abs_ps(m[i]), m_inverse), zero);
-      __m512 code = _mm512_min_ps(mean_codes(x, _mm512_cvtepi32_ps(low)), _mm512_set1_ps(127.0f));
-      const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
-      const __m512i signed_code = _mm512_ternarylogic_epi32(  // with the sign of m
-          _mm512_castps_si512(code), _mm512_castps_si512(m[i]), sign, 0xF8);
-      const __m512i m_codes = _mm512_cvtps_epi32(_mm512_castsi512_ps(signed_code));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(t.m + at), _mm512_cvtepi32_epi8(m_codes));
+}
 
-      x = _mm512_max_ps(_mm512_mul_ps(_mm512_mul_ps(v[i], v_inverse), _mm512_set1_ps(kSquare)), zero);
-      const __m512 u = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(words, 16)), _mm512_set1_ps(kUnit));
-      code = square_codes(x, u);
-      code = _mm512_mask_max_ps(code, _mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), code, _mm512_set1_ps(2.0f));
-      const __m512i v_codes = _mm512_cvtps_epi32(code);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(t.v + at), _mm512_cvtusepi32_epi8(v_codes));
+// Bits of `yes` where `mask` has ones, else those of `no`.
+ONDEVICE_INLINE __m512i chosen(int32_t mask, __m512i yes, __m512i no) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), yes, no, 0xCA);
+}
+
+ONDEVICE_INLINE __m512i masked_or(__m512i x, int32_t mask, __m512i other) {  // x & mask | other
+  return _mm512_ternarylogic_epi32(x, _mm512_set1_epi32(mask), other, 0xEA);
+}
+
+ONDEVICE_INLINE __m512i load_bytes(const uint8_t* p) {  // 32, as numbers of 16 bits
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+ONDEVICE_INLINE void store_bytes(uint8_t* p, __m512i even, __m512i odd) {
+  const __m512i both = chosen(0xFFFF, even, odd);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(both));
+}
+
+// Ends a tile with a NaN or an infinity among its moments, by the loops; `m` and `v` are in turns.
+__attribute__((noinline)) inline void finish_tile(const AdamArguments& a, int64_t tile,
+                                                  const AdamTile<uint16_t, uint8_t, uint8_t>& t, const float* m,
+                                                  const float* v) {
+  float p[kTile], mean[kTile], square[kTile];
+  uint32_t words[kTile];
+  merge_range(t.high, t.low, t.v, kTile, p);
+  split_range(p, kTile, t.high, t.low, t.v);
+  for (int i = 0; i < kTile; ++i) {
+    const int at = i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
+    mean[i] = m[at];
+    square[i] = v[at];
+  }
+  random_words(a.key, tile, words);
+  encode_tile(mean, square, words, t.m, t.v, a.m_scale[tile], a.v_scale[tile]);
+}
+
+// Moments in codes of 8 bits. Numbers of 8 and 16 bits stay as they lie: a vector has the even ones of 32 elements, or
+// the odd ones, which a shift brings where they are wanted; to unpack and pack them in order would take a third of the
+// time.
+ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
+                                      const AdamTile<uint16_t, uint8_t, uint8_t>& t) {
+  constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000u), kSign = static_cast<int32_t>(0x80000000u);
+  const __m512 m_unit = _mm512_set1_ps(a.m_scale[tile] * (1.0f / kMeanMost));
+  const __m512 v_unit = _mm512_set1_ps(a.v_scale[tile] * (1.0f / kSquareMost));
+  const __m512 m_least = _mm512_set1_ps(kMeanLeast), v_least = _mm512_set1_ps(kSquareLeast);
+  const __m512i m_bits = _mm512_set1_epi32(kMeanBits), v_bits = _mm512_set1_epi32(kSquareBits);
+  alignas(64) float m[kTile], v[kTile];  // even ones and odd ones in turns
+  __m512i m_most = _mm512_setzero_si512(), v_most = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int at = 0; at < kTile; at += 32) {
+    const __m512i grad = _mm512_loadu_si512(t.grad + at), high = _mm512_loadu_si512(t.high + at);
+    const __m512i low = _mm512_loadu_si512(t.low + at), cm = load_bytes(t.m + at), cv = load_bytes(t.v + at);
+    __m512i bits[2];
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      const auto half = [&](__m512i x) {
+        return odd ? _mm512_and_si512(x, _mm512_set1_epi32(kUpper)) : _mm512_slli_epi32(x, 16);
+      };
+      const __m512i difference = _mm512_srai_epi32(odd ? low : _mm512_slli_epi32(low, 16), 16);
+      __m512 p = _mm512_castsi512_ps(_mm512_add_epi32(half(high), difference));
+      const __m512i code = masked_or(_mm512_slli_epi32(cm, odd ? 3 : 19), 0x03F80000, m_bits);
+      const __m512 size = _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(code), m_least), m_unit);
+      __m512 mean = _mm512_castsi512_ps(
+          masked_or(_mm512_slli_epi32(cm, odd ? 8 : 24), kSign, _mm512_castps_si512(size)));
+      const __m512i above = masked_or(_mm512_slli_epi32(cv, odd ? 3 : 19), 0x07F80000, v_bits);
+      __m512 square = _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(above), v_least), v_unit);
+      step_vector(a, _mm512_castsi512_ps(half(grad)), p, mean, square);
+      bits[odd] = _mm512_castps_si512(p);
+      m_most = _mm512_max_epu32(m_most, magnitude(mean));
+      v_most = _mm512_max_epu32(v_most, _mm512_castps_si512(square));
+      _mm512_store_ps(m + at + 16 * odd, mean);
+      _mm512_store_ps(v + at + 16 * odd, square);
     }
+    const __m512i middle = _mm512_set1_epi32(0x8000);
+    _mm512_storeu_si512(t.high + at, chosen(0xFFFF, _mm512_srli_epi32(_mm512_add_epi32(bits[0], middle), 16),
+                                            _mm512_add_epi32(bits[1], middle)));
+    _mm512_storeu_si512(t.low + at, chosen(0xFFFF, bits[0], _mm512_slli_epi32(bits[1], 16)));
+  }
+  const uint32_t m_top = _mm512_reduce_max_epu32(m_most), v_top = _mm512_reduce_max_epu32(v_most);
+  if (m_top >= 0x7F800000u || v_top >= 0x7F800000u) return finish_tile(a, tile, t, m, v);
+  const float m_scale = m_top < 0x00800000u ? 0.0f : bits_float(m_top);
+  const float v_scale = v_top < 0x00800000u ? 0.0f : bits_float(v_top);
+  a.m_scale[tile] = m_scale;
+  a.v_scale[tile] = v_scale;
+  const __m512 m_inverse = _mm512_set1_ps(m_scale > 0.0f ? kMeanMost / m_scale : 0.0f);
+  const __m512 v_inverse = _mm512_set1_ps(v_scale > 0.0f ? kSquareMost / v_scale : 0.0f);
+  const __m512 floor = _mm512_set1_ps(v_scale > 0.0f ? kSquareFloor : kSquareLeast);
+  const __m512i first = first_words(a.key, tile);
+#pragma GCC unroll 4
+  for (int at = 0; at < kTile; at += 32) {
+    __m512i words = words_of(first, at / 32), m_codes[2], v_codes[2];
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      if (odd) words = _mm512_rol_epi32(words, 16);
+      const __m512 mean = _mm512_load_ps(m + at + 16 * odd), square = _mm512_load_ps(v + at + 16 * odd);
+      const __m512 x = _mm512_add_ps(_mm512_mul_ps(_mm512_abs_ps(mean), m_inverse), m_least);
+      const __m512 y = _mm512_max_ps(_mm512_add_ps(_mm512_mul_ps(square, v_inverse), v_least), floor);
+      const __m512i below = _mm512_and_si512(words, _mm512_set1_epi32(0x7FFFF));
+      const __m512i code = _mm512_add_epi32(_mm512_castps_si512(x), below);
+      const __m512i sign = _mm512_srli_epi32(_mm512_castps_si512(mean), odd ? 8 : 24);
+      m_codes[odd] = chosen(odd ? 0x007F0000 : 0x7F, _mm512_srli_epi32(code, odd ? 3 : 19), sign);
+      v_codes[odd] = _mm512_srli_epi32(
+          _mm512_add_epi32(_mm512_castps_si512(y), _mm512_srli_epi32(words, 13)), odd ? 3 : 19);
+    }
+    store_bytes(t.m + at, m_codes[0], m_codes[1]);
+    store_bytes(t.v + at, v_codes[0], v_codes[1]);
   }
 }
 

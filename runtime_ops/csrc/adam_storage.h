@@ -3,8 +3,9 @@
 // The float32 master is one array (`plain`), or two arrays of 16 bits (`split`): `high` is the bfloat16 nearest
 // to it (ties to even), `low` the lower half of its bits. `high` exceeds the upper half by one where `low` is
 // above 0x8000, and at an exact tie where the sign bit of the second moment says so (the moment is never
-// negative, so the bit is free). An 8-bit moment has no such bit: there a tie that rounds up grows by one unit
-// in the last place. Moments are float32, bfloat16, or 8-bit codes with a float32 scale for each tile.
+// negative, so the bit is free). An 8-bit moment has no such bit: there ties round away from zero, so that `low`
+// is the difference, a number of 16 bits with a sign. Moments are float32, bfloat16, or floating-point codes of 8
+// bits with a float32 scale for each tile.
 #pragma once
 
 #include <cmath>
@@ -27,7 +28,7 @@ struct AdamArguments {
   float* master;             // [n], or null: split
   uint16_t* high;            // [n] bfloat16; null only where there is a master
   uint16_t* low;             // [n], or null: plain
-  void *m, *v;               // [n] float32, bfloat16, or int8 and uint8, as moments is 0, 1 or 2
+  void *m, *v;               // [n] float32, bfloat16, or codes, as moments is 0, 1 or 2
   float *m_scale, *v_scale;  // [ceil(n / 128)] for 8-bit moments, else null
   const int64_t* rows;       // [row_count], or null: all elements
   int64_t numel, row_count, width, grad_float32, moments;
@@ -71,22 +72,24 @@ ONDEVICE_INLINE uint32_t nearest_bfloat16(uint32_t bits) { return (bits + 0x7FFF
 // Where the bit of a tie that was rounded up is kept: a moment's sign, or nowhere.
 ONDEVICE_INLINE uint32_t tie_of(float v) { return float_bits(v) >> 31; }
 ONDEVICE_INLINE uint32_t tie_of(uint16_t v) { return v >> 15; }
-ONDEVICE_INLINE uint32_t tie_of(uint8_t) { return 0; }
 ONDEVICE_INLINE float with_tie(float v, uint32_t tie) {
   return bits_float((float_bits(v) & 0x7FFFFFFFu) | tie << 31);
 }
 ONDEVICE_INLINE uint16_t with_tie(uint16_t v, uint32_t tie) {
   return static_cast<uint16_t>((v & 0x7FFFu) | tie << 15);
 }
-ONDEVICE_INLINE uint8_t with_tie(uint8_t v, uint32_t) { return v; }
 
 template <typename V>
 ONDEVICE_INLINE void merge_range(const uint16_t* __restrict high, const uint16_t* __restrict low,
                                  const V* __restrict v, int64_t count, float* __restrict master) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t h = high[i], l = low[i];
-    const uint32_t up = (l > 0x8000u ? 1u : 0u) | ((l == 0x8000u ? 1u : 0u) & tie_of(v[i]));
-    master[i] = bits_float((h - up) << 16 | l);
+    if constexpr (sizeof(V) == 1) {
+      master[i] = bits_float((h << 16) + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(l))));
+    } else {
+      const uint32_t up = (l > 0x8000u ? 1u : 0u) | ((l == 0x8000u ? 1u : 0u) & tie_of(v[i]));
+      master[i] = bits_float((h - up) << 16 | l);
+    }
   }
 }
 
@@ -95,10 +98,13 @@ ONDEVICE_INLINE void split_range(const float* __restrict master, int64_t count, 
                                  uint16_t* __restrict low, V* __restrict v) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = quiet(float_bits(master[i]));
-    const uint32_t tie = ((bits & 0xFFFFu) == 0x8000u ? 1u : 0u) & (bits >> 16);
-    high[i] = static_cast<uint16_t>(nearest_bfloat16(bits));
-    low[i] = static_cast<uint16_t>(bits + (sizeof(V) == 1 ? tie : 0));
-    v[i] = with_tie(v[i], tie);
+    low[i] = static_cast<uint16_t>(bits);
+    if constexpr (sizeof(V) == 1) {
+      high[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    } else {
+      high[i] = static_cast<uint16_t>(nearest_bfloat16(bits));
+      v[i] = with_tie(v[i], (bits >> 16) & ((bits & 0xFFFFu) == 0x8000u ? 1u : 0u));
+    }
   }
 }
 
@@ -146,6 +152,12 @@ ONDEVICE_INLINE void random_words(uint64_t key, int64_t tile, uint32_t* __restri
   }
 }
 
+// Of codes, elements 2 i and 2 i + 1 share a word: for the second its halves change places.
+ONDEVICE_INLINE uint32_t shared_word(const uint32_t* words, int i) {
+  const uint32_t word = words[i / 2];
+  return i % 2 == 0 ? word : word << 16 | word >> 16;
+}
+
 ONDEVICE_INLINE void widen(const uint16_t* __restrict in, float* __restrict out) {
   for (int i = 0; i < kTile; ++i) out[i] = bits_float(static_cast<uint32_t>(in[i]) << 16);
 }
@@ -171,60 +183,46 @@ ONDEVICE_INLINE float tile_scale(const float* __restrict x) {
   return most < 0x00800000 ? 0.0f : bits_float(static_cast<uint32_t>(most));
 }
 
-constexpr float kMean = 127.0f * 127.0f, kSquare = 255.0f * 255.0f * 255.0f * 255.0f;
-constexpr float kUnit = 1.0f / 65536.0f, kRounds = 12582912.0f;  // 1.5 * 2^23
+// A code is a floating-point number of 4 bits of mantissa below those of an exponent: 3 for m, besides its sign, and 4
+// for v. It is bits 19 and up of a float32 between `Least`, whose code is 0, and 1.9375; what it stands for is
+// (that - Least) * scale / Most. Codes are linear near 0 and have steps of 3 to 6% above.
+constexpr uint32_t kMeanBits = 120u << 23, kSquareBits = 112u << 23;
+constexpr float kMeanLeast = 1.0f / 128, kSquareLeast = 1.0f / 32768;
+// Below 1.9375 - Least by more than products round.
+constexpr float kMeanMost = 1.92968f, kSquareMost = 1.93746f;
+constexpr float kSquareFloor = kSquareLeast * 1.0625f;  // code 1
 
-// 8-bit codes: m = scale * sign * (q / 127)^2, v = scale * (q / 255)^4.
-__attribute__((noinline)) inline void decode_tile(const int8_t* __restrict cm,
-                                                  const uint8_t* __restrict cv, float m_scale, float v_scale,
-                                                  float* __restrict m, float* __restrict v) {
+__attribute__((noinline)) inline void decode_tile(const uint8_t* __restrict cm, const uint8_t* __restrict cv,
+                                                  float m_scale, float v_scale, float* __restrict m,
+                                                  float* __restrict v) {
+  const float m_unit = m_scale * (1.0f / kMeanMost), v_unit = v_scale * (1.0f / kSquareMost);
   for (int i = 0; i < kTile; ++i) {
-    const float q = static_cast<float>(cm[i]), r = static_cast<float>(cv[i]);
-    m[i] = q * std::fabs(q) * (1.0f / kMean) * m_scale;
-    v[i] = (r * r) * (r * r) * (1.0f / kSquare) * v_scale;
+    const uint32_t code = cm[i];
+    const float size = (bits_float(kMeanBits | (code & 0x7Fu) << 19) - kMeanLeast) * m_unit;
+    m[i] = bits_float(float_bits(size) | (code & 0x80u) << 24);
+    v[i] = (bits_float(kSquareBits | static_cast<uint32_t>(cv[i]) << 19) - kSquareLeast) * v_unit;
   }
 }
 
-// Codes of x >= 0 (0 for a NaN) by stochastic rounding between the two around it: the largest q whose value is at
-// most x, or the next one. `guess` is the nearest whole number to an approximate root, so it is q or one more, however
-// the root was found.
-ONDEVICE_INLINE float mean_code(float x, float guess, float word) {
-  const float q = guess - (guess * guess > x ? 1.0f : 0.0f);
-  return q + (x - q * q > word * (q * (2.0f * kUnit) + kUnit) ? 1.0f : 0.0f);
-}
-
-ONDEVICE_INLINE float fourth(float q) { return (q * q) * (q * q); }
-
-ONDEVICE_INLINE float square_code(float x, float guess, float u) {
-  const float q = guess - (fourth(guess) > x ? 1.0f : 0.0f), below = fourth(q);
-  return q + (x - below > u * (fourth(q + 1.0f) - below) ? 1.0f : 0.0f);
-}
-
-// The nearest whole number of 0 <= x < 2^22.
-ONDEVICE_INLINE float whole(float x) { return x + kRounds - kRounds; }
-
-// Both by stochastic rounding, unbiased in the value; but a v above zero never gets a code below 2, whose root
-// is as small a part of the tile's largest as the smallest m: the quotient of an m that rounded up stays near
-// its largest in the tile.
+// Both by stochastic rounding, unbiased in the value; but in a tile that is not all zeros no v gets a code below 1,
+// whose root is four times as large a part of the tile's largest as the smallest m: the quotient of an m that rounded
+// up stays near its largest in the tile.
 __attribute__((noinline)) inline void encode_tile(const float* __restrict m, const float* __restrict v,
-                                                  const uint32_t* __restrict words, int8_t* __restrict cm,
+                                                  const uint32_t* __restrict words, uint8_t* __restrict cm,
                                                   uint8_t* __restrict cv, float& m_scale, float& v_scale) {
   m_scale = tile_scale(m);
   v_scale = tile_scale(v);
-  const float m_inverse = m_scale > 0.0f ? 1.0f / m_scale * kMean : 0.0f;
-  const float v_inverse = v_scale > 0.0f ? 1.0f / v_scale : 0.0f;
+  const float m_inverse = m_scale > 0.0f ? kMeanMost / m_scale : 0.0f;
+  const float v_inverse = v_scale > 0.0f ? kSquareMost / v_scale : 0.0f;
+  const float floor = v_scale > 0.0f ? kSquareFloor : kSquareLeast;
   for (int i = 0; i < kTile; ++i) {
-    const float size = std::fabs(m[i]) * m_inverse, x = size > 0.0f ? size : 0.0f;
-    const float code = mean_code(x, whole(std::sqrt(x)), static_cast<float>(static_cast<int32_t>(words[i] & 0xFFFFu)));
-    const int32_t most = static_cast<int32_t>(code < 127.0f ? code : 127.0f);
-    cm[i] = static_cast<int8_t>(m[i] < 0.0f ? -most : most);
-  }
-  for (int i = 0; i < kTile; ++i) {
-    const float size = v[i] * v_inverse * kSquare, x = size > 0.0f ? size : 0.0f;
-    const float u = static_cast<float>(static_cast<int32_t>(words[i] >> 16)) * kUnit;
-    const float code = square_code(x, whole(std::sqrt(std::sqrt(x))), u);
-    const float most = code < 255.0f ? code : 255.0f, least = x > 0.0f ? 2.0f : 0.0f;
-    cv[i] = static_cast<uint8_t>(static_cast<int32_t>(most < least ? least : most));
+    const uint32_t word = shared_word(words, i);
+    const float x = std::fabs(m[i]) * m_inverse + kMeanLeast, y = v[i] * v_inverse + kSquareLeast;
+    // A NaN becomes the least: its tile's scale is one, too.
+    const uint32_t mean = float_bits(x > kMeanLeast ? x : kMeanLeast) + (word & 0x7FFFFu);
+    const uint32_t square = float_bits(y > floor ? y : floor) + (word >> 13);
+    cm[i] = static_cast<uint8_t>((mean >> 19 & 0x7Fu) | (float_bits(m[i]) >> 24 & 0x80u));
+    cv[i] = static_cast<uint8_t>(square >> 19);
   }
 }
 

@@ -130,7 +130,7 @@ template <bool Split, typename Grad>
 AdamRange adam_range(int64_t moments) {
   if (moments == 0) return step_range<Split, Grad, float, float>;
   if (moments == 1) return step_range<Split, Grad, uint16_t, uint16_t>;
-  return step_range<Split, Grad, int8_t, uint8_t>;
+  return step_range<Split, Grad, uint8_t, uint8_t>;
 }
 
 // f(begin, count) over chunks of `count` elements.

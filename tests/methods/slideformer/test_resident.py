@@ -69,8 +69,12 @@ def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> No
     assert losses == expected
     assert differing(second.store.masters(), straight.store.masters()) == []
     weights = second.store.weights(second.store.flats())
-    dtype = torch.bfloat16 if second.store.split else torch.float32
-    assert all(torch.equal(weights[name], value.to(dtype)) for name, value in second.store.masters().items())
+    for name, master in second.store.masters().items():
+        bits = master.view(torch.int32)
+        away = ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
+        # Codes have no sign that could say which way a tie went.
+        nearest = away if config.get("moments") == "int8" else master.bfloat16()
+        assert torch.equal(weights[name], nearest if second.store.split else master)
 
 
 def test_less_host_memory_is_taken(request: Any) -> None:
