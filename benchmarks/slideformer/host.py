@@ -28,6 +28,7 @@ TESTED = (
     "tests/methods/slideformer", "tests/methods/lsp/test_engine.py", "tests/methods/revffn", "tests/offload",
     "tests/runtime_ops/test_triton_adam.py",
 )  # fmt: skip
+RANKED = "tests/methods/slideformer/test_ranks.py", "tests/methods/lsp/test_ranks.py"
 PEERS = "resident,auto,deepspeed-2,deepspeed-3,fsdp2,torchao-fp32,torchao,roundpipe,roundpipe-late"
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
 
@@ -86,7 +87,7 @@ def every_part(args: argparse.Namespace) -> list[Part]:
         Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
         Part(
             "tests", 170,
-            [[*pytest, "tests/methods/slideformer/test_ranks.py"], [*pytest, "-m", "gpu", *TESTED]],
+            [[*pytest, *RANKED], [*pytest, "-m", "gpu", *TESTED]],
             environment={} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"}, beside="large",
         ),
         Part(
