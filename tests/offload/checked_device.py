@@ -154,7 +154,8 @@ class CheckedRanks(Ranks):
     def __init__(self, checker: Checker) -> None:
         super().__init__()
         self.rank, self.world, self.single = 1, 2, False
-        self.checker, self.communicator = checker, torch.zeros(1)
+        with checker.quiet():  # made before everything
+            self.checker, self.communicator = checker, torch.zeros(1)
         checker.name(self.communicator, "the communicator")
 
     def _together(self, *touched: tuple[Tensor, bool]) -> None:

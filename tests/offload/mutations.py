@@ -38,6 +38,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], bool], ...] = (
                       "disk_masters": True}, False),
     ("ranks", {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2, "window": 2}, True),
     ("resident ranks", {"max_grad_norm": 0.1, "resident_layers": 2, "window": 2}, True),
+    ("resident tables on ranks", {"max_grad_norm": 0.1, "resident_tables": True, "loss_tiles": 2, "window": 2}, True),
 )  # fmt: skip
 """Name, settings, and whether several ranks train; the head is not tied."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.config import size_text
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW
-from ondevice.methods.slideformer.memory import MEMORY
+from ondevice.methods.slideformer.memory import MEMORY, STATE_BYTES, resident_parameters
 from ondevice.methods.slideformer.planner import Work, lanes_of, moved_bytes
 from ondevice.offload.rates import Rates
 
@@ -52,7 +52,7 @@ def resolve(
 
     Numbers that are set stay. What does not fit at all is decided as small as it can be: the plan then says so.
     """
-    options = [change for change in _options(config, dims, work.world) if _fits(config, change, dims, work, room)]
+    options = [change for change in _options(config, dims) if _fits(config, change, dims, work, room)]
     if not options:
         return _fixed(config), "nothing more fits: the smallest window, all states on the host"
     timed = {index: _seconds(_with(config, change), dims, work, rates) for index, change in enumerate(options)}
@@ -80,6 +80,7 @@ def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
     if ranks.single:
         return config
     mine = {"window": config.slots, "resident_layers": config.kept_layers, "gradient_buffers": config.buffers}
+    mine |= {"resident_tables": config.keeps_tables}
     every = ranks.calls.every(mine)
     return config.model_copy(update={name: min(other[name] for other in every) for name in mine})
 
@@ -103,13 +104,12 @@ def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfi
     return config.model_copy(update={name: to for name, to in change.items() if getattr(config, name) == "auto"})
 
 
-def _options(config: SlideformerConfig, dims: ModelDims, world: int) -> list[dict[str, Any]]:
+def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
     """Every number of layers on the accelerator, with and without the tables, each with windows from small to whole."""
     exact = config.max_grad_norm is not None
     may = not (exact and config.clip == "global") and config.disk_fraction < 1
-    tables = (False, True) if may and world == 1 else (False,)
     options = []
-    for table in tables:
+    for table in (False, True) if may else (False,):
         for layers in range(dims.layers + 1 if may else 1):
             left = max(2, dims.layers - layers)
             for window in sorted({min(WINDOW, left), min(2 * WINDOW, left), left // 2 + 1, left}):
@@ -125,8 +125,18 @@ def _size(option: dict[str, Any]) -> tuple[int, int]:
 
 def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room) -> bool:
     resolved = _with(config, change)
-    there = sum(MEMORY.step(dims, resolved, work.rows, work.length_tokens, 4).values())
-    return there <= SHARE * room.accelerator_bytes and _host_fits(resolved, dims, work, room)
+    return needed_bytes(resolved, dims, work) <= SHARE * room.accelerator_bytes and _host_fits(
+        resolved, dims, work, room
+    )
+
+
+def needed_bytes(config: SlideformerConfig, dims: ModelDims, work: Work) -> int:
+    """Return the bytes of a step on one accelerator: of several ranks each has all weights of what stays there, and the
+    rest of the states of its share."""
+    item = 2 if config.compute == "bfloat16" else 4
+    elsewhere = (STATE_BYTES[config.moments] - item) * (1 - 1 / work.world)
+    whole = sum(MEMORY.step(dims, config, work.rows, work.length_tokens, 4).values())
+    return whole - int(elsewhere * resident_parameters(dims, config))
 
 
 def _host_fits(resolved: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
@@ -170,7 +180,7 @@ def _why(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates, s
     """The choice in a sentence, for the plan and for the log."""
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     longest = max(lanes, key=lambda lane: lanes[lane])
-    need = sum(MEMORY.step(dims, config, work.rows, work.length_tokens, 4).values())
+    need = needed_bytes(config, dims, work)
     tables = "tables and " if config.keeps_tables else ""
     least = "; all ranks take the least that any of them chose" if work.world > 1 else ""
     return (

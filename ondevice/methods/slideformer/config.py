@@ -38,7 +38,7 @@ class SlideformerConfig(EngineConfig):
     parameter as on the host, for a shorter boundary between steps and less work on the host."""
 
     resident_tables: bool | Literal["auto"] = "auto"
-    """Embedding and output head keep theirs there, too; in one process, and not with `clip: global`."""
+    """Embedding and output head keep theirs there, too; like layers, not with `clip: global`."""
 
     gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next

@@ -49,7 +49,7 @@ class SlideformerEngine(OffloadEngine):
     config: SlideformerConfig
 
     def __init__(self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        _check(config, ranks)
+        _check(config)
         super().__init__(family, config, device, ranks)
         units = self.units
         self.last: Task | None = None
@@ -146,7 +146,7 @@ class SlideformerEngine(OffloadEngine):
         return super()._open(step)
 
 
-def _check(config: SlideformerConfig, ranks: Ranks) -> None:
+def _check(config: SlideformerConfig) -> None:
     """Settings that exclude each other."""
     if (config.kept_layers or config.keeps_tables) and config.max_grad_norm is not None and config.clip == "global":
         raise ConfigError(
@@ -159,10 +159,4 @@ def _check(config: SlideformerConfig, ranks: Ranks) -> None:
             "masters go to the disk with the moments of their layers, and none do",
             expected="disk_fraction above 0, or disk_masters: false",
             received="disk_masters: true, disk_fraction: 0",
-        )
-    if config.keeps_tables and not ranks.single:
-        raise ConfigError(
-            "tables that stay on the accelerator are updated whole",
-            expected="resident_tables: false, or one process",
-            received=f"{ranks.world} processes",
         )

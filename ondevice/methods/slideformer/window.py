@@ -77,7 +77,7 @@ class Window:
         size = ranks.padded(units.head) if count == 1 else self.rows * self.width
         self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
-        scattered = units.embedding.numel if units.embedding in kept and not units.tied else 0
+        scattered = ranks.share(units.embedding).numel if units.embedding in kept and not units.tied else 0
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
@@ -121,14 +121,14 @@ class Window:
 
     def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return the unit of that tile, and its weight [rows, hidden]."""
-        slot = self.resident.get(self.units.head.index) or self.arrive(self.head[tile % len(self.head)])
+        slot = self.arrive(self.resident.get(self.units.head.index) or self.head[tile % len(self.head)])
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return zeroed memory for the gradient of that tile, [rows, hidden]."""
         slot = self.arrive(self.head_gradient[tile % len(self.head_gradient)])
-        memory = self._tile(slot, tile) if len(self.tiles) > 1 else slot.memory
-        memory.zero_()
+        whole = len(self.tiles) == 1 or (tile == 0 and self.units.head.index in self.resident)
+        (slot.memory if whole else self._tile(slot, tile)).zero_()  # whole with what fills up the last share
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def _tile(self, slot: Slot, tile: int) -> Tensor:
@@ -171,6 +171,10 @@ class Window:
 
     def _update_head(self, unit: Unit, slot: Slot, tile: int) -> None:
         """Update the head after its last tile; norms are summed as of a head that leaves tile by tile."""
+        if not self.ranks.single:
+            if tile == len(self.tiles) - 1:
+                self._update_together(unit, slot)
+            return
         if self.clipping:
             self.head_squares.append(square(self._tile(slot, tile)))
         if tile == len(self.tiles) - 1:
@@ -202,17 +206,33 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def _update_together(self, unit: Unit, slot: Slot) -> None:
-        """Sum the gradients, update this rank's share on the accelerator, and gather what all have updated."""
-        computed, bounds, clipping = self.device.record("compute"), self.ranks.bounds(unit), self.updater.clipping
-        resident, gradient, now = self.resident[unit.index], slot.memory[: bounds[-1]], self.updater.clipping.now
-        host, threads = _host(self._norm(unit.index, gradient)), self.updater.threads
+        """Sum the gradients, and update this rank's share of a unit that stays."""
+        bounds = self.ranks.bounds(unit)
+        gradient = slot.memory[: bounds[-1]]
 
-        def update() -> None:
+        def summed() -> tuple[Tensor, Tensor]:
             self.ranks.reduce(gradient, bounds)
             own = gradient[self.ranks.own(bounds)]
-            total = self.transfers.norm(own, host)
+            return own, own
+
+        slot.task = self._update_share(unit, summed)
+
+    def _update_share(self, unit: Unit, summed: Callable[[], tuple[Tensor, Tensor]]) -> Task:
+        """Update this rank's share on the accelerator, and gather what all have updated.
+
+        Args:
+            summed: gives the share's gradient, summed over the ranks, and what of it the norm is taken of; called on
+                the transfer thread, in the lane of what the ranks do together.
+        """
+        computed, resident = self.device.record("compute"), self.resident[unit.index]
+        bounds, clipping, now = self.ranks.bounds(unit), self.updater.clipping, self.updater.clipping.now
+        host, threads = _host(self._norm(unit.index, resident.memory)), self.updater.threads
+
+        def update() -> None:
+            gradient, part = summed()
+            total = self.transfers.norm(part, host)
             scale = None if total is None else clipping.scale(total)
-            self.store.resident.update(unit, own, now.adam, scale, threads)
+            self.store.resident.update(unit, gradient, now.adam, scale, threads)
             self.ranks.gather(resident.memory, bounds)
 
         def run() -> Event:
@@ -221,7 +241,8 @@ class Window:
                 self.updater.submit_norm(unit, event, host)
             return event
 
-        slot.task = resident.task = self.worker.submit(unit.name, run)
+        resident.task = self.worker.submit(unit.name, run)
+        return resident.task
 
     def gather_resident(self) -> None:
         """Let all ranks have what each has loaded of the layers that stay."""
@@ -296,14 +317,31 @@ class Window:
         self.leaving = self.worker.submit(unit.name, run)  # keeps the rows until they have left
 
     def _update_embedding(self, rows: Tensor, gradient: Tensor) -> None:
-        unit, at = self.units.embedding, self._upload(rows)
-        memory = self.head_gradient[0].memory if self.units.tied else self.embedding_gradient
-        table = memory[: unit.numel].view(-1, self.width)
-        table.index_copy_(0, at, table[at] + gradient if self.units.tied else gradient)
-        total = square(gradient) if self.clipping and not self.units.tied else None
-        self._update_here(unit, Slot(memory), total)
-        if not self.units.tied:
+        unit = self.units.embedding
+        if self.units.tied:
+            slot, at = self.head_gradient[0], self._upload(rows)
+            table = slot.memory[: unit.numel].view(-1, self.width)
+            table.index_copy_(0, at, table[at] + gradient)
+            if self.ranks.single:
+                self._update_here(unit, Slot(slot.memory))
+            else:
+                self._update_together(unit, slot)
+        elif self.ranks.single:
+            at, table = self._upload(rows), self.embedding_gradient[: unit.numel].view(-1, self.width)
+            table.index_copy_(0, at, gradient)
+            self._update_here(unit, Slot(self.embedding_gradient), square(gradient) if self.clipping else None)
             table.index_fill_(0, at, 0.0)
+        else:
+            bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+            own = self.ranks.own(bounds)
+            at = self._upload(rows[own] - share.low // self.width)
+
+            def summed() -> tuple[Tensor, Tensor]:
+                self.ranks.reduce(gradient, bounds)
+                self.embedding_gradient.zero_().view(-1, self.width).index_copy_(0, at, gradient[own])
+                return self.embedding_gradient, gradient[own]
+
+            self.leaving = self._update_share(unit, summed)  # keeps the rows until they have left
 
     def _upload(self, rows: Tensor) -> Tensor:
         """int64 [R] to the accelerator without waiting for what it computes."""
@@ -342,7 +380,7 @@ class Window:
         once they are updated."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
         if unit.index in self.resident:
-            table = self.resident[unit.index].memory[: unit.numel].view(-1, width)
+            table = self.arrive(self.resident[unit.index]).memory[: unit.numel].view(-1, width)
             return Slot(table[self._upload(rows)].view(-1))
         bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
         own = self.ranks.own(bounds)

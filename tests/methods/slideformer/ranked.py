@@ -55,11 +55,19 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "resident": ({**EXACT, "resident_layers": 2}, "llama", {"layers": 4}),
     "resident clipped": ({**EXACT, **SMALL, "resident_layers": 1}, "llama", {"layers": 3, "tied": False}),
+    "resident tables": ({**EXACT, **SMALL, "resident_layers": 1, "resident_tables": True}, "llama", {"layers": 3}),
+    "resident untied tables": (
+        {**EXACT, **SMALL, "resident_tables": True, "loss_tiles": 3, "micro_batch_size": 1},
+        "qwen2",
+        {"layers": 2, "tied": False},
+    ),
     "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
     "small moments": ({"moments": "int8"}, "llama", {"layers": 3}),
 }
 """Settings, family and sizes of each comparison with one process."""
-THREE = ("untied", "parts", "previous", "resident clipped", "small moments")
+THREE = (
+    "untied", "parts", "previous", "resident clipped", "resident tables", "resident untied tables", "small moments",
+)  # fmt: skip
 """Those that three ranks make, too: no size of a unit is a multiple of three."""
 
 
@@ -73,6 +81,7 @@ def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
 def settled(ranks: Ranks) -> dict[str, Any]:
     """What ranks agree on that have decided by memory of different sizes, and what each would have chosen."""
     sizes = {"window": 3 + ranks.rank, "resident_layers": 2 - ranks.rank, "gradient_buffers": 4}
+    sizes |= {"resident_tables": ranks.rank == 0}
     return agreed(SlideformerConfig(**sizes), ranks).model_dump(include=set(sizes))
 
 
@@ -98,6 +107,7 @@ def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -
 
 
 SESSION = {"timeout_s": 30.0, "threads": 1, "resident_layers": 1, "moments": "int8", "max_grad_norm": 0.5}
+SESSION |= {"resident_tables": True}
 
 
 def opened(kind: Any, layers: int, ranks: Ranks, device: str, seed: int = 0) -> Any:

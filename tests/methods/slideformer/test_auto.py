@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, resolve
+from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, needed_bytes, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
-from ondevice.methods.slideformer.memory import MEMORY
+from ondevice.methods.slideformer.memory import MEMORY, resident_parameters
 from ondevice.methods.slideformer.planner import Work
 from ondevice.models.base import ModelDims
 from ondevice.offload.rates import Rates
@@ -57,12 +57,23 @@ def test_what_excludes_states_on_the_accelerator_is_kept_to() -> None:
     assert chosen(80, 8, max_grad_norm=1.0, loss_tiles=4).keeps_tables
 
 
-def test_ranks_leave_layers_on_the_accelerator_and_no_tables() -> None:
+def test_ranks_leave_about_as_much_on_the_accelerator() -> None:
     """Four ranks compute as long as one with as many rows each, and one host updates as long: not more stays."""
     for rows in (8, 32):
-        four, one = chosen(80, rows, world=4), chosen(80, rows, resident_tables=False)
-        assert four.resident_tables is False and four.kept_layers > 0
+        four, one = chosen(80, rows, world=4), chosen(80, rows)
+        assert four.kept_layers > 0
         assert abs(four.kept_layers - one.kept_layers) <= 6
+
+
+def test_ranks_have_a_share_of_the_states_that_stay() -> None:
+    """What one accelerator of 60 GB cannot hold of them, four can: each has all weights, and a quarter of the rest."""
+    four, one = chosen(60, 4, world=4), chosen(60, 4)
+    assert four.keeps_tables and four.kept_layers > one.kept_layers
+    work = Work(4, 1024, 4)
+    assert needed_bytes(four, DIMS, work) <= SHARE * 60e9 < sum(MEMORY.step(DIMS, four, 4, 1024, 4).values())
+    stays = resident_parameters(DIMS, four)
+    alone, shared = (needed_bytes(four, DIMS, Work(4, 1024, world)) for world in (1, 4))
+    assert alone - shared == pytest.approx(10 * stays * 3 / 4)
 
 
 def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:

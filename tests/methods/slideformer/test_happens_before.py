@@ -53,6 +53,8 @@ def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, mo
         {"max_grad_norm": 0.1, "resident_layers": 2, "disk_fraction": 0.5, "optimizer": "torch"},
         {"resident_layers": 1, "disk_fraction": 1.0, "disk_masters": True, "window": 2, "micro_batch_size": 1},
         {"max_grad_norm": 0.1, "clip": "global", "optimizer": "torch"},
+        {"max_grad_norm": 0.1, "resident_layers": 1, "resident_tables": True, "loss_tiles": 2},
+        {"resident_layers": 5, "resident_tables": True, "micro_batch_size": 1},
     ],
     ids=str,
 )

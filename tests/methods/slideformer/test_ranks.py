@@ -181,7 +181,8 @@ def test_three_ranks_are_one_process(name: str, three: list[dict[str, Any]]) -> 
 
 
 def test_ranks_agree_on_what_auto_chose(ranks: list[dict[str, Any]]) -> None:
-    assert [one["settled"] for one in ranks] == [{"window": 3, "resident_layers": 1, "gradient_buffers": 4}] * 2
+    settled = {"window": 3, "resident_layers": 1, "gradient_buffers": 4, "resident_tables": False}
+    assert [one["settled"] for one in ranks] == [settled] * 2
 
 
 def test_host_memory_is_divided(ranks: list[dict[str, Any]]) -> None:

@@ -10,12 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.core.errors import ConfigError  # noqa: E402
-from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.runtime_ops.layer_adam import KINDS  # noqa: E402
 from tests.methods.slideformer.reference import batches, differing, open_engine, outcome, run  # noqa: E402
-from tests.offload.happens_before import CheckedRanks, Checker  # noqa: E402
 
 SIZES = {"layers": 5, "intermediate": 77}
 TORCH = {"optimizer": "torch", "weight_decay": 0.1}
@@ -92,7 +88,3 @@ def test_what_is_not_updated_at_once_excludes_them() -> None:
     for choice in ({"resident_layers": 1}, {"resident_tables": True}):
         with pytest.raises(ConfigError, match="global norm"):
             open_engine({**choice, "max_grad_norm": 1.0, "clip": "global"}, **SIZES)
-    model, config = tiny_model("llama", **SIZES).family, SlideformerConfig(resident_tables=True)
-    with pytest.raises(ConfigError, match="updated whole") as refused:
-        SlideformerEngine(model, config, "cpu", CheckedRanks(Checker()))
-    assert "2 processes" in str(refused.value)
