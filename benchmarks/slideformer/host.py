@@ -2,14 +2,13 @@
 
     python -m benchmarks.slideformer.host --parts tests,large,ranks --out FOLDER
 
+`wheels`: installs what `--wheels` holds into FOLDER/site: peers, liger-kernel, what the host lacks of our own needs.
 `tests`: the tests of ranks through NCCL, then those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory.
-`wheels`: installs what `--wheels` holds into FOLDER/site (peers, liger-kernel), for all parts but the tests.
-`ranks`: one and two GPUs beside FSDP2. `auto` and `auto-small`: the default settings beside no offload.
-`deepspeed`: DeepSpeed's ZeRO-3 on two GPUs. `peers`: one GPU, the default settings beside no offload, DeepSpeed, FSDP2,
-torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside 128 GiB of host memory, `lsp`: LSP-Offload
-beside Zero at 7B; these three and `auto` do with a host of one GPU, which has all its cores. Only `tests` and `large`
-run at the same time: the first has no seconds in it, and each has the cores of one GPU. A part that outlasts
-its limit is ended; what it has written stays, and so does its log.
+`ranks`: 7B on one and two GPUs; `ranks-peers`: 1.5B beside FSDP2, DeepSpeed and RoundPipe. `auto` and `auto-small`: the
+default settings beside no offload. `peers`: one GPU, the default settings beside no offload, DeepSpeed, FSDP2, torchao
+and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside 128 GiB of host memory, `lsp`: LSP-Offload beside
+Zero at 7B; these three and `auto` do with a host of one GPU, which has all its cores. A part that outlasts its limit is
+ended; what it has written stays, and so does its log.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ class Part:
     commands: list[list[str]]
     gpus: tuple[int, ...] = (0, 1)
     environment: dict[str, str] = field(default_factory=dict)
-    beside: str | None = None
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="wheels,tests,large,ranks,auto,auto-small,deepspeed,peers")
+    parser.add_argument("--parts", default="wheels,tests,large,ranks,ranks-peers,auto,auto-small,peers")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheels", type=Path, help="folder with peers and what they need, as *.whl and *.tar.gz")
     parser.add_argument("--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other")
@@ -69,9 +67,9 @@ def every_part(args: argparse.Namespace) -> list[Part]:
         words += ["--parameters", 10**6 if tiny else 10**8, "--gpu-bytes", 76e9, "--host-gib", 112]
         return bench("auto", *words, "--budget-s", budget_s, "--out", out / f"{name}.json")
 
-    def ranks(name: str, variants: str, gpus: str, rows_each: int, strong: str, budget_s: int) -> list[str]:
-        words = ["--shape", middle, "--gpus", gpus, "--variants", variants, "--rows-each", rows_each]
-        words += ["--rows-all", strong, "--repeats", 4, "--warmup", 1, "--budget-s", budget_s]
+    def ranks(name: str, shape: str, variants: str, strong: str, budget_s: int) -> list[str]:
+        words = ["--shape", shape, "--gpus", "2,1", "--variants", variants, "--rows-each", 16, "--rows-all", strong]
+        words += ["--repeats", 4, "--warmup", 2, "--gpu-bytes", 76e9, "--host-gib", 250, "--budget-s", budget_s]
         return bench("ranks", *words, "--out", out / f"{name}.json")
 
     site = out / "site"
@@ -82,33 +80,36 @@ def every_part(args: argparse.Namespace) -> list[Part]:
     installed = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), **build}
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
     pytest += ["-o", "addopts=--import-mode=importlib"]  # a bare host has none of the plugins that the project names
-    one = "--shapes", large, "--variants", "slideformer-int8", "--batches", "2" if tiny else "8", "--calibrate", 10**7
+    llama = "tiny" if tiny else "Llama-1.5B"
+    one = "--shapes", large, "--variants", "resident_window,slideformer-int8", "--batches", "2" if tiny else "8"
+    one += "--calibrate", 10**7 if tiny else 10**8
     return [
         Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
         Part(
             "tests", 170,
             [[*pytest, *RANKED], [*pytest, "-m", "gpu", *TESTED]],
-            environment={} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"}, beside="large",
+            environment={**installed, "ONDEVICE_TESTS_COLD": "1"} | ({} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"}),
         ),
         Part(
             "large", 170,
             [bench("step", *one, "--limit-gib", 24, "--host-gib", 250, "--warmup", 1, "--repeats", 3, "--rounds", 1,
-                   "--option", "resident_layers=0", "--option", "gradient_buffers=4", "--option", "window=3",
-                   "--out", out / "large.json")],
-            gpus=(1,), environment=installed,
+                   "--option", "resident_layers=0", "--option", "gradient_buffers=8", "--option", "window=3",
+                   "--option", "kernels=auto", "--out", out / "large.json")],
+            gpus=(0,), environment=installed,
         ),
-        Part("ranks", 235, [ranks("ranks", "slideformer,fsdp2", "2,1", 16, "16", 230)], environment=installed),
+        Part("ranks", 330, [ranks("ranks", middle, "slideformer", "64,16", 325)], environment=installed),
+        Part(
+            "ranks-peers", 560,
+            [[PYTHON, "-c", BUILD],
+             ranks("ranks-peers", llama, "slideformer,fsdp2,deepspeed,roundpipe,roundpipe-late", "16", 500)],
+            environment=installed,
+        ),
         Part("auto", 110, [auto("auto", f"{middle},{middle}:bfloat16", "8,4", 105)], (0,), installed),
         Part("auto-small", 60, [auto("auto-small", small, "8,4,16,32", 55)], (0,), installed),
         Part(
-            "deepspeed", 170,
-            [[PYTHON, "-c", BUILD], ranks("deepspeed", "deepspeed", "2", 16, "16", 110)],
-            environment=installed,
-        ),
-        Part(
             "peers", 440,
             [[PYTHON, "-c", BUILD],
-             bench("auto", "--shapes", "tiny" if tiny else "Llama-1.5B", "--variants", PEERS, "--batches", "4,8,16,32",
+             bench("auto", "--shapes", llama, "--variants", PEERS, "--batches", "4,8,16,32",
                    "--repeats", 4, "--warmup", 2, "--parameters", 10**6 if tiny else 10**8, "--host-gib", 112,
                    "--gpu-bytes", 76e9, "--budget-s", 380, "--out", out / "peers.json")],
             gpus=(0,), environment=installed,
@@ -192,21 +193,17 @@ def main() -> int:
     wanted, began, codes = args.parts.split(","), time.monotonic(), list[int]()
     waiting = [part for part in every_part(args) if part.name in wanted]
     while waiting:
-        first = waiting.pop(0)
-        group = [first, *(part for part in waiting if part.name == first.beside)]
-        waiting = [part for part in waiting if part not in group]
+        part = waiting.pop(0)
         left_s = args.budget_s - (time.monotonic() - began)
         if left_s < 20:
-            print(f"{', '.join(part.name for part in group)}: not begun, out of time", flush=True)
+            print(f"{part.name}: not begun, out of time", flush=True)
             continue
-        running = [Running(part, args, left_s) for part in group]
-        for one in running:
-            print(f"[{time.monotonic() - began:5.0f} s] {one.part.name} on {len(one.cores)} cores", flush=True)
-        while any([one.going() for one in running]):
+        running = Running(part, args, left_s)
+        print(f"[{time.monotonic() - began:5.0f} s] {part.name} on {len(running.cores)} cores", flush=True)
+        while running.going():
             time.sleep(0.2)
-        for one in running:
-            print(f"[{time.monotonic() - began:5.0f} s] {one.part.name} ended with {one.codes}", flush=True)
-            codes += one.codes
+        print(f"[{time.monotonic() - began:5.0f} s] {part.name} ended with {running.codes}", flush=True)
+        codes += running.codes
     return int(any(codes))
 
 

@@ -91,7 +91,8 @@ class Sliding:
         config = SlideformerConfig(timeout_s=LIMIT_S, **options)
         self.choice = "as set"
         if config.is_auto and args.device != "cpu":
-            config, self.choice = resolve(config, *self._machine(args, config, device, rows))
+            config, why = resolve(config, *self._machine(args, config, device, rows))
+            self.choice = why.partition(" (")[0]
         family = om.make_family(args.shape, om.random_block(args.shape, device))
         self.rank, self.number = self.ranks.rank, 0
         self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)

@@ -87,6 +87,8 @@ class MemoryModel:
     Attributes:
         step: (dims, config, batch_size, length_tokens, activation_bytes) to parts on the device that computes.
         host: the same arguments to parts in host memory beside an accelerator; empty where nothing waits there.
+        ranked: (parts of `step`, dims, config, processes) to the parts as one of several processes has them that train
+            together; None: each has all of them.
         weights: (dims, config, bytes of a weight, runtime) to the bytes of the frozen weights on the device that
             computes; None: the whole model, as it is loaded.
         program: (dims, config, batch_size, length_tokens) to the planned arena of an exported program that runs on
@@ -101,6 +103,7 @@ class MemoryModel:
 
     step: Callable[[ModelDims, Any, int, int, int], dict[str, int]]
     host: Callable[[ModelDims, Any, int, int, int], dict[str, int]] | None = None
+    ranked: Callable[[dict[str, int], ModelDims, Any, int], dict[str, int]] | None = None
     weights: Callable[[ModelDims, Any, int, str], int] | None = None
     program: Callable[[ModelDims, Any, int, int], dict[str, int]] | None = None
     blocks: Callable[[ModelDims, Any, int, int, str], dict[str, int]] | None = None

@@ -195,7 +195,8 @@ class HostStore:
                     f"the checkpoint does not fit: {part}/{unit.key}",
                     expected=f"{target.numpy().dtype} {[size]}",
                     received=None if value is None else f"{value.dtype} {list(value.shape)}",
-                    hint="resume with the settings, and on a machine with the compiler, that wrote it",
+                    hint="resume with the settings, the version, and on a machine with the compiler, that wrote it; or "
+                    "begin a new run with the checkpoint's folder model/",
                 )
             target[:count].copy_(torch.from_numpy(value[low : low + count]))
         return parts

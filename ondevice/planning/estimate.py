@@ -314,6 +314,8 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
     weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
     memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
+    if request.world > 1 and memory.ranked is not None:
+        working = memory.ranked(working, dims, method, request.world)
     host: dict[str, int] = {}
     host_usable, notes = None, [*dims.notes, *([request.why] if request.why else [])]
     if (targets := dims.resolve_targets(method)) and targets != tuple(method.target_modules):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.config import size_text
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW
-from ondevice.methods.slideformer.memory import MEMORY, STATE_BYTES, resident_parameters
+from ondevice.methods.slideformer.memory import MEMORY, on_ranks
 from ondevice.methods.slideformer.planner import Work, lanes_of, moved_bytes
 from ondevice.offload.rates import Rates
 
@@ -131,12 +131,9 @@ def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, wo
 
 
 def needed_bytes(config: SlideformerConfig, dims: ModelDims, work: Work) -> int:
-    """Return the bytes of a step on one accelerator: of several ranks each has all weights of what stays there, and the
-    rest of the states of its share."""
-    item = 2 if config.compute == "bfloat16" else 4
-    elsewhere = (STATE_BYTES[config.moments] - item) * (1 - 1 / work.world)
-    whole = sum(MEMORY.step(dims, config, work.rows, work.length_tokens, 4).values())
-    return whole - int(elsewhere * resident_parameters(dims, config))
+    """Return the bytes of a step on one accelerator."""
+    parts = MEMORY.step(dims, config, work.rows, work.length_tokens, 4)
+    return sum(on_ranks(parts, dims, config, work.world).values())
 
 
 def _host_fits(resolved: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:

@@ -48,6 +48,15 @@ def memory(
     return {part: size for part, size in parts.items() if size or part == "noise"}
 
 
+def on_ranks(parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int) -> dict[str, int]:
+    """Return `parts` of `memory` as one of `world` ranks has them: all weights of what stays on the accelerator, and of
+    the rest of its states a share."""
+    if "resident states" not in parts:
+        return parts
+    weights = (2 if config.compute == "bfloat16" else 4) * resident_parameters(dims, config)
+    return {**parts, "resident states": weights + (parts["resident states"] - weights) // world}
+
+
 def host_memory(
     dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
@@ -89,6 +98,7 @@ def _eight_bit_moments(config: SlideformerConfig, batch_size: int) -> Slideforme
 MEMORY = MemoryModel(
     memory,
     host=host_memory,
+    ranked=on_ranks,
     weights=_no_frozen_weights,
     host_note="the model is in host memory; the accelerator holds a window of its layers",
     host_hint="method.moments: bfloat16 or int8, method.disk_fraction: 1",

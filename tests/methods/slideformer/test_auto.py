@@ -12,6 +12,7 @@ from ondevice.methods.slideformer.memory import MEMORY, resident_parameters
 from ondevice.methods.slideformer.planner import Work
 from ondevice.models.base import ModelDims
 from ondevice.offload.rates import Rates
+from ondevice.planning.estimate import plan
 
 DIMS = ModelDims(
     family="qwen2", layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064,
@@ -74,6 +75,11 @@ def test_ranks_have_a_share_of_the_states_that_stay() -> None:
     stays = resident_parameters(DIMS, four)
     alone, shared = (needed_bytes(four, DIMS, Work(4, 1024, world)) for world in (1, 4))
     assert alone - shared == pytest.approx(10 * stays * 3 / 4)
+    fixed = SlideformerConfig(resident_layers=20, resident_tables=False, window=3)
+    shared_by = {"batch_size": 4, "length_tokens": 1024, "device": "h200", "runtime": "torch"}
+    plans = [plan(DIMS, fixed, world=world, **shared_by) for world in (1, 4)]
+    states = [one.parts["resident states"] for one in plans]
+    assert states[0] - states[1] == pytest.approx(10 * 20 * DIMS.block_parameters * 3 / 4)
 
 
 def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:
