@@ -138,8 +138,8 @@ __attribute__((noinline)) inline void finish_tile(const AdamArguments& a, int64_
 }
 
 // Moments in codes of 8 bits. Numbers of 8 and 16 bits stay as they lie: a vector has the even ones of 32 elements, or
-// the odd ones, which a shift brings where they are wanted; to unpack and pack them in order would take a third of the
-// time.
+// the odd ones, which a shift brings where they are wanted: in order they would take permutations, and of those a
+// processor has one unit.
 ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
                                       const AdamTile<uint16_t, uint8_t, uint8_t>& t) {
   constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000u), kSign = static_cast<int32_t>(0x80000000u);

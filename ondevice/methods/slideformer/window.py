@@ -347,6 +347,8 @@ class Window:
         """int64 [R] to the accelerator without waiting for what it computes."""
         if self.device.type == "cpu":
             return rows
+        if not len(rows):  # of a rank none of whose rows were read
+            return rows.to(self.head_gradient[0].memory.device)
         return rows.pin_memory().to(self.head_gradient[0].memory.device, non_blocking=True)
 
     def _fetch(self, unit: Unit, slot: Slot, span: slice | None = None) -> None:
