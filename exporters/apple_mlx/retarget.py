@@ -22,6 +22,9 @@ _TAG = re.compile(
     rb"(?P<stream>.{4})(?P<type>[\x00\x01]\0\0\0)(?P<index>\0\0\0\0)(?P<length>.\0{7})(?=(?P<name>[A-Z][A-Za-z0-9]*))",
     re.DOTALL,
 )
+SHORTEST = 3
+"""Letters of MLX's shortest names (Abs, Add). The number of an array, of which a process counts all, may look like two:
+0x6D50 lies in the file as `Pm`."""
 
 
 def tags(data: bytes) -> list[tuple[int, int, int, str]]:
@@ -29,7 +32,7 @@ def tags(data: bytes) -> list[tuple[int, int, int, str]]:
     operations = []
     for match in _TAG.finditer(data):
         (length,) = struct.unpack("<Q", match["length"])
-        if 0 < length <= len(match["name"]):
+        if SHORTEST <= length <= len(match["name"]):
             stream, kind = struct.unpack("<ii", match["stream"] + match["type"])
             operations.append((match.start(), stream, kind, match["name"][:length].decode()))
     return operations

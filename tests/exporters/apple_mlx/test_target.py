@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,14 @@ def test_every_operation_of_a_file_is_tagged(tmp_path) -> None:
     mx.export_function(note, f, x, y)
     mx.export_function(str(tmp_path / "f.mlxfn"), f, x, y)
     assert len(kinds) > 5 and len(retarget.tags((tmp_path / "f.mlxfn").read_bytes())) == len(kinds)
+
+
+def test_the_number_of_an_array_is_no_operation() -> None:
+    """Two inputs, of which the first has the number 0x6D50, behind the flags of a file: as MLX writes them."""
+    numbers = b"\0\0\0\0" + struct.pack("<iiQ", 0, 0, 2) + struct.pack("<QQ", 0x6D50, 0x6D51)
+    named = b"\0\0\0\0" + struct.pack("<iiQ", 0, 0, 3) + b"Add"
+    assert retarget.tags(numbers) == []
+    assert retarget.tags(numbers + named) == [(len(numbers), 0, 0, "Add")]
 
 
 @pytest.fixture(scope="module")
