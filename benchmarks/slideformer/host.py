@@ -191,9 +191,7 @@ def main() -> int:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     wanted, began, codes = args.parts.split(","), time.monotonic(), list[int]()
-    waiting = [part for part in every_part(args) if part.name in wanted]
-    while waiting:
-        part = waiting.pop(0)
+    for part in (part for part in every_part(args) if part.name in wanted):
         left_s = args.budget_s - (time.monotonic() - began)
         if left_s < 20:
             print(f"{part.name}: not begun, out of time", flush=True)

@@ -69,7 +69,7 @@ ONDEVICE_INLINE uint32_t quiet(uint32_t bits) {
 
 ONDEVICE_INLINE uint32_t nearest_bfloat16(uint32_t bits) { return (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16; }
 
-// Where the bit of a tie that was rounded up is kept: a moment's sign, or nowhere.
+// Where the bit of a tie that was rounded up is kept: a moment's sign.
 ONDEVICE_INLINE uint32_t tie_of(float v) { return float_bits(v) >> 31; }
 ONDEVICE_INLINE uint32_t tie_of(uint16_t v) { return v >> 15; }
 ONDEVICE_INLINE float with_tie(float v, uint32_t tie) {

@@ -67,8 +67,8 @@ def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> No
     weights = second.store.weights(second.store.flats())
     for name, master in second.store.masters().items():
         bits = master.view(torch.int32)
-        away = ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
         # Codes have no sign that could say which way a tie went.
+        away = ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
         nearest = away if config.get("moments") == "int8" else master.bfloat16()
         assert torch.equal(weights[name], nearest if second.store.split else master)
 
