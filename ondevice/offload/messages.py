@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
+from ondevice.offload.guard import HINT
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
@@ -48,7 +49,7 @@ def together() -> Iterator[None]:
         raise TrainingError(
             "another rank has ended or does not answer",
             received=str(error).split(". ")[0][:300],
-            hint="its own message says why; the last checkpoint is intact, resume from it",
+            hint=HINT,
         ) from error
 
 

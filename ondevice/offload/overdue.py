@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import TrainingError
+from ondevice.offload.guard import HINT, Guard
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Event
@@ -15,16 +16,19 @@ if TYPE_CHECKING:
     from ondevice.offload.worker import Watch
 
 LOOK_S = 0.1
+ABORT_S = 10.0
+"""To give up a communicator takes no time, or for ever."""
 
 
 class Overdue:
     """Looks at what the ranks have begun together, in order. Where the first of it is not done in time, or another rank
-    is gone, the watch fails with its name, and the communicator is given up, so that nothing waits for it any more."""
+    is gone, the watch fails with its name, and the communicator is given up, so that nothing waits for it any more. A
+    process that cannot even look, or give it up, is ended by its guard."""
 
     def __init__(self, watch: Watch, ranks: Ranks) -> None:
         self.watch, self.ranks = watch, ranks
         self.begun: deque[tuple[str, Event]] = deque()
-        self.closing = threading.Event()
+        self.closing, self.guard = threading.Event(), Guard()
         self.thread = threading.Thread(target=self._run, name="ondevice-overdue", daemon=True)
         self.thread.start()
 
@@ -35,13 +39,17 @@ class Overdue:
     def close(self) -> None:
         self.closing.set()
         self.thread.join()
+        self.guard.close()
 
     def _run(self) -> None:
-        since = time.monotonic()
+        since, guarded = time.monotonic(), False
         while not self.closing.wait(LOOK_S):
             while self.begun and self.begun[0][1].done():
                 self.begun.popleft()
                 since = time.monotonic()
+            if self.begun or guarded:
+                self.guard.expect(self.watch.timeout_s, f"transfer of {self.begun[0][0]}" if self.begun else "")
+                guarded = bool(self.begun)
             if not self.begun:
                 since = time.monotonic()
                 continue
@@ -51,8 +59,11 @@ class Overdue:
             error = TrainingError(
                 "another rank has ended or does not answer",
                 received=str(lost).split(". ")[0][:300] if lost else f"no answer for {waited_s:.1f} s",
-                hint="its own message says why; the last checkpoint is intact, resume from it",
+                hint=HINT,
             )
-            self.watch.fail(f"transfer of {self.begun[0][0]}", error)
+            doing = f"transfer of {self.begun[0][0]}"
+            self.watch.fail(doing, error)
+            self.guard.expect(ABORT_S, doing)
             self.ranks.abort()
+            self.guard.expect(0.0, "")
             return

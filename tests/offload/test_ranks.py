@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,3 +103,58 @@ def test_what_never_ends_on_an_accelerator_is_named(lost: Exception | None) -> N
     assert caught.value.message == "transfer of layer 2: another rank has ended or does not answer"
     assert ("Connection reset by peer" if lost else "no answer for ") in str(caught.value.received)
     assert done == [True] and time.monotonic() - began < 60
+
+
+STUCK = """
+import ctypes, sys, threading, time
+from types import SimpleNamespace
+from ondevice.offload import overdue as overdues
+from ondevice.offload.overdue import Overdue
+from ondevice.offload.worker import Watch
+
+overdues.ABORT_S = 0.5
+forever, lost = threading.Event(), RuntimeError("gone") if sys.argv[1] == "no abort" else None
+overdue = Overdue(Watch(50.0 if lost else 0.5), SimpleNamespace(lost=lost, abort=forever.wait))
+overdue.expect("layer 1", SimpleNamespace(done=lambda: True))
+print(overdue.guard.process.pid, flush=True)
+if sys.argv[1] == "closes":
+    time.sleep(1.0)
+    overdue.close()
+    sys.exit()
+if sys.argv[1] != "ends":
+    overdue.expect("layer 2", SimpleNamespace(done=lambda: False))
+time.sleep(0.3)
+if sys.argv[1] == "frozen":
+    ctypes.PyDLL(None).sleep(60)  # with Python's lock, as a driver's call may wait
+if sys.argv[1] == "no abort":
+    forever.wait(60)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no limit for a pipe's reader")
+@pytest.mark.parametrize("case", ["frozen", "no abort", "ends", "closes"])
+def test_a_process_that_can_do_nothing_is_ended_with_the_layer_s_name(case: str, tmp_path: Path) -> None:
+    """It neither looks nor raises: one thread holds Python's lock, or the communicator is not given up."""
+    command, began = [sys.executable, "-c", STUCK, case], time.monotonic()
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    if case in ("frozen", "no abort"):
+        assert run.returncode == -signal.SIGKILL and time.monotonic() - began < 45
+        assert run.stderr.startswith("error: transfer of layer 2: another rank has ended or does not answer")
+        assert "the last checkpoint is intact" in run.stderr
+    else:
+        assert (run.returncode, run.stderr) == (0, "")
+    guard, deadline = int(run.stdout), time.monotonic() + 30
+    while _is_alive(guard):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")

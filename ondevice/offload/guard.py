@@ -1,0 +1,70 @@
+"""A process beside each of several ranks, which ends it when it can no longer say anything itself.
+
+A GPU's kernel that waits for a rank that is gone can block a call to the driver, which a thread may make while it holds
+Python's lock: then no thread of the process runs. And NCCL gives up a communicator only once every rank of the host
+does (NVIDIA/nccl issue 863), which a stopped one never will. So the last word comes from outside.
+
+    python -I -S guard.py PID     lines on stdin: seconds until the next one, and what the process waits for
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+HINT = "its own message says why; the last checkpoint is intact, resume from it"
+
+
+class Guard:
+    """The process beside this one; without effect where a pipe cannot be waited for with a limit (Windows)."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        if os.name == "posix":
+            command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid())]
+            # A session of its own: Ctrl-C is for the rank, which may still write a checkpoint.
+            self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+            assert self.process.stdin is not None
+            os.set_blocking(self.process.stdin.fileno(), False)  # one that is stopped holds nobody up
+
+    def expect(self, limit_s: float, waits_for: str) -> None:
+        """Let this process be ended unless the next call comes within `limit_s`; never, if it waits for nothing."""
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):  # it was ended by someone; the run does not need it
+                self.process.stdin.write(f"{limit_s} {waits_for}\n".encode())
+
+    def close(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            self.process.kill()
+            self.process.wait()
+            with suppress(OSError):
+                self.process.stdin.close()
+
+
+def watch(process: int) -> None:
+    """Read lines until the process ends, or end it."""
+    left, limit_s, waits_for, heard = b"", 0.0, "", time.monotonic()
+    while os.getppid() == process:
+        if select.select([0], [], [], 0.5)[0]:
+            if not (read := os.read(0, 65536)):
+                return
+            *lines, left = (left + read).split(b"\n")
+            if lines:
+                seconds, _, waits_for = lines[-1].decode().partition(" ")
+                limit_s, heard = float(seconds), time.monotonic()
+        elif waits_for and time.monotonic() - heard > limit_s:
+            message = f"error: {waits_for}: another rank has ended or does not answer\n"
+            message += f"  received: this rank's process could do nothing for {time.monotonic() - heard:.1f} s\n"
+            print(f"{message}  try: {HINT}", file=sys.stderr, flush=True)
+            os.kill(process, signal.SIGKILL)
+            return
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))
