@@ -131,6 +131,7 @@ class BiasCheck:
         before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).
         after: that of the new ones; None where the old ones stay.
         carry: P_new^T P_old and Q_old^T Q_new, both [s, s], for `carried`; None where the old ones stay.
+        momentum: what multiplies this gradient, carried from the old subspace, to come nearest to it in the new one.
         energy: the squared norm of this gradient in the new subspace over what `carried` makes of its squares in the
             old one.
     """
@@ -138,6 +139,7 @@ class BiasCheck:
     before: float
     after: float | None = None
     carry: tuple[Tensor, Tensor] | None = None
+    momentum: float = 1.0
     energy: float = 1.0
 
 
@@ -254,7 +256,7 @@ class Matrix:
             after = relative_bias(*pair, gradient)
         self.put(*pair)
         carry = _between(self.left, old[0]), _between(self.right, old[1]).T
-        return BiasCheck(before, after, carry, _energy(gradient, pair, old, carry))
+        return BiasCheck(before, after, carry, *_factors(gradient, pair, old, carry))
 
     def _agreed(self, value: float, first: Callable[[Tensor], Tensor] | None) -> float:
         return value if first is None else float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
@@ -298,27 +300,32 @@ def add_change(
 
 
 def carried(m: Tensor, v: Tensor, check: BiasCheck) -> tuple[Tensor, Tensor]:
-    """Return Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element.
+    """Return Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element,
+    each multiplied by one factor that makes it right on the checked gradient.
 
-    Of the gradients that made them only what the old subspace holds is known. The second moment is right where the old
-    coordinates are uncorrelated, which learned ones are not: it comes out several times too small or, between drawn
-    ones, too large. So it is multiplied by one factor, `BiasCheck.energy`, that makes it right on the checked gradient.
+    Of the gradients that made them only what the old subspace holds is known. P P^T of drawn projectors is far from the
+    identity: A M B is several times as long as the gradients' mean in the new subspace, and nearly all of it is error,
+    so steps would be several times too long, in any direction. It is shortened to the length at which it is nearest.
+    The second moment is right where the old coordinates are uncorrelated, which learned ones are not: it comes out
+    several times too small or, between drawn ones, too large.
     """
     if check.carry is None:
         return m, v
     a, b = check.carry
-    return a @ m @ b, (a.square() @ v @ b.square()) * check.energy
+    return (a @ m @ b) * check.momentum, (a.square() @ v @ b.square()) * check.energy
 
 
-def _energy(
+def _factors(
     gradient: Tensor, new: tuple[Projector, Projector], old: tuple[Projector, Projector], carry: tuple[Tensor, Tensor]
-) -> float:
-    inside = []
-    for left, right in (new, old):
-        narrow = gradient @ right.dense(gradient.dtype)
-        inside.append((left.dense(gradient.dtype).T @ narrow).float().square())
-    known = float((carry[0].square() @ inside[1] @ carry[1].square()).sum())
-    return float(inside[0].sum()) / known if known else 1.0
+) -> tuple[float, float]:
+    """`momentum` and `energy` of a check."""
+    here, there = (
+        (left.dense(gradient.dtype).T @ (gradient @ right.dense(gradient.dtype))).float() for left, right in (new, old)
+    )
+    known = carry[0] @ there @ carry[1]
+    length, squares = float(known.square().sum()), float((carry[0].square() @ there.square() @ carry[1].square()).sum())
+    momentum = max(0.0, float((known * here).sum()) / length) if length else 1.0
+    return momentum, float(here.square().sum()) / squares if squares else 1.0
 
 
 def _between(new: Projector, old: Projector) -> Tensor:

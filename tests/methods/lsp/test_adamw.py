@@ -180,7 +180,7 @@ def test_looks_come_every_so_many_steps_and_carry_the_moments() -> None:
             (old_p, old_q), first, second = old[name]
             a, b, look = p.T @ old_p, old_q.T @ q, optimizer.bias_checks[name]
             assert look.energy > 0 and abs(look.energy - 1) > 1e-3
-            near(m, a @ first.double() @ b, 1e-4)
+            near(m, look.momentum * a @ first.double() @ b, 1e-4)
             near(v, look.energy * a.square() @ second.double() @ b.square(), 1e-4)
             gradient[name] = True
         assert bool(gradient) == (count % 3 == 0)

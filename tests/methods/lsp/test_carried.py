@@ -33,9 +33,12 @@ def test_moments_are_carried_by_the_old_and_new_projectors(
     known = a.square() @ (old_p.T @ gradient.double() @ old_q).square() @ b.square()
     energy = float((p.T @ gradient.double() @ q).square().sum() / known.sum())
     assert look.energy == pytest.approx(energy, rel=1e-4) and abs(energy - 1) > 0.01
+    whole, kept = p.T @ gradient.double() @ q, a @ (old_p.T @ gradient.double() @ old_q) @ b
+    momentum = max(0.0, float((whole * kept).sum() / kept.square().sum()))
+    assert look.momentum == pytest.approx(momentum, rel=1e-4) and abs(momentum - 1) > 0.01
     first, second = normal(*projection.sizes), normal(*projection.sizes, seed=1).square()
     moved = carried(first, second, look)
-    near(moved[0], a @ first.double() @ b, 1e-5)
+    near(moved[0], momentum * a @ first.double() @ b, 1e-5)
     near(moved[1], energy * a.square() @ second.double() @ b.square(), 1e-4)
     assert bool((moved[1] >= 0).all())
 
@@ -58,18 +61,20 @@ def test_on_the_gradient_of_the_look_the_carried_second_moment_has_the_right_sum
 
 
 @pytest.mark.parametrize("factor", [1e-12, 1e12])
-def test_energy_does_not_depend_on_the_gradients_size(factor: float) -> None:
-    collected = [matrix(41, 29, 13, 4).refresh(size * low_rank(41, 29, 3)).energy for size in (1.0, factor)]
-    assert collected[1] == pytest.approx(collected[0], rel=1e-2) and abs(collected[0] - 1) > 0.05
+def test_the_factors_do_not_depend_on_the_gradients_size(factor: float) -> None:
+    looks = [matrix(41, 29, 13, 4).refresh(size * low_rank(41, 29, 3)) for size in (1.0, factor)]
+    for one, other in ((looks[0].energy, looks[1].energy), (looks[0].momentum, looks[1].momentum)):
+        assert other == pytest.approx(one, rel=1e-2) and abs(one - 1) > 0.05
 
 
-def test_a_gradient_that_the_old_subspace_does_not_see_leaves_the_second_moments_size() -> None:
+def test_a_gradient_that_the_old_subspace_does_not_see_leaves_the_moments_sizes() -> None:
     projection, gradient = matrix(41, 29, 13, 4), torch.zeros(41, 29)
     assert projection.left.values is not None
     projection.left.values[7] = 0.0
     gradient[7] = normal(29)
     look = projection.refresh(gradient)
-    assert look.before == 1 and look.after is not None and look.carry is not None and look.energy == 1
+    assert look.before == 1 and look.after is not None and look.carry is not None
+    assert look.momentum == look.energy == 1
 
 
 def spanning(rows: int, size: int, seed: int) -> Projector:
@@ -120,10 +125,13 @@ def test_how_good_the_carried_second_moment_is(
         drawn to learned     1.48 (1.09 to 2.65)                     2.15 (0.85 to 5.00)    0.21 (-0.12 to 0.45)
         drawn to drawn       0.92 (0.48 to 1.82)                     10.1 (5.27 to 32.1)    0.26 (0.04 to 0.56)
 
+    The next step, as long as the first moment over the root of the second, is 0.67, 0.39 and 0.19 of what it would have
+    been; without `momentum` 0.59, 1.8 and 3.9: no shorter for what is not known.
+
     `sums` bounds the geometric mean; no seed is off by more than a factor of 6. `correlations` bounds every seed, and
     the mean, from below.
     """
-    totals, without, alike = [], [], []
+    totals, without, alike, steps = [], [], [], []
     for seed in range(12):
         random = torch.Generator().manual_seed(seed)
         tall, wide = torch.randn(60, 4, generator=random), torch.randn(45, 4, generator=random)
@@ -138,8 +146,9 @@ def test_how_good_the_carried_second_moment_is(
             projection.refresh(gradients[-1])
         old = averaged([projected(projection, gradient) for gradient in gradients[:200]])
         look = projection.refresh(gradients[-2])
-        new = averaged([projected(projection, gradient) for gradient in gradients[:200]])[1]
-        actual = carried(old[0].float(), old[1].float(), look)[1]
+        momentum, new = averaged([projected(projection, gradient) for gradient in gradients[:200]])
+        first, actual = carried(old[0].float(), old[1].float(), look)
+        steps.append(float((first / actual.sqrt()).norm() / (momentum / new.sqrt()).norm()))
         totals.append(float(actual.sum() / new.sum()))
         without.append(totals[-1] / look.energy)
         alike.append(float(np.corrcoef(actual.flatten(), new.flatten())[0, 1]))
@@ -147,4 +156,5 @@ def test_how_good_the_carried_second_moment_is(
     assert sums[0] <= math.exp(mean) <= sums[1], totals
     assert min(totals) >= 1 / 6 and max(totals) <= 6, totals
     assert abs(mean) < abs(before), (totals, without)
+    assert max(steps) <= 1, steps
     assert min(alike) >= correlations[0] and float(np.mean(alike)) >= correlations[1], alike

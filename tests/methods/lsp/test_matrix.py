@@ -199,7 +199,7 @@ def test_a_gradient_that_is_not_finite_leaves_projectors_as_they_are(value: floa
     tables = sides(left, right)
     gradient[3, 5] = value
     look = projection.refresh(gradient)
-    assert math.isnan(look.before) and look.after is None and look.carry is None and look.energy == 1
+    assert math.isnan(look.before) and look.after is None and look.carry is None and look.momentum == look.energy == 1
     assert (
         projection.left is left
         and projection.right is right
