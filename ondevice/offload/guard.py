@@ -28,23 +28,24 @@ class Guard:
         self.process: subprocess.Popen[bytes] | None = None
         if os.name == "posix":
             command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid())]
+            end, self.pipe = os.pipe()
+            os.set_blocking(self.pipe, False)  # a guard that is stopped holds nobody up
             # A session of its own: Ctrl-C is for the rank, which may still write a checkpoint.
-            self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-            assert self.process.stdin is not None
-            os.set_blocking(self.process.stdin.fileno(), False)  # one that is stopped holds nobody up
+            self.process = subprocess.Popen(command, stdin=end, start_new_session=True)
+            os.close(end)
 
     def expect(self, limit_s: float, waits_for: str) -> None:
         """Let this process be ended unless the next call comes within `limit_s`; never, if it waits for nothing."""
-        if self.process is not None and self.process.stdin is not None:
+        if self.process is not None:
             with suppress(OSError):  # it was ended by someone; the run does not need it
-                self.process.stdin.write(f"{limit_s} {waits_for}\n".encode())
+                os.write(self.pipe, f"{limit_s} {waits_for}\n".encode())
 
     def close(self) -> None:
-        if self.process is not None and self.process.stdin is not None:
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
-            with suppress(OSError):
-                self.process.stdin.close()
+            os.close(self.pipe)
+            self.process = None
 
 
 def watch(process: int) -> None:
