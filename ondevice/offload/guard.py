@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+GONE = "another rank has ended or does not answer"
 HINT = "its own message says why; the last checkpoint is intact, resume from it"
 
 
@@ -60,7 +61,7 @@ def watch(process: int) -> None:
                 seconds, _, waits_for = lines[-1].decode().partition(" ")
                 limit_s, heard = float(seconds), time.monotonic()
         elif waits_for and time.monotonic() - heard > limit_s:
-            message = f"error: {waits_for}: another rank has ended or does not answer\n"
+            message = f"error: {waits_for}: {GONE}\n"
             message += f"  received: this rank's process could do nothing for {time.monotonic() - heard:.1f} s\n"
             print(f"{message}  try: {HINT}", file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)

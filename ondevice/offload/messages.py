@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import HINT
+from ondevice.offload.guard import GONE, HINT
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
@@ -47,7 +47,7 @@ def together() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
-            "another rank has ended or does not answer",
+            GONE,
             received=str(error).split(". ")[0][:300],
             hint=HINT,
         ) from error

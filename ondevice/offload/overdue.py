@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import HINT, Guard
+from ondevice.offload.guard import GONE, HINT, Guard
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Event
@@ -42,26 +42,24 @@ class Overdue:
         self.guard.close()
 
     def _run(self) -> None:
-        since, guarded = time.monotonic(), False
+        since = time.monotonic()
         while not self.closing.wait(LOOK_S):
             while self.begun and self.begun[0][1].done():
                 self.begun.popleft()
                 since = time.monotonic()
-            if self.begun or guarded:
-                self.guard.expect(self.watch.timeout_s, f"transfer of {self.begun[0][0]}" if self.begun else "")
-                guarded = bool(self.begun)
-            if not self.begun:
+            doing = f"transfer of {self.begun[0][0]}" if self.begun else ""
+            self.guard.expect(self.watch.timeout_s, doing)
+            if not doing:
                 since = time.monotonic()
                 continue
             lost, waited_s = self.ranks.lost, time.monotonic() - since
             if lost is None and waited_s < self.watch.timeout_s:
                 continue
             error = TrainingError(
-                "another rank has ended or does not answer",
+                GONE,
                 received=str(lost).split(". ")[0][:300] if lost else f"no answer for {waited_s:.1f} s",
                 hint=HINT,
             )
-            doing = f"transfer of {self.begun[0][0]}"
             self.watch.fail(doing, error)
             self.guard.expect(ABORT_S, doing)
             self.ranks.abort()

@@ -168,8 +168,10 @@ def compare(name: str, ranks: list[dict[str, Any]]) -> None:
         if exact:
             assert difference.max() <= 1e-5 and difference.mean() <= 1e-6, key
         else:
-            # Where a gradient is nothing but rounding, two runs may walk apart, each as far as any parameter moves.
-            assert difference.max() <= 2 * moved.max() and difference.mean() <= 0.1 * moved.mean(), key
+            # Where a gradient is nothing but rounding, two runs may walk apart, each as far as any parameter moves: on
+            # two H100 1.06 times as far.
+            most = moved.max() * (1 if DEVICE == "cpu" else 2)
+            assert difference.max() <= most and difference.mean() <= 0.1 * moved.mean(), key
 
 
 @pytest.mark.parametrize("name", RUNS)
