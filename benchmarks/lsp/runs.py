@@ -155,10 +155,10 @@ def load(args: Any) -> dict[str, Any]:
     tasks = {name: Task(name, args.data, base.tokenizer, args.eval_rows) for name in names}
     counts = [int(number) for number in args.steps.split(",")] * (1 if "," in args.steps else len(names))
     pad_id = pad_id_of(base.tokenizer)
-    return {
-        "device": device, "half": half, "base": base, "tasks": tasks, "steps": dict(zip(names, counts, strict=True)),
-        "before": {name: before_training(task, base, pad_id, device, half) for name, task in tasks.items()},
-    }  # fmt: skip
+    before = {name: before_training(task, base, pad_id, device, half) for name, task in tasks.items()}
+    _free(device)
+    steps = dict(zip(names, counts, strict=True))
+    return {"device": device, "half": half, "base": base, "tasks": tasks, "steps": steps, "before": before}
 
 
 def work(here: dict[str, Any], args: Any, job: Job) -> dict[str, Any]:
@@ -166,10 +166,15 @@ def work(here: dict[str, Any], args: Any, job: Job) -> dict[str, Any]:
     task, before, steps = (here[key][job.task] for key in ("tasks", "before", "steps"))
     place = (here["device"], here["half"])
     run = train(args, task, here["base"], before, job.method, job.rate, job.seed, steps, *place)
-    if here["device"].type == "cuda":
+    _free(here["device"])
+    return run
+
+
+def _free(device: torch.device) -> None:
+    """Give other runs the memory that this process no longer needs."""
+    if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-    return run
 
 
 class Runner:
@@ -185,7 +190,10 @@ class Runner:
         if args.workers > 1:
             context = get_context("forkserver")
             context.set_forkserver_preload([__name__])  # torch is imported once for all
-            self.pool = ProcessPoolExecutor(args.workers, context, _begin, (args,))
+            numbers = context.SimpleQueue()
+            for number in range(args.workers):
+                numbers.put(number)
+            self.pool = ProcessPoolExecutor(args.workers, context, _begin, (args, numbers))
 
     def __enter__(self) -> Runner:
         return self
@@ -217,8 +225,11 @@ class Runner:
                 yield run | {"step_s": None, "look_s": None, "seconds": None}
 
 
-def _begin(args: Any) -> None:
+def _begin(args: Any, numbers: Any) -> None:
+    """Workers take GPUs in turn, the last one first: this program's own is the first."""
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device((-1 - numbers.get()) % torch.cuda.device_count())
     HERE.update(args=args, **load(args))
 
 

@@ -28,27 +28,43 @@ class Overdue:
     def __init__(self, watch: Watch, ranks: Ranks) -> None:
         self.watch, self.ranks = watch, ranks
         self.begun: deque[tuple[str, Event]] = deque()
-        self.closing, self.guard = threading.Event(), Guard()
+        self.changing = threading.Lock()
+        self.closing, self.guard = False, Guard()
         self.thread = threading.Thread(target=self._run, name="ondevice-overdue", daemon=True)
         self.thread.start()
 
     def expect(self, name: str, event: Event) -> None:
-        """Watch over the transfer of a unit, which is done at `event`."""
-        self.begun.append((name, event))
+        """Watch over the transfer of a unit, which is done at `event`. The guard hears of it at once: the next look may
+        be where everything stands still, since `event` is asked for with Python's lock."""
+        with self.changing:
+            self.begun.append((name, event))
+            if len(self.begun) == 1:
+                self._tell()
 
     def close(self) -> None:
-        self.closing.set()
+        """End once nothing is under way: what others no longer take part in is given up here, too, or the device would
+        wait for it."""
+        self.closing = True
         self.thread.join()
         self.guard.close()
 
+    def _tell(self) -> str:
+        """Let the guard know what this process waits for; return it."""
+        doing = f"transfer of {self.begun[0][0]}" if self.begun else ""
+        self.guard.expect(self.watch.timeout_s, doing)
+        return doing
+
     def _run(self) -> None:
         since = time.monotonic()
-        while not self.closing.wait(LOOK_S):
+        while self.begun or not self.closing:
+            time.sleep(LOOK_S)
             while self.begun and self.begun[0][1].done():
-                self.begun.popleft()
                 since = time.monotonic()
-            doing = f"transfer of {self.begun[0][0]}" if self.begun else ""
-            self.guard.expect(self.watch.timeout_s, doing)
+                with self.changing:
+                    self.begun.popleft()
+                    self._tell()
+            with self.changing:
+                doing = self._tell()
             if not doing:
                 since = time.monotonic()
                 continue

@@ -105,6 +105,16 @@ def test_what_never_ends_on_an_accelerator_is_named(lost: Exception | None) -> N
     assert done == [True] and time.monotonic() - began < 60
 
 
+def test_an_engine_that_closes_gives_up_what_is_under_way() -> None:
+    """Its device would wait for it; a rank that has failed takes part in nothing more."""
+    done: list[bool] = []
+    ranks: Any = SimpleNamespace(lost=None, abort=lambda: done.append(True))
+    overdue, began = Overdue(Watch(0.3), ranks), time.monotonic()
+    overdue.expect("layer 1", SimpleNamespace(done=lambda: bool(done)))  # pyright: ignore[reportArgumentType]
+    overdue.close()
+    assert done == [True] and 0.3 < time.monotonic() - began < 60
+
+
 STUCK = """
 import ctypes, sys, threading, time
 from types import SimpleNamespace
@@ -121,24 +131,29 @@ if sys.argv[1] == "closes":
     time.sleep(1.0)
     overdue.close()
     sys.exit()
+frozen = lambda: ctypes.PyDLL(None).sleep(60)  # with Python's lock, as a driver's call may wait
+if sys.argv[1] == "frozen as it begins":
+    time.sleep(0.5)  # nothing is under way before
 if sys.argv[1] != "ends":
-    overdue.expect("layer 2", SimpleNamespace(done=lambda: False))
+    overdue.expect("layer 2", SimpleNamespace(done=frozen if sys.argv[1].startswith("frozen ") else bool))
 time.sleep(0.3)
 if sys.argv[1] == "frozen":
-    ctypes.PyDLL(None).sleep(60)  # with Python's lock, as a driver's call may wait
+    frozen()
 if sys.argv[1] == "no abort":
     forever.wait(60)
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no limit for a wait on a pipe, and so no guard")
-@pytest.mark.parametrize("case", ["frozen", "no abort", "ends", "closes"])
+@pytest.mark.parametrize(
+    "case", ["frozen", "frozen as it begins", "frozen after another", "no abort", "ends", "closes"]
+)
 def test_a_process_that_can_do_nothing_is_ended_with_the_layer_s_name(case: str) -> None:
     """It neither looks nor raises: one thread holds Python's lock, or the communicator is not given up."""
     command, began = [sys.executable, "-c", STUCK, case], time.monotonic()
     root = Path(__file__).resolve().parents[2]  # where `-c` finds the package that is tested
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-    if case in ("frozen", "no abort"):
+    if case not in ("ends", "closes"):
         assert run.returncode == -signal.SIGKILL and time.monotonic() - began < 45
         assert run.stderr.startswith("error: transfer of layer 2: another rank has ended or does not answer")
         assert "the last checkpoint is intact" in run.stderr

@@ -85,6 +85,7 @@ class Window:
         self.leaving: Task | None = None
         self.entering: Slot | None = None
         self.rows_in, self.rows_out = (device.pinned(0, dtype) for _ in range(2))
+        self.most = 0
 
     @property
     def bytes(self) -> int:
@@ -301,11 +302,9 @@ class Window:
         unit, computed = self.units.embedding, self.device.record("compute")
         bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
         own, width = self.ranks.own(bounds), gradient.shape[1]
-        size = (own.stop - own.start) * width
-        if self.rows_out.numel() < size:
-            self.rows_out = self.device.pinned(size, self.dtype)
-        host = self.rows_out[:size].view(size // width, width)
+        self.rows_out = self._rows_on_host(self.rows_out, share)
         here = rows[own] - share.low // width
+        host = self.rows_out[: len(here) * width].view(-1, width)
 
         def run() -> None:
             summed, ready = self.transfers.reduce(unit, gradient, bounds, computed)
@@ -386,11 +385,10 @@ class Window:
             return Slot(table[self._upload(rows)].view(-1))
         bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
         own = self.ranks.own(bounds)
-        here, size = rows[own] - share.low // width, (own.stop - own.start) * width
+        here, self.most = rows[own] - share.low // width, most
         updated = self.updater.read_rows(here)
-        if self.rows_in.numel() < size:
-            self.rows_in = self.device.pinned(size, self.dtype)
-        host = self.rows_in[:size].view(size // width, width)
+        self.rows_in = self._rows_on_host(self.rows_in, share)
+        host = self.rows_in[: len(here) * width].view(-1, width)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
         slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)
@@ -405,6 +403,13 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
         return slot
+
+    def _rows_on_host(self, memory: Tensor, share: Unit) -> Tensor:
+        """Return memory for this rank's part of any rows that a batch of this size may have. It is made anew for a
+        larger batch alone: CUDA unlocks memory once the accelerator is idle, and lets no other thread ask it anything
+        meanwhile; where a rank is gone, that is never."""
+        size = min(self.most, share.numel // self.width) * self.width
+        return memory if memory.numel() >= size else self.device.pinned(size, self.dtype)
 
     def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
         """Let the loss leave, summed over the ranks; the result gives the event after which it is in `host`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -74,3 +75,23 @@ def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool,
     device += sum(memory.numel() * item for memory, _ in opened.activations.ring)
     total = sum(memory.nbytes() for memory in there.values())
     assert total - device == pytest.approx(opened.host_bytes, rel=0.03)
+
+
+def test_the_first_step_makes_all_memory_that_is_locked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones of its size have other tokens, and more or fewer of them, but unlock nothing: CUDA would wait for the
+    accelerator, and a rank that is gone may hold that for ever."""
+    opened, made = engine({}, tied=False), list[int]()
+    pinned = opened.device.pinned
+
+    def counted(numel: int, dtype: Any) -> Any:
+        made.append(numel)
+        return pinned(numel, dtype)
+
+    monkeypatch.setattr(opened.device, "pinned", counted)
+    few = np.full((5, 9), 7)
+    run(opened, [(few, few)])
+    first = len(made)
+    run(opened, [*batches(3), *batches(1, rows=3)])
+    assert first and len(made) == first
+    run(opened, batches(1, rows=7))
+    assert len(made) > first
