@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Sliding:
     def __init__(self, args: Any, rows: int) -> None:
         self.ranks, device = join(args.device, LIMIT_S)
         if self.ranks.single:
-            _bind(0)
+            bind(0)
         options: dict[str, Any] = dict(word.split("=", 1) for word in args.option)
         config = SlideformerConfig(timeout_s=LIMIT_S, **options)
         self.choice = "as set"
@@ -134,7 +135,7 @@ class Sharded:
             self.device = f"cuda:{self.rank}"
         if args.worker == "fsdp2":
             dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-        _bind(self.rank)
+        bind(self.rank)
         block = om.random_block(args.shape, self.device)
         self.kernels = "liger" if use_liger(SlideformerConfig(), args.device) else "torch"
         kind: Any = Fsdp2 if args.worker == "fsdp2" else Zero
@@ -179,18 +180,23 @@ def _parts() -> list[list[int]]:
     return cores.divide(os.sched_getaffinity(0), addresses)
 
 
-def _bind(rank: int) -> None:
+def bind(rank: int) -> None:
+    """Let this process have the cores next to that GPU."""
     if part := _parts()[rank]:
         cores.bind(part)
 
 
-def work(args: Any) -> None:
-    """One rank of one run; rank 0 adds a line to the file after each batch size."""
-    began = time.perf_counter()
+def build(args: Any) -> Any:
+    """The variant of this run."""
     if args.worker == "slideformer":
-        one: Any = Sliding(args, int(args.batches.split(",")[0]))
-    else:
-        one = Piped(args) if args.worker.startswith("roundpipe") else Sharded(args)
+        return Sliding(args, int(args.batches.split(",")[0]))
+    return Piped(args) if args.worker.startswith("roundpipe") else Sharded(args)
+
+
+def work(args: Any, build: Callable[[Any], Any]) -> None:
+    """One rank of one run of what `build` makes; rank 0 adds a line to the file after each batch size."""
+    began = time.perf_counter()
+    one = build(args)
     built_s, data = time.perf_counter() - began, om.Batches(om.shape_dims(args.shape)[0].vocab, args.length)
     for number, rows in enumerate(int(word) for word in args.batches.split(",")):
         seconds, loss = [], 0.0
@@ -208,7 +214,9 @@ def work(args: Any) -> None:
     os._exit(0)  # unlocking host memory takes longer than measuring
 
 
-def run(args: Any, variant: str, gpus: int, batches: list[int], left_s: float) -> list[dict[str, Any]]:
+def run(
+    args: Any, variant: str, gpus: int, batches: list[int], left_s: float, module: str = "benchmarks.slideformer.ranks"
+) -> list[dict[str, Any]]:
     """One run of `torchrun`; rows of what it has measured, and of what it has not why."""
     rows: list[dict[str, Any]] = []
     why = "out of time"
@@ -220,13 +228,13 @@ def run(args: Any, variant: str, gpus: int, batches: list[int], left_s: float) -
             out = Path(folder) / "rows"
             processes = 1 if variant.startswith("roundpipe") else gpus
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-            command += ["--master-port", str(port), "-m", "benchmarks.slideformer.ranks", "--worker", variant]
+            command += ["--master-port", str(port), "-m", module, "--worker", variant]
             command += ["--batches", ",".join(map(str, batches)), "--out", str(out), "--shape", args.shape]
             command += ["--length", str(args.length), "--device", args.device, "--warmup", str(args.warmup)]
             command += ["--repeats", str(args.repeats), "--visible", str(gpus)]
             command += [f"--option={word}" for word in args.option]
-            for name in ("gpu_bytes", "host_gib"):
-                if (value := getattr(args, name)) is not None:
+            for name in ("gpu_bytes", "host_gib", "bus"):
+                if (value := getattr(args, name, None)) is not None:
                     command += [f"--{name.replace('_', '-')}", str(value)]
             most = max(gpus, torch.cuda.device_count())
             threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // most)))
@@ -251,24 +259,24 @@ def run(args: Any, variant: str, gpus: int, batches: list[int], left_s: float) -
     return [{"variant": variant, "gpus": gpus, "shape": args.shape, "length": args.length, **row} for row in rows]
 
 
-def compare(rows: list[dict[str, Any]], each: int, length: int) -> None:
-    """Add tokens a second, and how many times one GPU that is."""
+def compare(rows: list[dict[str, Any]], length: int) -> None:
+    """Add tokens a second, and how many times one GPU that is, where one had the rows of each or all of them."""
     rates = {}
     for row in rows:
         if "step_s" in row:
             row["tokens_per_s"] = row["rows"] * length / float(np.median(row["step_s"]))
             rates[row["variant"], row["gpus"], row["rows"]] = row["tokens_per_s"]
     for row in rows:
-        for name, base in (("weak", each), ("strong", row["rows"])):
+        for name, base in (("weak", row["rows"] / row["gpus"]), ("strong", row["rows"])):
             one = rates.get((row["variant"], 1, base))
-            if one and "step_s" in row and (name == "strong" or row["rows"] == each * row["gpus"]):
+            if one and "step_s" in row:
                 row[name] = row["tokens_per_s"] / one
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
     if args.worker:
-        work(args)
+        work(args, build)
     began, rows = time.monotonic(), []
     counts = [int(word) for word in args.gpus.split(",")]
     for gpus in counts:
@@ -278,7 +286,7 @@ def main() -> None:
             batches = list(dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)]))
             for part in [[n] for n in batches] if variant == "slideformer" else [batches]:
                 rows += run(args, variant, gpus, part, args.budget_s - (time.monotonic() - began))
-            compare(rows, args.rows_each, args.length)
+            compare(rows, args.length)
             if args.out:
                 args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
     notes = [
