@@ -135,7 +135,7 @@ def test_a_slow_disk_bounds_the_step(config: dict[str, Any], engine: Any, monkey
     move = drive.Drive.move
 
     def slow(self: Any, chunk: Any, offset: int, *, write: bool) -> int:
-        time.sleep(0.02 if len(chunk) > drive.BLOCK_BYTES else 0.0)
+        time.sleep(0.1 if len(chunk) > drive.BLOCK_BYTES else 0.0)
         return move(self, chunk, offset, write=write)
 
     monkeypatch.setattr(drive.Drive, "move", slow)
