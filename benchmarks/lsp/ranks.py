@@ -1,5 +1,5 @@
-"""Steps of LSP-Offload on one and on several GPUs of a host, beside the same engine with whole gradients (ZeRO-Offload's
-schedule, Algorithm 1), over a slow bus.
+"""Steps of LSP-Offload on one and on several GPUs of a host, beside the same engine with whole gradients (the schedule
+of ZeRO-Offload, Algorithm 1), over a slow bus.
 
     python -m benchmarks.lsp.ranks --shape Qwen2.5-7B --gpus 2,1 --rows-each 1,4,16 --bus 15
 
@@ -73,7 +73,7 @@ class Projected:
         if args.bus:
             options["bus_limit_gb_per_s"] = args.bus
         family = om.make_family(args.shape, om.random_block(args.shape, device))
-        self.engine = LspEngine(family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks)
+        self.engine = LspEngine(family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks=ranks)
         self.rank, self.number = ranks.rank, 0
 
     def step(self, ids: np.ndarray) -> float:
@@ -100,7 +100,8 @@ def main() -> None:
     for gpus in (int(word) for word in args.gpus.split(",")):
         batches = list(dict.fromkeys([*(n * gpus for n in each), *(n for n in each if n % gpus == 0)]))
         for variant in args.variants.split(","):
-            rows += run(args, variant, gpus, batches, args.budget_s - (time.monotonic() - began), "benchmarks.lsp.ranks")
+            left_s = args.budget_s - (time.monotonic() - began)
+            rows += run(args, variant, gpus, batches, left_s, "benchmarks.lsp.ranks")
             compare(rows, args.length)
             if args.out:
                 args.out.write_text(json.dumps({"benchmark": NAME, "partial": True, "rows": rows}))
@@ -108,11 +109,13 @@ def main() -> None:
     for row in rows:
         if row["variant"] != "zero" and "step_s" in row and (other := zero.get((row["gpus"], row["rows"]))):
             row["times_zero"] = row["tokens_per_s"] / other
-    bus = f"a bus of {args.bus:g} GB/s in each direction of each GPU, simulated" if args.bus else "the machine's own bus"
+    bus = "the machine's own bus"
+    if args.bus:
+        bus = f"a bus of {args.bus:g} GB/s in each direction of each GPU, simulated"
     notes = [
         f"{args.shape}, {args.length:,} tokens a row, {bus}, medians of {args.repeats} steps; options: "
-        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of each, strong beside one GPU with all "
-        "rows; a run on n of N GPUs has n / N of the cores."
+        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of each, strong beside one GPU with "
+        "all rows; a run on n of N GPUs has n / N of the cores."
     ]
     finish(NAME, rows, args, COLUMNS, title="LSP-Offload on the GPUs of a host", notes=notes)
 
