@@ -8,9 +8,9 @@
 RoundPipe. `auto` and `auto-small`: the default settings beside no offload. `peers`: one GPU, the default settings
 beside no offload, DeepSpeed, FSDP2, torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside
 128 GiB of host memory, `lsp`: LSP-Offload beside Zero at 7B; these three and `auto` do with a host of one GPU, which
-has all its cores. `lsp-ranks`: the same on one and two GPUs. `refreshes` trains SmolLM2, whose package is among the
-wheels, on the rows of `--data`: LSP's projectors at equal refresh time. A part that outlasts its limit is
-ended; what it has written stays, and so does its log.
+has all its cores. `lsp-ranks`: the same on one and two GPUs. `moments` and `refreshes` train SmolLM2, whose package
+is among the wheels, on the rows of `--data`: small moments over 2,000 steps, and LSP's projectors at equal refresh
+time. A part that outlasts its limit is ended; what it has written stays, and so does its log.
 """
 
 from __future__ import annotations
@@ -157,6 +157,12 @@ def every_part(args: argparse.Namespace) -> list[Part]:
               "--rows-each", "2,4" if tiny else "1,4,16", "--budget-s", "550", *common, "--out",
               str(out / "lsp-ranks.json")]],
             environment=installed,
+        ),
+        Part(
+            "moments", 500,
+            [[PYTHON, ".ci/model.py"],
+             learn("slideformer.moments", "moments", "2000", "--seeds", "1", "--processes", "3")],
+            environment=packaged,
         ),
         Part(
             "refreshes", 560,

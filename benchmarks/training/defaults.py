@@ -179,7 +179,7 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
     settings = {
         "model.source": args.model, "model.device": args.device, "method.name": job.method, "data.path": str(rows),
         "data.task": task, "train.steps": job.steps, "train.seed": job.seed, "train.out": str(folder / "run"),
-        "data.eval_path": str(held_out), "train.eval_rows": args.eval_rows,
+        "data.eval_path": str(held_out), "train.eval_rows": args.eval_rows, "train.checkpoint_every": job.steps,
     }  # fmt: skip
     if job.settings != default_of(job.method):
         settings |= {f"method.{key}": value for key, value in (pair.split("=") for pair in job.settings.split())}
