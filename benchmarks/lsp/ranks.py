@@ -15,15 +15,13 @@ import json
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.common import finish, parse_args
 from benchmarks.offload import model as om
-from benchmarks.slideformer.ranks import LIMIT_S, RATE, bind, compare, run, work
+from benchmarks.slideformer.ranks import LIMIT_S, OnRanks, compare, run, work
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
-from ondevice.offload.ranks import join
 
 NEEDS = ("cuda",)
 NAME, VARIANTS = "lsp/ranks", ("lsp", "zero")
@@ -60,35 +58,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--visible", type=int, help=argparse.SUPPRESS)
 
 
-class Projected:
-    """The engine on the ranks of this run."""
+class Projected(OnRanks):
+    """LSP-Offload, or the same engine with whole gradients."""
 
-    def __init__(self, args: Any) -> None:
-        ranks, device = join(args.device, LIMIT_S)
-        if ranks.single:
-            bind(0)
-        options: dict[str, Any] = dict(word.split("=", 1) for word in args.option)
+    def open_engine(self, args: Any, options: dict[str, Any], device: str) -> None:
         if args.worker == "zero":
             options |= {"project": False, "schedule": "zero"}
         if args.bus:
             options["bus_limit_gb_per_s"] = args.bus
         family = om.make_family(args.shape, om.random_block(args.shape, device))
-        self.engine = LspEngine(family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks=ranks)
-        self.rank, self.number = ranks.rank, 0
-
-    def step(self, ids: np.ndarray) -> float:
-        self.number += 1
-        return self.engine.step(ids, ids, self.number - 1, RATE)
-
-    def flush(self) -> None:
-        self.engine.flush()
+        self.engine = LspEngine(family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks=self.ranks)
 
     def figures(self) -> dict[str, Any]:
-        engine = self.engine
-        last = engine.overlap.to_dict() if engine.overlap else {}
-        bus_bytes = last.get("h2d_bytes", 0) + last.get("d2h_bytes", 0)
-        figures = {"host_bytes_rank": engine.host_bytes, "device_bytes": engine.device.peak_bytes()}
-        return figures | {"bus_bytes": bus_bytes, "kernels": engine.kernels, **last}
+        figures = super().figures()
+        return figures | {"bus_bytes": figures.get("h2d_bytes", 0) + figures.get("d2h_bytes", 0)}
 
 
 def main() -> None:

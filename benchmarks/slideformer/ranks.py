@@ -81,32 +81,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--visible", type=int, help=argparse.SUPPRESS)
 
 
-class Sliding:
-    """Ours, on the ranks of this run, by the settings that a run with such batches has by default."""
+class OnRanks:
+    """An engine of ours on the ranks of this run; `open_engine` makes it."""
 
-    def __init__(self, args: Any, rows: int) -> None:
+    engine: Any
+
+    def __init__(self, args: Any) -> None:
         self.ranks, device = join(args.device, LIMIT_S)
         if self.ranks.single:
             bind(0)
-        options: dict[str, Any] = dict(word.split("=", 1) for word in args.option)
-        config = SlideformerConfig(timeout_s=LIMIT_S, **options)
-        self.choice = "as set"
-        if config.is_auto and args.device != "cpu":
-            config, why = resolve(config, *self._machine(args, config, device, rows))
-            self.choice = why.partition(" (")[0]
-        family = om.make_family(args.shape, om.random_block(args.shape, device))
         self.rank, self.number = self.ranks.rank, 0
-        self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)
+        self.open_engine(args, dict(word.split("=", 1) for word in args.option), device)
 
-    def _machine(self, args: Any, config: SlideformerConfig, device: str, rows: int) -> tuple[Any, ...]:
-        """What decides: sizes, memory, and rates, which one process measures and several assume."""
-        here, host = find_device("this-cuda"), find_device("this-cpu").usable_bytes
-        if args.host_gib:
-            host = max(host, int(args.host_gib * 2**30))
-        work = Work(rows // self.ranks.world, args.length, self.ranks.world)
-        room = Room(int(args.gpu_bytes or here.usable_bytes), host)
-        rates = calibrate(config, device) if self.ranks.single else assumed(here, config)
-        return om.shape_dims(args.shape)[0], work, room, rates
+    def open_engine(self, args: Any, options: dict[str, Any], device: str) -> None:
+        raise NotImplementedError
 
     def step(self, ids: np.ndarray) -> float:
         self.number += 1
@@ -119,7 +107,34 @@ class Sliding:
         engine = self.engine
         last = engine.overlap.to_dict() if engine.overlap else {}
         figures = {"host_bytes_rank": engine.host_bytes, "device_bytes": engine.device.peak_bytes()}
-        return figures | {"threads": engine.updater.threads, "kernels": engine.kernels, "choice": self.choice, **last}
+        return figures | {"kernels": engine.kernels, **last}
+
+
+class Sliding(OnRanks):
+    """SlideFormer, by the settings that a run with the first of these batches has by default."""
+
+    def open_engine(self, args: Any, options: dict[str, Any], device: str) -> None:
+        config = SlideformerConfig(timeout_s=LIMIT_S, **options)
+        self.choice = "as set"
+        if config.is_auto and args.device != "cpu":
+            rows = int(args.batches.split(",")[0])
+            config, why = resolve(config, *self._machine(args, config, device, rows))
+            self.choice = why.partition(" (")[0]
+        family = om.make_family(args.shape, om.random_block(args.shape, device))
+        self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)
+
+    def _machine(self, args: Any, config: SlideformerConfig, device: str, rows: int) -> tuple[Any, ...]:
+        """What decides: sizes, memory, and rates, which one process measures and several assume."""
+        here, host = find_device("this-cuda"), find_device("this-cpu").usable_bytes
+        if args.host_gib:
+            host = max(host, int(args.host_gib * 2**30))
+        work = Work(rows // self.ranks.world, args.length, self.ranks.world)
+        room = Room(int(args.gpu_bytes or here.usable_bytes), host)
+        rates = calibrate(config, device) if self.ranks.single else assumed(here, config)
+        return om.shape_dims(args.shape)[0], work, room, rates
+
+    def figures(self) -> dict[str, Any]:
+        return {"threads": self.engine.updater.threads, "choice": self.choice, **super().figures()}
 
 
 class Sharded:
@@ -189,7 +204,7 @@ def bind(rank: int) -> None:
 def build(args: Any) -> Any:
     """The variant of this run."""
     if args.worker == "slideformer":
-        return Sliding(args, int(args.batches.split(",")[0]))
+        return Sliding(args)
     return Piped(args) if args.worker.startswith("roundpipe") else Sharded(args)
 
 

@@ -28,12 +28,11 @@ def weights(folder) -> bytes:
 def test_a_checkpoint_is_of_its_step_although_the_next_steps_run(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     long, short = tmp_path / "long run", tmp_path / "kurz"
-    every = ("--set", "train.checkpoint_every=2")
+    every = ("--set", "train.checkpoint_every=2", "--set", "method.compute=bfloat16")  # a slow CPU takes float32
     assert ondevice(*train(data, "--steps", 6, "--out", long, *every)).code == 0
     assert ondevice(*train(data, "--steps", 4, "--out", short, *every)).code == 0
     (of_long, of_short) = (read_tensors(run / "checkpoint-00000004" / "state.safetensors") for run in (long, short))
-    assert of_long.keys() == of_short.keys()
-    assert {"high/layer.0", "master/layer.0"} & of_long.keys()  # a CPU that is slow in bfloat16 takes float32
+    assert of_long.keys() == of_short.keys() and "high/layer.0" in of_long
     for name, value in of_long.items():
         assert value.tobytes() == of_short[name].tobytes(), name
     assert weights(long / "checkpoint-00000004" / "model") == weights(short / "model") != weights(long / "model")
