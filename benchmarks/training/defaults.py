@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -190,6 +191,9 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
             seen.update(dtype=event.config["model"]["dtype"])
         elif isinstance(event, Step):
             seen["losses"].append(event.loss)
+            if len(seen["losses"]) % 250 == 0:
+                loss = statistics.mean(seen["losses"][-100:])
+                print(f"{job}: {len(seen['losses'])} steps, loss {loss:.4f}", file=sys.stderr, flush=True)
 
     result = train({key: value for key, value in settings.items() if value is not None}, sinks=[keep]).result
     assert result.evaluation is not None
