@@ -17,7 +17,7 @@ from torch import Tensor
 WARM = 2
 """Runs before a graph is made: libraries choose their kernels, and what comes only once needs no graph."""
 SHAPES = 4
-"""Shapes of a batch that get graphs; others run as they stand."""
+"""Shapes of a batch, which are those of the first input, that get graphs; others run as they stand."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work that has run before, does not do it, and gives what does it again."""
@@ -78,7 +78,7 @@ class Graphs:
         self.record, self.paused, self.made = record, False, 0
         self.known: dict[tuple[Any, ...], _Known] = {}
         self.memory: dict[tuple[Any, ...], Tensor] = {}
-        self.shapes: set[tuple[torch.Size, ...]] = set()
+        self.shapes: set[torch.Size] = set()
 
     def run(
         self, name: tuple[Any, ...], state: tuple[Any, ...] | None, inputs: tuple[Tensor, ...], compute: Compute
@@ -96,7 +96,7 @@ class Graphs:
             known = self.known[(*name, shapes)] = _Known(state)
         if known.replay is None:
             outputs, known.runs = compute(*inputs), known.runs + 1
-            if known.runs > WARM and (shapes in self.shapes or len(self.shapes) < SHAPES):
+            if known.runs > WARM and (not shapes or shapes[0] in self.shapes or len(self.shapes) < SHAPES):
                 self._make(self.record, known, inputs, outputs, compute)
             return outputs
         for target, source in zip(known.inputs, inputs, strict=True):
@@ -108,7 +108,7 @@ class Graphs:
         self, record: Record, known: _Known, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], compute: Compute
     ) -> None:
         if inputs:
-            self.shapes.add(tuple(x.shape for x in inputs))
+            self.shapes.add(inputs[0].shape)
         known.inputs, known.outputs, known.compute = self._kept("in", inputs), self._kept("out", outputs), compute
 
         def run() -> None:

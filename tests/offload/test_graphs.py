@@ -90,11 +90,16 @@ def test_what_comes_out_is_the_callers_own() -> None:
 
 
 def test_further_shapes_run_as_they_stand() -> None:
+    """A layer's two passes, one with a gradient more, are of one shape; work without inputs has none."""
     graphs = Graphs(record)
     for length in range(1, SHAPES + 4):
         for _ in range(WARM + 2):
-            graphs.run(("a",), (), (torch.ones(length),), lambda x: (x * 2,))
-    assert graphs.made == SHAPES
+            graphs.run(("forward",), (), (torch.ones(length),), lambda x: (x * 2,))
+            graphs.run(("backward",), (), (torch.ones(length), torch.ones(length)), lambda x, g: (x * g,))
+    assert graphs.made == 2 * SHAPES
+    for _ in range(WARM + 2):
+        graphs.run(("make",), (), (), lambda: ())
+    assert graphs.made == 2 * SHAPES + 1
 
 
 @pytest.mark.parametrize("rows", [31, 9])
