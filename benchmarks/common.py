@@ -105,7 +105,8 @@ def interleaved(callables: dict[str, Callable[[], Any]], repeats: int = 5, warmu
 def result(
     name: str, rows: Sequence[dict[str, Any]], columns: Sequence[dict[str, Any]] | None = None, **extra: Any
 ) -> dict[str, Any]:
-    """The result object of benchmarks/results/README.md; `extra` adds keys such as `title` and `notes`."""
+    """The result object of benchmarks/results/README.md, with the columns in which some row has a value; `extra` adds
+    keys such as `title` and `notes`."""
     document = {
         "benchmark": name,
         "command": command_of(name),
@@ -116,7 +117,8 @@ def result(
         "rows": list(rows),
     }
     if columns is not None:
-        document["columns"] = list(columns)
+        filled = {key for row in rows for key, value in row.items() if value is not None}
+        document["columns"] = [column for column in columns if column["key"] in filled or not rows]
     return document
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.merge race.json tasks.json --key task,variant,rate,steps --sort task,-mean
 
-Each file is what `--out` wrote. Its rows go into benchmarks/results/<benchmark>/<machine>.json, whose title, columns,
-command, versions and notes stay; a machine without such a file gets one. Of two rows with the same key the one with
-more seeds stays, or the new one. Afterwards: `python -m benchmarks.tables`.
+Each file is what `--out` wrote. Its rows go into benchmarks/results/<benchmark>/<machine>.json, whose title, command,
+versions and notes stay, and whose columns gain those that are new; a machine without such a file gets one. Of two rows
+with the same key the one with more seeds stays, or the new one. Afterwards: `python -m benchmarks.tables`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
         place = tuple(row.get(part) for part in key)
         if place not in rows or seeds_of(rows[place]) <= seeds_of(row):
             rows[place] = row
-    return old | {"rows": list(rows.values())}
+    document = old | {"rows": list(rows.values())}
+    if "columns" in old:
+        known = {column["key"] for column in old["columns"]}
+        document["columns"] = old["columns"] + [one for one in new.get("columns", ()) if one["key"] not in known]
+    return document
 
 
 def seeds_of(row: dict[str, Any]) -> int:

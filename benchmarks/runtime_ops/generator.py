@@ -209,7 +209,6 @@ def main() -> None:
         {"key": "ratio", "title": "× torch.randn", "digits": 2},
         {"key": "instructions", "title": "Instructions"},
     ]
-    columns = [column for column in columns if any(row[column["key"]] is not None for row in rows)]
     shown = ["torch", "executorch", "mlx", *(["triton"] if torch.cuda.is_available() else [])]
     extra: dict[str, Any] = {"title": f"Generator, {numbers} numbers a call", "show_versions": shown}
     if load > 0.5:  # of other processes: this one has not begun to compute

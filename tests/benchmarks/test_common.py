@@ -99,6 +99,13 @@ def test_every_benchmark_is_found_in_its_room() -> None:
     assert len(scripts) >= 25
 
 
+def test_a_table_has_the_columns_that_some_row_fills() -> None:
+    columns = [{"key": "name"}, {"key": "step_s"}, {"key": "error"}]
+    rows = [{"name": "a", "step_s": [0.1], "error": None}, {"name": "b"}]
+    assert common.result("room/name", rows, columns)["columns"] == columns[:2]
+    assert common.result("room/name", [], columns)["columns"] == columns
+
+
 def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
     columns = [{"key": "name"}, {"key": "step_s"}, {"key": "parts"}]
     rows = [

@@ -49,3 +49,10 @@ def test_of_two_rows_with_one_key_the_one_with_more_seeds_stays(of: Any) -> None
     two, five, other = row(2, 0.5), row(5, 0.75), row(1, 0.25, "y")
     for old, new, stays in ((two, five, five), (five, two, five), (two, row(2, 0.625), row(2, 0.625))):
         assert merge.merged(of_rows(old), of_rows(new, other), ("task",))["rows"] == [stays, other]
+
+
+def test_columns_gain_those_that_are_new() -> None:
+    old, new = of_rows({"task": "x"}), of_rows({"task": "y", "error": "late"})
+    old["columns"] = [{"key": "task", "title": "Task"}]
+    new["columns"] = [{"key": "error"}, {"key": "task", "title": "Rows"}]
+    assert merge.merged(old, new, ("task",))["columns"] == [{"key": "task", "title": "Task"}, {"key": "error"}]
