@@ -79,6 +79,12 @@ export async function lastStep(page) {
   return last ? Number(last.replaceAll(",", "")) : 0;
 }
 
+/** The loss of the last evaluation that the chart of the loss is told of; NaN where there is none. */
+export async function lastEvaluation(page) {
+  const [, last] = /evaluation from \S+ to ([\d.]+)/.exec((await chartWords(page, "Loss")) ?? "") ?? [];
+  return Number(last ?? NaN);
+}
+
 /** Wait until `check` gives something true. */
 export async function until(what, check, limitMs = WORKER_MS, everyMs = 100) {
   const end = Date.now() + limitMs;

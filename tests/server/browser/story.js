@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readdirSync, readFileSync, readlinkSync } from "node:fs";
 import path from "node:path";
-import { announced, lastStep, scenario, until, url, view, WORKER_MS } from "./page.js";
+import { announced, lastEvaluation, lastStep, scenario, until, url, view, WORKER_MS } from "./page.js";
 
 const NAME = "Größe 漢字 שלום 🙂";
 const STEPS = 800;
@@ -105,6 +105,9 @@ await scenario(async (page) => {
   await until("steps of the other worker", async () => (await lastStep(page)) > killed);
   await state(page, "done");
   await until("the last step", async () => (await lastStep(page)) === STEPS);
+  const { evaluation } = (await at(page, job)).progress;
+  assert.equal(evaluation.step, STEPS);
+  await until("its evaluation", async () => Math.abs((await lastEvaluation(page)) - evaluation.loss) < 1e-3);
 
   // What was drawn live, with its cuts, is what a fresh page draws from the store.
   await page.mouse.move(0, 0);
