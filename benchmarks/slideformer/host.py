@@ -159,7 +159,7 @@ def every_part(args: argparse.Namespace) -> list[Part]:
             environment=installed,
         ),
         Part(
-            "moments", 500,
+            "moments", 900,
             [[PYTHON, ".ci/model.py"],
              learn("slideformer.moments", "moments", "2000", "--seeds", "1", "--processes", "3")],
             environment=packaged,
