@@ -3,8 +3,8 @@
 Each operation of a float64 run is given the relative error that float32 would make, drawn anew for each element: one
 unit roundoff for an elementwise operation, the square root of the number of terms times as much for a sum (Higham,
 "Accuracy and Stability of Numerical Algorithms", section 2.8). What becomes of these errors in the result is the
-condition of the computation on these very inputs. A correct float32 implementation, with whatever kernels, instructions
-and order of summation, errs about that much; a wrong one, or one that sums in half precision, errs a hundred times more.
+condition of the computation on these very inputs. A correct float32 implementation errs about that much, whatever its
+kernels, instructions and order of summation; a wrong one, or one that sums in half precision, errs a hundred times more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALLOWED = 2.0
 """Times the modelled error. Over 30 random models of MeSP's test the largest ratio was 0.8, its median 0.25."""
 EXACT = (
     "detach", "clone", "_to_copy", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like",
-    "new_empty", "new_zeros", "index", "index_select", "slice", "cat", "where", "masked_fill", "embedding", "lift_fresh",
+    "new_empty", "new_zeros", "index", "index_select", "slice", "cat", "where", "masked_fill", "embedding",
+    "lift_fresh",
 )  # fmt: skip
 """Operations that move numbers, and so round none."""
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
