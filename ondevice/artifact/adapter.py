@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, VerificationError
 
@@ -167,8 +168,8 @@ def load_adapter(folder: str | Path) -> Adapter:
         return load_mlx_lm_adapter(folder)
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     config = read_config(config_path)
-    check_kind(config, config_path)
-    tensors = read_tensors(weights_path)
+    check_fields(config, config_path)
+    tensors, config = fold_patterns(read_tensors(weights_path), config, config_path)
     parameters = config.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         message = f"{config_path}: field 'target_parameters'"
@@ -185,14 +186,14 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ArtifactError(
             f"{config_path}: field 'r' does not fit {WEIGHTS_NAME}", expected=rank, received=config.get("r")
         )
-    alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ArtifactError(f"{config_path}: field 'lora_alpha'", expected="a number", received=alpha)
+    alpha = config["lora_alpha"]
     if config.get("use_rslora"):  # its scale is alpha / sqrt(rank)
         alpha = alpha * math.sqrt(rank)
     base_model = config.get("base_model_name_or_path") or ""
     adapter = Adapter(tensors, rank, float(alpha), targets_of(tensors), base_model)
-    check_targets(tuple(name for name in adapter.linears if not is_expert_parameter(name)), config, config_path)
+    linears = tuple(name for name in adapter.linears if not is_expert_parameter(name))
+    check_targets(linears, config, config_path)
+    check_layers(linears, _layer_of, config, config_path)
     return adapter
 
 
@@ -227,13 +228,6 @@ PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 DIGEST_KEY = "ondevice.tensors_sha256"
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-_MUST_BE_EMPTY = (
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-)
-_MUST_BE_FALSE = ("use_dora", "lora_bias", "use_qalora", "trainable_token_indices")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -251,25 +245,6 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
         raise ArtifactError(f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint)
     return config
-
-
-def check_kind(config: dict[str, Any], path: Path) -> None:
-    """Refuse every variant of LoRA that W + scale B A does not describe."""
-
-    def refuse(field: str, expected: str) -> None:
-        hint = "only plain LoRA can be used; merge such an adapter with PEFT's merge_and_unload"
-        raise ArtifactError(f"{path}: field '{field}'", expected=expected, received=config.get(field), hint=hint)
-
-    if config["peft_type"] != "LORA":
-        refuse("peft_type", "LORA")
-    if config.get("bias", "none") != "none":
-        refuse("bias", "none")
-    for field in _MUST_BE_FALSE:
-        if config.get(field):
-            refuse(field, "false")
-    for field in _MUST_BE_EMPTY:
-        if config.get(field):
-            refuse(field, "nothing")
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
