@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from ondevice.models import read_dims
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
+from ondevice.training.identity import date_of, iso
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import Manifest
     from ondevice.data.objects import Given
@@ -65,6 +69,7 @@ def train(
     from ondevice.planning.fits import plan_within
     from ondevice.planning.precision import with_precision
     from ondevice.training.decisions import (
+        DATE,
         LENGTH,
         METHOD_NAME,
         placement_of,
@@ -82,6 +87,7 @@ def train(
         config = config.model_copy(update={"train": loop})
     recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
     decided: dict[str, Any] = {METHOD_NAME: config.method.name} if config.chosen else {}
+    decided[DATE] = recorded.get(DATE) or iso(time.time())
     config = with_decisions(config, recorded).for_training()
     placement, notes = place(config), ()
     if config.train.objective != "loss" and placement.spec.order != "zeroth":
@@ -111,7 +117,7 @@ def train(
         decided |= {f"method.{key}": getattr(config.method, key)} if is_open else {}
     said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
-        config, notes = _with_length(config, kept, loaded)
+        config, notes = _with_length(config, kept, loaded, date_of(decided))
         decided[LENGTH] = config.data.max_length_tokens
     options = Options(resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded)
     dims = loaded.dims if loaded else None
@@ -162,12 +168,14 @@ def _given(rows: Any) -> Given | None:
     return given(rows)
 
 
-def _with_length(config: RunConfig, given: Given | None, loaded: LoadedModel | None) -> tuple[RunConfig, Any]:
-    """Return the run file with the maximum length that its rows need, and what is to be said of it."""
+def _with_length(
+    config: RunConfig, given: Given | None, loaded: LoadedModel | None, when: datetime | None
+) -> tuple[RunConfig, Any]:
+    """Return the run file with the maximum length that its rows need at a date, and what is to be said of it."""
     from ondevice.training.length import with_length
 
     if given is None:
-        return with_length(config, loaded=loaded)
+        return with_length(config, loaded=loaded, when=when)
     if given.tokenized:
         from ondevice.data.objects import tokens
 
@@ -175,7 +183,7 @@ def _with_length(config: RunConfig, given: Given | None, loaded: LoadedModel | N
         return config.model_copy(update={"data": data}), ()
     from ondevice.data.objects import as_rows
 
-    return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded)
+    return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded, when)
 
 
 def _checked(adapter: Any, sinks: Any, callbacks: Any) -> tuple[Path | None, tuple[Sink, ...], tuple[Callback, ...]]:
@@ -204,11 +212,14 @@ def run_artifact(
 ) -> Trained:
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
     from ondevice.artifact.manifest import read_manifest
+    from ondevice.training.decisions import DATE, recorded_decisions
 
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config.check_data()
     manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
-    options = Options(resume, overwrite, adapter, sinks, callbacks)
+    recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
+    decided = {DATE: recorded.get(DATE) or iso(time.time())}
+    options = Options(resume, overwrite, adapter, sinks, callbacks, decided=decided)
     if limit is None:
         return _run_manifest(folder, manifest, config, options)
     from ondevice.planning.artifacts import plan_artifact
@@ -226,6 +237,7 @@ def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: 
 
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
-    rows = read_rows_of(config, tokenizer, max(manifest.lengths_tokens), manifest.task)
+    length, vocabulary = max(manifest.lengths_tokens), manifest.model.dims.get("vocab")
+    rows = read_rows_of(config, tokenizer, length, manifest.task, options, vocabulary=vocabulary)
     identity = {"artifact": manifest.files[manifest.program], "learning_rate": config.method.learning_rate}
     return fit(session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed)

@@ -107,8 +107,10 @@ LOOP_OPTIONS = (
     Option("--checkpoint-every", "train.checkpoint_every", int, "Steps between two checkpoints"),
     Option("--patience", "train.patience", int, "Stop after so many evaluations without a better one"),
     Option("--restore-best", "train.restore_best", bool, "End with the state of the best evaluation"),
+    Option("--accept-changes", "train.accept_changes", bool,
+           "With --resume: go on although rows, chat template or tokenizer changed; the log says so"),
     Option("--report-to", "train.report_to", list, "Also write to tensorboard, wandb, mlflow or trackio (by commas)"),
-)
+)  # fmt: skip
 """Flags of every verb that runs the loop."""
 
 ADAPTER_OPTIONS = (

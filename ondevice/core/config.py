@@ -304,6 +304,10 @@ class TrainConfig(StrictConfig):
     backend: Literal["auto", "torch", "mlx"] = "auto"
     """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
 
+    accept_changes: bool = False
+    """Go on with a run whose rows, chat template or tokenizer changed since it began; its log names what changed.
+    Without it such a resume is refused."""
+
     memory_limit_bytes: int | None = Field(default=None, ge=1 << 20)
     """Memory that the run may take, a number or text such as 6GiB; where it computes on a GPU, of the GPU's. A run
     whose plan needs more is refused, and an allocation beyond it fails."""

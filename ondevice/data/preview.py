@@ -15,6 +15,7 @@ from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode
 from ondevice.data.formats import read_rows
 from ondevice.data.lengths import length_of
 from ondevice.data.rows import RowProblem, Rows
+from ondevice.data.vocabulary import without_unknown_ids
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,8 +99,11 @@ def preview(
     max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
+    vocabulary: int | None = None,
 ) -> Preview:
     """Read, encode and summarise a data file; `rows` is the number of examples to decode.
+
+    With `vocabulary`, the rows of a model's embedding, a row with a token beyond it is a problem.
 
     A file without one usable row is no error here: its problems are what the user wants to see.
     `max_length_tokens` is taken from the data unless given, as by a training run.
@@ -108,11 +112,16 @@ def preview(
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
     read = read_rows(path, task=task, columns=columns, allow_empty=True)
-    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows)
+    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, vocabulary)
 
 
 def preview_rows(
-    read: Rows, tokenizer: Any, max_length_tokens: int | None = None, train_on_prompt: bool = False, rows: int = 3
+    read: Rows,
+    tokenizer: Any,
+    max_length_tokens: int | None = None,
+    train_on_prompt: bool = False,
+    rows: int = 3,
+    vocabulary: int | None = None,
 ) -> Preview:
     """Encode and summarise rows that have been read; see `preview`."""
     if max_length_tokens is None:
@@ -121,6 +130,8 @@ def preview_rows(
         read.notes.append(length.said)
     dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
                      allow_empty=True)  # fmt: skip
+    if vocabulary is not None:
+        dataset = without_unknown_ids(dataset, vocabulary, read.file)
     return summarise(read, dataset, tokenizer, examples=rows)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
 from ondevice.data.batching import Batch, collate
+from ondevice.data.digest import rows_sha256
 from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
 from ondevice.data.formats import named_task, rows_of
 from ondevice.data.records import Record, Source, check_source, check_text_file, json_lines
@@ -139,6 +140,8 @@ class Stream:
         self.window_records, self.seed = window_records, seed
         self.ends: list[int] = []
         """Sequences up to the end of each window that was read; all of the file's once it has `ended`."""
+        self.digests: list[str] = []
+        """Digest of the sequences of each window in `ends`; an older run has none of its first windows."""
         self.ended = False
         self.answers: frozenset[int] = frozenset()
         """Tokens that the rows are answered with, where a loss is over them: rows with others are left out."""
@@ -173,7 +176,11 @@ class Stream:
         }
 
     def keep(self, path: Path, identity: dict[str, Any], recall: bool) -> None:
-        """Keep the counts of the windows in a file; with `recall`, go on with those that it has of the same rows."""
+        """Keep counts and digests of the windows in a file; with `recall`, go on with those of the same rows.
+
+        Raises:
+            DataError: a window that was read is not what it was.
+        """
         identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
         self._kept = path, identity
         try:
@@ -181,6 +188,11 @@ class Stream:
         except (OSError, ValueError):  # lost or damaged: the windows are counted again
             values = {}
         if values.get("identity") == identity:
+            digests = values.get("digests", [])
+            for window, (before, now) in enumerate(zip(digests, self.digests)):
+                if before != now:
+                    raise self._changed(window)
+            self.digests = max(digests, self.digests, key=len)
             self.ends, self.ended = values["ends"], values["ended"]
             self.left_out, self.cut, self.cut_tokens = Counter(values["left_out"]), values["cut"], values["cut_tokens"]
 
@@ -244,18 +256,28 @@ class Stream:
         while len(self._windows) >= WINDOWS:
             del self._windows[next(iter(self._windows))]
         self._windows[window] = [item.example for item in dataset.items]
-        before = self.ends[window - 1] if window else 0
+        before, digest = self.ends[window - 1] if window else 0, rows_sha256(dataset.items)
         if known:
-            if self.ends[window] - before != len(dataset.items):
-                raise DataError(f"{self.path} has changed since the run began", expected="the same rows",
-                                received=f"others in records {window * self.window_records:,} on")  # fmt: skip
+            has_digest = window < len(self.digests)
+            if self.ends[window] - before != len(dataset.items) or (has_digest and self.digests[window] != digest):
+                raise self._changed(window)
             return dataset
+        if len(self.digests) == window:
+            self.digests.append(digest)
         self.ends.append(before + len(dataset.items))
         self.left_out.update(count_reasons(dataset.problems))
         self.cut += dataset.truncated
         self.cut_tokens += sum(item.dropped_tokens for item in dataset.items)
         self._save()
         return dataset
+
+    def _changed(self, window: int) -> DataError:
+        return DataError(
+            f"{self.path} has changed since the run began",
+            expected="the same token ids and labels",
+            received=f"others in records {window * self.window_records:,} on",
+            hint="put the file back, or begin another run",
+        )
 
     def _answered(self, dataset: Dataset) -> Dataset:
         """Leave out rows with other answers than the first window's, which a loss over the answers does not know."""
@@ -272,8 +294,8 @@ class Stream:
         if self._kept is None:
             return
         path, identity = self._kept
-        values = {"identity": identity, "ends": self.ends, "ended": self.ended, "left_out": dict(self.left_out),
-                  "cut": self.cut, "cut_tokens": self.cut_tokens}  # fmt: skip
+        values = {"identity": identity, "ends": self.ends, "digests": self.digests, "ended": self.ended,
+                  "left_out": dict(self.left_out), "cut": self.cut, "cut_tokens": self.cut_tokens}  # fmt: skip
         atomic_write(path, json.dumps(values))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, FleetError
 from ondevice.data.answers import answers_of_rows, answers_of_task
-from ondevice.training.fit import RunRows, read_rows_of
+from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
 
 if TYPE_CHECKING:
     from ondevice.core.method import Placement
@@ -35,7 +35,8 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
         config = config.model_copy(update={"data": with_tokens.data})
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
-    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
+    length, vocabulary = config.data.max_length_tokens, vocabulary_of(loaded)
+    rows = read_rows_of(config, loaded.tokenizer, length, vocabulary=vocabulary)
     config = config.model_copy(update={"method": config.method.with_answers(lambda: answers_of_rows(rows.train))})
     return config, _session(config, loaded, placement), rows, loaded.source
 

@@ -255,12 +255,17 @@ def preview(
     columns: list[str] | None = None,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
+    from ondevice.artifact.manifest import read_manifest
     from ondevice.data import preview as preview_rows
     from ondevice.data.columns import parse_columns
-    from ondevice.models import load_tokenizer
+    from ondevice.models import load_tokenizer, read_dims
     from ondevice.models.open import artifact_tokenizer
 
-    tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
+    if artifact is None:
+        tokenizer, vocabulary = load_tokenizer(str(model)), read_dims(str(model)).vocab
+    else:
+        tokenizer = artifact_tokenizer(Path(artifact))
+        vocabulary = read_manifest(Path(artifact)).model.dims.get("vocab")
     shown = preview_rows(
         file,
         tokenizer,
@@ -269,6 +274,7 @@ def preview(
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
         rows=rows,
+        vocabulary=vocabulary,
     )
     return shown.to_dict() | {"file": Path(file).name}
 

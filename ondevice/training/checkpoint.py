@@ -29,6 +29,7 @@ import numpy as np
 
 from ondevice.artifact.files import DamagedError, atomic_directory, read_tensors, sha256_file, write_tensors
 from ondevice.core.errors import BusyError, CheckpointError, StorageError
+from ondevice.training.identity import ENCODED, NAMES
 
 FILE_NAME = "run.lock"
 
@@ -144,22 +145,48 @@ NOT_COMPARED = {"method.learning_rate", "learning_rate"}
 """Settings of an identity that a resumed run may change; the log says so."""
 
 
-def check_identity(stored: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+def check_identity(
+    stored: dict[str, Any], expected: dict[str, Any], where: str, *, accept: bool = False
+) -> dict[str, list[Any]]:
     """Compare two identities, both as JSON values.
+
+    Args:
+        accept: take other rows, another chat template and another tokenizer.
+
+    Returns:
+        What differs and is taken, each as [stored, expected]: what `accept` takes, digests that an older log does not
+        have, and rows to evaluate that one of the two does not have.
 
     Raises:
         CheckpointError: naming every setting that differs, with both values.
     """
-    ours, theirs = _flatten(expected), _flatten(stored)
+    ours, theirs = flatten(expected), flatten(stored)
+    is_older = not any(key.startswith(ENCODED) for key in theirs)
     keys = (ours.keys() | theirs.keys()) - NOT_COMPARED
     differing = sorted(key for key in keys if ours.get(key) != theirs.get(key))
-    if differing:
+
+    def is_taken(key: str) -> bool:
+        if key == f"{ENCODED}.evaluation_rows" and not (key in ours and key in theirs):
+            return True
+        return key in NAMES and (accept or (is_older and key.startswith(ENCODED)))
+
+    refused = [key for key in differing if not is_taken(key)]
+    if refused:
+        message = f"{where} belongs to another run: {', '.join(refused)}"
+        hint = "resume with the settings that the run was started with, or choose another `train.out`"
+        if all(key in NAMES for key in refused):
+            message += f" ({', '.join(NAMES[key] for key in refused)})"
+            hint = (
+                "put back what the run began with (another version of a library may also encode rows otherwise), or "
+                "go on with --accept-changes (train.accept_changes: true), and the log says what changed"
+            )
         raise CheckpointError(
-            f"{where} belongs to another run: {', '.join(differing)}",
-            expected=", ".join(f"{key} = {ours.get(key, 'absent')}" for key in differing),
-            received=", ".join(f"{key} = {theirs.get(key, 'absent')}" for key in differing),
-            hint="resume with the settings that the run was started with, or choose another `train.out`",
+            message,
+            expected=", ".join(f"{key} = {ours.get(key, 'absent')}" for key in refused),
+            received=", ".join(f"{key} = {theirs.get(key, 'absent')}" for key in refused),
+            hint=hint,
         )
+    return {key: [theirs.get(key), ours.get(key)] for key in differing}
 
 
 class CheckpointStore:
@@ -228,8 +255,11 @@ class CheckpointStore:
         self._prune(step)
         return path
 
-    def newest(self, warn: Callable[[str], None]) -> Loaded | None:
+    def newest(self, warn: Callable[[str], None], *, accept: bool = False) -> Loaded | None:
         """Read the newest intact checkpoint; None if there is none at all. `warn` is called for each damaged one.
+
+        Args:
+            accept: see `check_identity`.
 
         Raises:
             CheckpointError: if the newest intact one is of another run or a newer version, or all are damaged.
@@ -249,7 +279,7 @@ class CheckpointStore:
             except (DamagedError, OSError) as error:
                 warn(f"{getattr(error, 'message', error)}; the checkpoint before it is used")
                 continue
-            check_identity(meta.identity, self.identity, f"{path}: the checkpoint")
+            check_identity(meta.identity, self.identity, f"{path}: the checkpoint", accept=accept)
             return Loaded(path, meta, state)
         if paths:
             raise CheckpointError(
@@ -329,11 +359,12 @@ def read_meta(path: Path) -> Meta:
         raise DamagedError(f"{path.name} is damaged: {META_FILE} cannot be read ({type(error).__name__})") from None
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dotted keys."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[prefix + key] = value
     return flat

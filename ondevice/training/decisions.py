@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.training.events import FILE_NAME, read_start
+from ondevice.training.identity import DATE, iso
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -23,7 +24,8 @@ PLACEMENT = "placement."
 def recorded_decisions(out: Path) -> dict[str, Any]:
     """Return what the run in `out` decided, by dotted key; nothing if there is no log."""
     start = read_start(out / FILE_NAME)
-    return {} if start is None else start.decided
+    # An older log has no date of its own; its rows were rendered when it began.
+    return {} if start is None else {DATE: iso(start.time_s), **start.decided}
 
 
 def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:

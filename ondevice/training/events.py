@@ -63,6 +63,8 @@ class Start(Event):
     """The choices for the run, in sentences: the method, where none was named, and the precision."""
     decided: dict[str, Any] = field(default_factory=dict)
     """The same choices by dotted key, for a resume (`decisions.py`)."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Versions, threads and processor, which may change the last bits (`identity.py`)."""
     data: dict[str, Any] = field(default_factory=dict)
     """The rows that were read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut,
     notes."""
@@ -80,7 +82,8 @@ class Resume(Event):
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
     changed: dict[str, Any] = field(default_factory=dict)
-    """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ..."""
+    """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ...; also
+    the parts of the identity that were accepted (`encoded.template`) and of the environment (`environment.torch`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

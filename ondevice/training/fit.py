@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,11 +23,14 @@ from ondevice.artifact.adapter import (
 from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
+from ondevice.data.dated import dated
+from ondevice.data.vocabulary import check_ids
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
+from ondevice.training.identity import ENCODED, date_of, encoded_identity, environment
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import StopRequest, run_loop
 from ondevice.training.metrics import RunResult
@@ -148,7 +152,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     length, classes = config.data.max_length_tokens, loaded.dims.classes
-    rows = read_rows_of(config, loaded.tokenizer, length, options=options, classes=classes)
+    rows = read_rows_of(
+        config, loaded.tokenizer, length, options=options, classes=classes, vocabulary=vocabulary_of(loaded)
+    )
     config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
@@ -173,13 +179,14 @@ def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
 class RunRows:
     """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token.
 
-    Where the file is streamed, `train` is its first window and `stream` all of it.
+    Where the file is streamed, `train` is its first window and `stream` all of it. `encoded` has their digests.
     """
 
     train: Dataset
     evaluation: Dataset | None
     pad: int
     stream: Stream | None = None
+    encoded: dict[str, Any] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """Return what is known of the rows to train on."""
@@ -188,19 +195,32 @@ class RunRows:
 
 def read_rows_of(
     config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None,
-    classes: int = 0,
+    classes: int = 0, vocabulary: int | None = None,
 ) -> RunRows:  # fmt: skip
     """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
 
+    The chat template sees the date that the options decided.
+
+    Args:
+        vocabulary: rows of the model's embedding; each token id is held against it.
+
     Raises:
-        DataError: a file has no row that can be used.
+        DataError: a file has no row that can be used, or a row has a token that the model does not know.
     """
     data, options = config.data, options or Options()
     path, eval_path = options.rows or data.path, options.eval_rows or data.eval_path
     assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
+    encoded = partial(encoded_identity, tokenizer)
+    pad = pad_id_of(tokenizer)
+    pad = pad if vocabulary is None or pad < vocabulary else 0  # padding is never trained on
+    tokenizer = dated(tokenizer, date_of(options.decided))
+
+    def checked(dataset: Dataset, path: Path | Given | None) -> Dataset:
+        name = path.name if isinstance(path, Path) else "rows"
+        return dataset if vocabulary is None else check_ids(dataset, vocabulary, name)
 
     def read(path: Path | Given) -> Dataset:
-        return read_dataset(
+        dataset = read_dataset(
             path,
             tokenizer,
             task=data.task or task,
@@ -209,17 +229,37 @@ def read_rows_of(
             train_on_prompt=data.train_on_prompt,
             classes=classes,
         )
+        return checked(dataset, path)
 
     if data.streaming and not options.rows:
-        stream = _open_stream(config, tokenizer, max_length_tokens, task, classes)
-        return RunRows(stream.first, read(eval_path) if eval_path else None, pad_id_of(tokenizer), stream)
+        stream = _open_stream(
+            config, tokenizer, max_length_tokens, task, classes, lambda dataset: checked(dataset, data.path)
+        )
+        evaluation = read(eval_path) if eval_path else None
+        return RunRows(stream.first, evaluation, pad, stream, encoded(None, evaluation))
     train = read(path)
     if data.validation_split:
-        return RunRows(*split_rows(train, data.validation_split, config.train.seed), pad_id_of(tokenizer))
-    return RunRows(train, read(eval_path) if eval_path else None, pad_id_of(tokenizer))
+        train, evaluation = split_rows(train, data.validation_split, config.train.seed)
+    else:
+        evaluation = read(eval_path) if eval_path else None
+    return RunRows(train, evaluation, pad, None, encoded(train, evaluation))
 
 
-def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None, classes: int) -> Stream:
+def vocabulary_of(loaded: Any) -> int:
+    """Return how many rows the embedding of a loaded or opened model has."""
+    model = getattr(loaded, "model", None)
+    table = None if model is None else model.get_input_embeddings()
+    return int(getattr(table, "num_embeddings", loaded.dims.vocab))
+
+
+def _open_stream(
+    config: RunConfig,
+    tokenizer: Any,
+    max_length_tokens: int,
+    task: str | None,
+    classes: int,
+    checked: Callable[[Dataset], Dataset],
+) -> Stream:
     from ondevice.data.encode import encode
     from ondevice.data.stream import Stream
 
@@ -227,13 +267,15 @@ def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task
     assert data.path is not None  # noqa: S101  checked by `check_data`
     return Stream(
         data.path,
-        lambda rows: encode(
-            rows,
-            tokenizer,
-            max_length_tokens=max_length_tokens,
-            train_on_prompt=data.train_on_prompt,
-            allow_empty=True,
-            classes=classes,
+        lambda rows: checked(
+            encode(
+                rows,
+                tokenizer,
+                max_length_tokens=max_length_tokens,
+                train_on_prompt=data.train_on_prompt,
+                allow_empty=True,
+                classes=classes,
+            )
         ),
         task=data.task or task,
         columns=data.columns,
@@ -285,7 +327,12 @@ def fit(
         figures["evaluation"] = rows.evaluation.figures()
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={**identity, "data": config.data_identity(options.rows), **adapter_identity(options.adapter)},
+        identity={
+            **identity,
+            "data": config.data_identity(options.rows),
+            ENCODED: rows.encoded,
+            **adapter_identity(options.adapter),
+        },
         seed=settings.seed if seed is None else seed,
         backend=session.backend,
         generator_backend=session.generator_backend,
@@ -293,10 +340,12 @@ def fit(
         model_sha256=model.sha256,
         said=list(options.said),
         decided=options.decided,
+        environment=environment(),
         data=figures,
     )
     if rows.stream is not None:
-        rows.stream.keep(settings.out / WINDOWS_FILE, start.identity["data"], recall=options.resume)
+        windows = {**start.identity["data"], **rows.encoded}
+        rows.stream.keep(settings.out / WINDOWS_FILE, windows, recall=options.resume)
     evaluated = rows.evaluation or rows.train
 
     reports = open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
@@ -318,6 +367,7 @@ def fit(
         out=settings.out,
         resume=options.resume,
         overwrite=options.overwrite,
+        accept_changes=settings.accept_changes,
         checkpoint_every=settings.checkpoint_every,
         eval_every=settings.eval_every,
         evaluate_fn=None if rows.evaluation is None else evaluate_now,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.data import length_of, read_rows
+from ondevice.data.dated import dated
 from ondevice.data.encode import refuse_preferences
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
     from ondevice.data.rows import Rows
@@ -26,13 +29,17 @@ def _rows_of(data: DataConfig) -> Rows:
 
 
 def with_length(
-    config: RunConfig, rows: Rows | None = None, loaded: LoadedModel | None = None
+    config: RunConfig,
+    rows: Rows | None = None,
+    loaded: LoadedModel | None = None,
+    when: datetime | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run file with a maximum length, and what is to be said of it: nothing where it has one already.
 
     Args:
         rows: of `data.path`, where they have been read.
         loaded: the model, where it is loaded.
+        when: the date that the chat template sees; None for the present.
 
     Raises:
         DataError: no row can be used.
@@ -47,6 +54,6 @@ def with_length(
         rows = _rows_of(data)
     refuse_preferences(rows)
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
-    length = length_of(rows, tokenizer, most_tokens=most)
+    length = length_of(rows, dated(tokenizer, when), most_tokens=most)
     settings = data.model_copy(update={"max_length_tokens": length.tokens})
     return config.model_copy(update={"data": settings}), (length.said,)

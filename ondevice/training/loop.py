@@ -110,6 +110,7 @@ class Run:
     patience: int | None = None
     callbacks: Callbacks | None = None
     score: Callable[[int], float] | None = None
+    accept_changes: bool = False
 
     def __post_init__(self) -> None:
         self.identity = identity_of(self.start)
@@ -387,6 +388,7 @@ def run_loop(
     out: Path,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changes: bool = False,
     checkpoint_every: int = 100,
     eval_every: int = 0,
     evaluate_fn: EvaluateFn | None = None,
@@ -408,6 +410,7 @@ def run_loop(
         out: the run's folder, made if need be.
         resume: go on from the newest intact checkpoint in `out`, or begin if there is none.
         overwrite: delete the run that is in `out` and begin.
+        accept_changes: go on although the rows, the chat template or the tokenizer changed.
         checkpoint_every: steps between two checkpoints; the end and a best evaluation save one too.
         eval_every: steps between two evaluations; 0 for only one, at the end. Nothing without `evaluate_fn`.
         sinks: called with every event.
@@ -430,7 +433,10 @@ def run_loop(
     with RunLock(out), stop:
         given = tuple(callbacks)
         called = Callbacks(given, stop) if given else None
-        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score)
+        run = Run(
+            session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score,
+            accept_changes,
+        )  # fmt: skip
         first = run.open(resume, overwrite, sinks)
         with run.log:
             try:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import CheckpointError
 from ondevice.training import events
-from ondevice.training.checkpoint import check_identity
+from ondevice.training.checkpoint import check_identity, flatten
 from ondevice.training.events import LogContent, cut_log, read_log
+from ondevice.training.identity import ENCODED, NAMES, changes
 from ondevice.training.loop import identity_of
 from ondevice.training.metrics import History
 
 if TYPE_CHECKING:
     from ondevice.training.loop import Run
 
+ENVIRONMENT = "environment"
 CHANGEABLE = (
     "method.learning_rate", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
 )  # fmt: skip
@@ -32,10 +34,17 @@ def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]
         What is left of the log, and the checkpoint's name; the name is empty before the first one.
     """
     run.store.remove_leftovers()
-    head = read_log(path).start
-    if head is not None:
-        check_identity(identity_of(head), run.identity, f"{path}: the log")
-    loaded = run.store.newest(warnings.append)
+    before = read_log(path)
+    tolerated: dict[str, list[Any]] = {}
+    if before.start is not None:
+        stored = logged_identity(before)
+        tolerated = check_identity(stored, run.identity, f"{path}: the log", accept=run.accept_changes)
+    # The log knows which changes were accepted since a checkpoint; without a log the checkpoint is compared itself.
+    loaded = run.store.newest(warnings.append, accept=run.accept_changes or before.start is not None)
+    if before.start is None and loaded is not None:
+        where = f"{loaded.path}: the checkpoint"
+        tolerated = check_identity(loaded.meta.identity, run.identity, where, accept=run.accept_changes)
+    warnings += _said(tolerated)
     if loaded is not None and loaded.meta.step > run.steps:
         raise CheckpointError(
             f"the run in {run.out} is beyond the steps that are asked for",
@@ -58,7 +67,14 @@ def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]
         warnings.append(f"{path.name} lacks steps before step {run.done}: it cannot be replayed")
     run.history = History(logged)
     kept = [entry.event for entry in content.entries]
-    run.changed = _changed(kept, run.start)
+    run.changed = _changed(kept, run)
+    differing = [
+        f"{key.removeprefix(ENVIRONMENT + '.')} {before} -> {now}"
+        for key, (before, now) in run.changed.items()
+        if key.startswith(ENVIRONMENT) and before is not None
+    ]
+    if differing:
+        warnings.append(f"the run goes on, but maybe not with the same bits: {', '.join(differing)}")
     for event in kept:
         if isinstance(event, events.Evaluate):
             run.evaluated.add(event.step)
@@ -66,19 +82,54 @@ def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]
     return content, loaded.path.name if loaded else ""
 
 
-def _changed(logged: list[events.Event], start: events.Start) -> dict[str, Any]:
-    """Return the changeable settings that differ from those the log ends with: {dotted key: [before, now]}."""
+def logged_identity(content: LogContent) -> dict[str, Any]:
+    """Return the identity that a log ends with, by dotted key: the head's with the changes accepted since."""
+    assert content.start is not None  # noqa: S101  checked by the caller
+    changed = _latest([entry.event for entry in content.entries])
+    return flatten(identity_of(content.start)) | {key: value for key, value in changed.items() if key in NAMES}
+
+
+def _latest(logged: list[events.Event]) -> dict[str, Any]:
+    """Return the last value of each setting that the log's resumes changed, by dotted key."""
+    values: dict[str, Any] = {}
+    for event in logged:
+        if isinstance(event, events.Resume):
+            values |= {key: pair[1] for key, pair in event.changed.items()}
+    return values
+
+
+def _changed(logged: list[events.Event], run: Run) -> dict[str, Any]:
+    """Return the settings, digests and parts of the environment that differ from those the log ends with.
+
+    Each is [before, now] by its dotted key.
+    """
     head = next((event for event in logged if isinstance(event, events.Start)), None)
     if head is None:
         return {}
 
-    def settings(config: dict[str, Any]) -> dict[str, Any]:
-        sections = (key.split(".") for key in CHANGEABLE)
-        return {f"{section}.{name}": config.get(section, {}).get(name) for section, name in sections}
+    def values(start: events.Start) -> dict[str, Any]:
+        config = flatten(start.config)
+        chosen = {key: config.get(key) for key in CHANGEABLE}
+        digests = {key: value for key, value in flatten(identity_of(start)).items() if key in NAMES}
+        return chosen | digests | flatten({ENVIRONMENT: events.plain(start.environment)})
 
-    before = settings(head.config)
-    for event in logged:
-        if isinstance(event, events.Resume):
-            before |= {key: values[1] for key, values in event.changed.items()}
-    now = settings(start.config)
-    return {key: [before[key], now[key]] for key in CHANGEABLE if before[key] != now[key]}
+    return changes(values(head) | _latest(logged), values(run.start))
+
+
+def _said(tolerated: dict[str, list[Any]]) -> list[str]:
+    """Return what is to be said of differences that a resume takes."""
+    said, unknown = [], []
+    for key, (before, now) in tolerated.items():
+        name = NAMES[key]
+        if key == f"{ENCODED}.evaluation_rows" and (before is None or now is None):
+            said.append(f"{name}: {'added' if before is None else 'left out'} since the run began")
+        elif before is None:
+            unknown.append(name)
+        else:
+            said.append(f"{name} changed since the run began, which train.accept_changes takes")
+    if unknown:
+        said.append(
+            f"the log is of an older version: whether these changed since the run began is not known: "
+            f"{', '.join(unknown)}"
+        )
+    return said

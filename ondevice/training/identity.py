@@ -1,0 +1,81 @@
+"""What a run computes with beyond its settings: its rows as they are trained, its template, its tokenizer, its machine.
+
+A resume compares both groups with the log. Rows, template and tokenizer decide every loss, so a change is refused by
+name, unless `train.accept_changes` takes it. Libraries, threads and processor may change the last bits only: the run
+goes on, and says so.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ondevice.data.digest import rows_sha256, template_sha256, tokenizer_sha256
+
+DATE = "data.date"
+"""Key of a run's decisions: the date and time that its chat template sees, in ISO format and local time."""
+ENCODED = "encoded"
+"""Key of an identity: digests of what the rows became."""
+NAMES = {
+    f"{ENCODED}.rows": "the rows as token ids and labels",
+    f"{ENCODED}.evaluation_rows": "the rows to evaluate as token ids and labels",
+    f"{ENCODED}.template": "the chat template",
+    f"{ENCODED}.tokenizer": "the tokenizer",
+    "data.sha256": "the data",
+    "data.task_sha256": "the task's template",
+}
+"""Keys of an identity that `train.accept_changes` takes other values of, each as a message calls it."""
+LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "peft", "bitsandbytes", "mlx", "executorch")
+
+
+def encoded_identity(tokenizer: Any, rows: Any, evaluation: Any) -> dict[str, Any]:
+    """Return the digests of a run's rows.
+
+    Args:
+        rows: the data set to train on; None for a streamed file, whose windows are compared as they are read.
+        evaluation: the data set to evaluate on, or None.
+    """
+    digests = {"template": template_sha256(tokenizer), "tokenizer": tokenizer_sha256(tokenizer)}
+    for name, dataset in (("rows", rows), ("evaluation_rows", evaluation)):
+        if dataset is not None:
+            digests[name] = rows_sha256(dataset.items)
+    return digests
+
+
+def environment() -> dict[str, Any]:
+    """Return what can change the last bits of a run: versions of loaded libraries, threads, processor, precision."""
+    values: dict[str, Any] = {"python": platform.python_version(), "processor": platform.machine()}
+    for name in ("ondevice-train", *(name for name in LIBRARIES if name in sys.modules)):
+        try:
+            values[name] = version(name)
+        except PackageNotFoundError:  # imported from a folder
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        values["threads"] = torch.get_num_threads()
+        values["instructions"] = torch.backends.cpu.get_cpu_capability()
+        values["matmul_precision"] = torch.get_float32_matmul_precision()
+        if torch.cuda.is_available():
+            values["gpu"] = torch.cuda.get_device_name()
+    return values
+
+
+def date_of(decided: Mapping[str, Any]) -> datetime | None:
+    """Return the date that a run's chat template sees; None where none was decided."""
+    text = decided.get(DATE)
+    return datetime.fromisoformat(text) if isinstance(text, str) else None
+
+
+def iso(time_s: float) -> str:
+    """Return seconds since the epoch as a value of `DATE`."""
+    return datetime.fromtimestamp(int(time_s)).isoformat()
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the keys of two flat mappings whose values differ, each as [before, after]."""
+    keys = sorted(before.keys() | after.keys())
+    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
