@@ -133,6 +133,11 @@ def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
             ctypes.c_void_p(master.data_ptr()), ctypes.c_int64(count), *pointers, *numbers
         )
         return
+    torch_split_(master, high, low, moments)
+
+
+def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
+    """Run `split_` by torch's own operations, wherever the tensors are."""
     bits = master.reshape(-1).view(torch.int32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)  # rounded, a NaN could become infinity
@@ -163,6 +168,11 @@ def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None
         target, threads = ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads())
         library.ondevice_layer_adam_merge(*pointers, *numbers, target, threads)
         return out
+    return torch_merge(high, low, moments, out)
+
+
+def torch_merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor) -> Tensor:
+    """Run `merge` by torch's own operations, wherever the tensors are."""
     upper, difference = (half.view(torch.int16).view(-1).to(torch.int32) for half in (high, low))
     if moments.kind == "int8":
         out.view(-1).copy_(((upper << 16) + difference).view(torch.float32))

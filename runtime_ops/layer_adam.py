@@ -27,6 +27,8 @@ from ondevice.runtime_ops.adam_state import (
     check_state,
     merge,
     split_,
+    torch_merge,
+    torch_split_,
 )
 from ondevice.runtime_ops.generator import mix_int
 
@@ -222,6 +224,25 @@ def torch_step(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, adam: AdamSte
         amsgrad=False,
         maximize=False,
     )
+
+
+def torch_split_step(grad: Tensor, state: HostState, adam: AdamStep, chunk: int = 1 << 22) -> None:
+    """Run a step of a split master by torch's own operations, on any device and without a compiler.
+
+    Args:
+        grad: bfloat16 or float32 [n], scaled before.
+        state: split, with float32 moments, where `grad` is.
+        chunk: elements whose float32 masters exist at once.
+    """
+    assert state.high is not None and state.low is not None  # noqa: S101  a split state
+    high, low = state.high.view(-1), state.low.view(-1)
+    for begin in range(0, grad.numel(), chunk):
+        part = slice(begin, begin + chunk)
+        moments = Moments(state.moments.kind, state.moments.m[part], state.moments.v[part])
+        master = torch_merge(high[part], low[part], moments, torch.empty(high[part].shape, device=grad.device))
+        moments.v.abs_()  # its sign belonged to the master
+        torch_step(master, grad[part].float(), moments.m, moments.v, adam)
+        torch_split_(master, high[part], low[part], moments)
 
 
 def _library() -> ctypes.CDLL:

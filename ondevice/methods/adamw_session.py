@@ -1,4 +1,4 @@
-"""Base of first-order sessions: backpropagation, torch's AdamW, and a state that resumes bit for bit."""
+"""Base of first-order sessions: backpropagation, AdamW, and a state that resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ondevice.core.errors import CheckpointError
-from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult
+from ondevice.core.session import OPTIMIZER_STEP, PackingSession, StepResult
 from ondevice.methods import model_loss
+from ondevice.methods.adamw import open_adamw
 from ondevice.models.save import save_loaded
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ class AdamWSession(PackingSession):
         self.backend = f"torch-{self.device.type}"
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self.optimizer = torch.optim.AdamW(
-            list(parameters.values()), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
+        self.optimizers = open_adamw(parameters, config.learning_rate, config.weight_decay)
 
     def step_placed(
         self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
@@ -37,8 +35,6 @@ class AdamWSession(PackingSession):
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         rows, limit = self.config.micro_batch_size or len(ids_BT), self.config.max_grad_norm
         # Of the whole batch, so that a token counts the same in whichever part of it.
         count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
@@ -55,8 +51,10 @@ class AdamWSession(PackingSession):
                 parameter.grad = torch.zeros_like(parameter)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step(learning_rate)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         return StepResult(float(value), (float(value),))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,33 +62,19 @@ class AdamWSession(PackingSession):
         return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return trained parameters and AdamW's moments, float32, and the optimizer's step."""
+        """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32, and the step."""
         result: dict[str, np.ndarray] = {}
-        for name, parameter in self.parameters.items():
-            result[name] = parameter.detach().float().cpu().numpy().copy()
-            moments = self.optimizer.state.get(parameter, {})
-            for moment in MOMENTS:
-                if moment in moments:
-                    result[f"{moment}/{name}"] = moments[moment].float().cpu().numpy().copy()
-            if "step" in moments:
-                result[OPTIMIZER_STEP] = np.array([int(moments["step"])], dtype=np.int64)
+        for optimizer in self.optimizers:
+            result |= optimizer.arrays()
+        if (count := self.optimizers[0].count) > 0:
+            result[OPTIMIZER_STEP] = np.array([count], dtype=np.int64)
         return result
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave."""
-        model_loss.load_parameters(self.parameters, state)
-        if OPTIMIZER_STEP not in state:
-            return
-        for name, parameter in self.parameters.items():
-            entry = self.optimizer.state[parameter]
-            entry["step"] = torch.tensor(float(state[OPTIMIZER_STEP][0]), device=self.device)
-            for moment in MOMENTS:
-                value = state.get(f"{moment}/{name}")
-                if value is None:
-                    raise CheckpointError(
-                        f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint"
-                    )
-                entry[moment] = torch.from_numpy(value.copy()).to(parameter.device, parameter.dtype)
+        count = int(state[OPTIMIZER_STEP][0]) if OPTIMIZER_STEP in state else None
+        for optimizer in self.optimizers:
+            optimizer.load(state, count)
 
     def save_model(self, folder: Path) -> None:
         """Write the trained model as transformers loads it, with its tokenizer."""

@@ -1,6 +1,7 @@
 """MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored.
 
-In half precision the parameters are restored from a copy.
+In half precision the parameters are restored from a copy, and an update of bfloat16 ones is rounded by chance, so that
+steps below their last bit are kept on average.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
+from ondevice.nn.rounding import stochastic_round
 from ondevice.runtime_ops import torch_ops
+from ondevice.runtime_ops.generator import stream_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,21 +45,27 @@ class MezoSession(PackingSession):
         self.seed = torch.tensor([seed], device=self.device)
 
     @torch.no_grad()
-    def _move(self, step: int, query: int, scale: float, kept: list[Tensor] | None = None) -> None:
+    def _move(
+        self, step: int, query: int, scale: float, kept: list[Tensor] | None = None, by_chance: bool = False
+    ) -> None:
         """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters).
 
         Args:
             kept: theta before; the parameters are then set to kept + scale * z instead, rounded once.
+            by_chance: round bfloat16 parameters up or down by chance, a function of seed, step, query and element.
         """
         # One query is one step of the generator's stream: a query's noise is asked for without the others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
-        chunk = CHUNK[self.device.type]
+        chunk, seed = CHUNK[self.device.type], int(self.seed)
         for tensor, parameter in enumerate(self.parameters.values()):
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), chunk):
                 count = min(chunk, flat.numel() - start)
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
-                if kept is None:
+                if by_chance and flat.dtype == torch.bfloat16:
+                    key = stream_key(seed, int(number), 1 + start // chunk, tensor)
+                    stochastic_round(flat[start : start + count], flat[start : start + count].float() + z * scale, key)
+                elif kept is None:
                     flat[start : start + count] += (z * scale).to(flat.dtype)
                 else:
                     base = kept[tensor].view(-1)[start : start + count]
@@ -133,7 +142,7 @@ class MezoSession(PackingSession):
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """Apply theta -= eta / q * g_i z_i for every query."""
         for query, gradient in enumerate(projected_gradients):
-            self._move(step, query, -learning_rate / self.config.queries * gradient)
+            self._move(step, query, -learning_rate / self.config.queries * gradient, by_chance=True)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""

@@ -1,0 +1,188 @@
+"""AdamW for a session's parameters: torch's for float32, and float32 masters for what is computed in bfloat16.
+
+A bfloat16 weight has eight bits: at a usual rate most of a step is less than half of its last place, and rounded away.
+So beside such a weight there are the 16 bits that make it a float32 number (`split` in `runtime_ops.adam_state`), and
+its moments are float32. It moves as a float32 weight does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.session import MOMENTS
+from ondevice.methods import model_loss
+from ondevice.runtime_ops.adam_state import HostState, Moments, merge, split_
+from ondevice.runtime_ops.layer_adam import AdamStep, available, device_adam, torch_split_step
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+class AdamW(Protocol):
+    """AdamW over parameters whose gradients are there."""
+
+    count: int
+    """Steps that are done."""
+
+    def step(self, learning_rate: float) -> None:
+        """Apply one step to every parameter."""
+        ...
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return parameters by name and moments by `moment/name`, float32 copies on the host."""
+        ...
+
+    def load(self, arrays: dict[str, np.ndarray], count: int | None) -> None:
+        """Restore what `arrays` gave after `count` steps; None: parameters without moments."""
+        ...
+
+
+def open_adamw(parameters: Parameters, learning_rate: float, weight_decay: float) -> list[AdamW]:
+    """Return the optimizers of some parameters: one for each precision that there is.
+
+    Raises:
+        ConfigError: parameters in float16, whose range is too small for gradients and moments.
+    """
+    if any(parameter.dtype == torch.float16 for parameter in parameters.values()):
+        raise ConfigError(
+            "float16 weights are not trained: gradients below 6e-8 and moments vanish in it",
+            expected="model.dtype bfloat16 or float32",
+            received="float16",
+            hint="--dtype bfloat16 takes the same memory for weights",
+        )
+    wide, narrow = {}, {}
+    for name, parameter in parameters.items():
+        (narrow if parameter.dtype == torch.bfloat16 else wide)[name] = parameter
+    optimizers: list[AdamW] = []
+    if wide or not narrow:
+        optimizers.append(TorchAdamW(wide, learning_rate, weight_decay))
+    if narrow:
+        optimizers.append(MasterAdamW(narrow, weight_decay))
+    return optimizers
+
+
+class TorchAdamW:
+    """`torch.optim.AdamW(fused=True)`."""
+
+    def __init__(self, parameters: Parameters, learning_rate: float, weight_decay: float) -> None:
+        self.parameters, self.count = parameters, 0
+        self.optimizer = torch.optim.AdamW(
+            list(parameters.values()), lr=learning_rate, weight_decay=weight_decay, fused=True
+        )
+
+    def step(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.count += 1
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        result = {}
+        for name, parameter in self.parameters.items():
+            result[name] = parameter.detach().float().cpu().numpy().copy()
+            entry = self.optimizer.state.get(parameter, {})
+            for moment in MOMENTS:
+                if moment in entry:
+                    result[f"{moment}/{name}"] = entry[moment].float().cpu().numpy().copy()
+        return result
+
+    def load(self, arrays: dict[str, np.ndarray], count: int | None) -> None:
+        model_loss.load_parameters(self.parameters, arrays)
+        if count is None:
+            return
+        self.count = count
+        for name, parameter in self.parameters.items():
+            entry = self.optimizer.state[parameter]
+            entry["step"] = torch.tensor(float(count), device=parameter.device)
+            for moment in MOMENTS:
+                value = torch.from_numpy(_moment(arrays, moment, name).copy())
+                entry[moment] = value.to(parameter.device, parameter.dtype)
+
+
+class MasterAdamW:
+    """AdamW with float32 masters and moments of bfloat16 parameters; the masters' upper halves are the parameters."""
+
+    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
+        self.parameters, self.weight_decay, self.count = parameters, weight_decay, 0
+        self.states = {name: _state(parameter) for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        self.count += 1
+        adam = AdamStep(learning_rate, weight_decay=self.weight_decay, step=self.count)
+        for name, state in self.states.items():
+            gradient = self.parameters[name].grad
+            assert gradient is not None  # noqa: S101  the session gives each parameter one
+            flat = gradient.contiguous().view(-1)
+            if has_kernel(flat):
+                device_adam(flat, state, adam, None, torch.get_num_threads())
+            else:
+                torch_split_step(flat, state, adam)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        result = {}
+        for name, parameter in self.parameters.items():
+            on_host = _moved(self.states[name], "cpu")
+            assert on_host.high is not None and on_host.low is not None  # noqa: S101  a split state
+            shape = tuple(parameter.shape)
+            result[name] = merge(on_host.high, on_host.low, on_host.moments).view(shape).numpy()
+            if self.count:
+                values = (on_host.moments.m.clone(), on_host.moments.v.abs())  # v's sign belongs to the master
+                result |= {f"{moment}/{name}": value.view(shape).numpy() for moment, value in zip(MOMENTS, values)}
+        return result
+
+    @torch.no_grad()
+    def load(self, arrays: dict[str, np.ndarray], count: int | None) -> None:
+        model_loss.load_parameters(self.parameters, arrays)  # refuses what does not fit
+        self.count = count or 0
+        for name, state in self.states.items():
+            on_host = _moved(state, "cpu")
+            assert on_host.high is not None and on_host.low is not None  # noqa: S101  a split state
+            for moment, target in zip(MOMENTS, (on_host.moments.m, on_host.moments.v)):
+                stored = None if count is None else torch.from_numpy(_moment(arrays, moment, name).copy())
+                target.zero_() if stored is None else target.copy_(stored.view(-1))
+            master = torch.from_numpy(arrays[name].copy()).float().view(-1)
+            split_(master, on_host.high, on_host.low, on_host.moments)
+            for target, value in zip(_tensors(state), _tensors(on_host)):
+                target.copy_(value)
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Return True if the compiled step runs where a tensor is: with a compiler on a CPU, with Triton on a GPU."""
+    if tensor.device.type == "cpu":
+        return available()
+    from importlib.util import find_spec
+
+    return tensor.device.type == "cuda" and find_spec("triton") is not None
+
+
+def _state(parameter: torch.nn.Parameter) -> HostState:
+    """Return the state before the first step: the master is the parameter."""
+    make = {"device": parameter.device}
+    high = parameter.detach().view(-1)  # the parameter's own memory
+    low = torch.zeros(high.numel(), dtype=torch.int16, **make)
+    moments = Moments("float32", *(torch.zeros(high.numel(), **make) for _ in MOMENTS))
+    return HostState(None, high, low, moments)
+
+
+def _tensors(state: HostState) -> tuple[Tensor, ...]:
+    assert state.high is not None and state.low is not None  # noqa: S101  a split state
+    return state.high, state.low, state.moments.m, state.moments.v
+
+
+def _moved(state: HostState, device: str) -> HostState:
+    high, low, m, v = (tensor.to(device) for tensor in _tensors(state))
+    return HostState(None, high, low, Moments("float32", m, v))
+
+
+def _moment(arrays: dict[str, np.ndarray], moment: str, name: str) -> np.ndarray:
+    value = arrays.get(f"{moment}/{name}")
+    if value is None:
+        raise CheckpointError(f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint")
+    return value
