@@ -28,7 +28,7 @@ COLUMNS = [
     {"key": "length", "title": "Length", "digits": 3},
     {"key": "along", "title": "Along float32's", "digits": 3},
 ]
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 4}  # fmt: skip
 NEAREST = "bfloat16, nearest"
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "revffn": {}, "mezo": {}, "lora": {}, "lora-fa": {}}
@@ -104,6 +104,7 @@ def main() -> None:
 
     rows = []
     for name in args.methods.split(","):
+
         def run(dtype: torch.dtype = torch.bfloat16, name: str = name, **settings: Any) -> Any:
             return train(name, dtype, args.steps, args.rows, **settings)
 
@@ -122,8 +123,10 @@ def main() -> None:
                 "along": float(movement @ along / (along @ along)),
             })  # fmt: skip
             print(rows[-1], flush=True)
-    notes = [f"A random Llama of {SIZES['num_hidden_layers']} layers and hidden size {SIZES['hidden_size']}, "
-             f"{args.steps} steps of {args.rows} rows of 32 tokens, at the method's default rate and without a schedule."]  # fmt: skip
+    notes = [
+        f"A random Llama of {SIZES['num_hidden_layers']} layers and hidden size {SIZES['hidden_size']}, {args.steps} "
+        f"steps of {args.rows} rows of 32 tokens, at the method's default rate and without a schedule."
+    ]
     finish("training/half_precision", rows, args, COLUMNS, title="Movement of bfloat16 parameters", notes=notes)
 
 

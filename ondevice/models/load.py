@@ -84,12 +84,19 @@ def load_model(
     dims, family = dims_and_family(source, revision)
     info = sources.resolve(source, revision, verify=verify)
     folder = folder_of(info)
+    config = sources.read_config(folder)
+    has_own_head = config.get("tie_word_embeddings") is False
+    if dims.tied and has_own_head:  # of a hub id the weights are known only now
+        dims, family = dims_and_family(str(folder), None)
     tokenizer = read_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
-    new_head = _check_head(source, sources.read_config(folder), dims, classes)
+    new_head = _check_head(source, config, dims, classes)
     # A type that is not ours may have no fused attention: transformers then takes what it has.
     attention, count = None if dims.whole else "sdpa", classes or dims.classes
     model = _load_weights(folder, torch_dtype, attention, count, new_head)
+    if has_own_head:  # transformers leaves the head untied where it differs, but not what its configuration says
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
     _move(model, torch_device)
     return wrap(model, tokenizer, family, info, dims)
 

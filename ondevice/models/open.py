@@ -17,6 +17,7 @@ from ondevice.models.any_decoder import AnyDecoder
 from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
 from ondevice.models.gguf import read_gguf_dims
+from ondevice.models.own_head import check_head
 from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.source import TINY_PREFIX, SourceInfo
 
@@ -100,6 +101,10 @@ def open_model(
     if packing is not None:  # packed matrices have other shapes; vectors are as they were
         shapes = {name: shape for name, shape in shapes.items() if len(shape) == 1}
     sources.check_weights(info.path, shapes)
+    if dims.tied and sources.read_config(info.path).get("tie_word_embeddings") is False:
+        dims = replace(dims, tied=False)  # of a hub id the weights are known only now
+    if not dims.tied:
+        check_head(info.path)
     return ModelFiles(load_tokenizer(source, revision), dims, family, info, dtype, packing)
 
 
@@ -198,6 +203,9 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error
     values = sources.read_config(folder)
+    nested = values.get("text_config")
+    if isinstance(nested, dict):  # a model that also reads images keeps its language model's sizes there
+        values = {**values, **{key: value for key, value in nested.items() if values.get(key) is None}}
     rows, ends = values.get("vocab_size", 0), values.get("eos_token_id")
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
     message, hint = f"{folder}: the tokenizer is another model's", "copy the tokenizer's files of the base model"

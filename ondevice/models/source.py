@@ -16,6 +16,7 @@ from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
 from ondevice.models import cache, hub
 from ondevice.models.gguf import convert_gguf
+from ondevice.models.own_head import as_the_weights_are
 from ondevice.models.package import find_package, resolve_package
 
 PACKAGE_PREFIX = "package:"
@@ -125,7 +126,7 @@ def local_folder(source: str) -> Path | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a folder.
+    """Read `config.json` of a folder; `tie_word_embeddings` is as the weights that are there have it.
 
     Raises:
         ModelError: missing or no JSON object.
@@ -142,7 +143,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read", expected="a JSON object", received=str(error)) from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} cannot be read", expected="a JSON object", received=type(config).__name__)
-    return config
+    return as_the_weights_are(config, folder)
 
 
 def check_folder(folder: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.registry import method_config, open_session
+from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch, open_tiny
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -82,3 +85,98 @@ def test_micro_batches_give_the_gradient_of_the_batch_and_the_norm_is_clipped(na
     for rows in (None, 2):
         np.testing.assert_allclose(moments[None, rows], whole, rtol=1e-3, atol=1e-7)
         np.testing.assert_allclose(moments[0.05, rows], whole * 0.05 / norm, rtol=1e-3, atol=1e-8)
+
+
+def bfloat16_session(name: str = "full", **values):
+    """A session whose model is in bfloat16."""
+    loaded = tiny_model("llama")
+    loaded.model.to(torch.bfloat16)
+    return open_session(loaded, method_config(name, values), 3)
+
+
+def movement(session, steps: int = 12, rate: float = 1e-5) -> np.ndarray:
+    before = {name: value for name, value in session.state().items() if value.size > 1}
+    for step in range(steps):
+        session.step(*batch(2, seed=step), step, rate)
+    after = session.state()
+    return np.concatenate([(after[name] - value).ravel() for name, value in before.items()])
+
+
+def test_bfloat16_parameters_move_as_float32_ones_do_at_the_default_rate() -> None:
+    narrow, wide = bfloat16_session(), open_tiny("full")
+    ours = movement(narrow)
+    wide.load_state({name: value for name, value in bfloat16_session().state().items() if "/" not in name})
+    theirs = movement(wide)
+    assert (ours != 0).mean() > 0.99
+    assert np.linalg.norm(ours) == pytest.approx(np.linalg.norm(theirs), rel=0.01)
+    assert ours @ theirs / (theirs @ theirs) > 0.99
+
+
+def test_torch_s_own_step_in_bfloat16_loses_most_of_it(monkeypatch) -> None:
+    """Why there are masters: without them this is what the same steps do."""
+    from ondevice.methods.adamw import TorchAdamW
+
+    monkeypatch.setattr("ondevice.methods.adamw_session.open_adamw", lambda *given: [TorchAdamW(*given)])
+    assert (movement(bfloat16_session()) != 0).mean() < 0.3
+
+
+def test_the_model_computes_with_the_masters_rounded_to_the_nearest() -> None:
+    session = bfloat16_session()
+    movement(session, steps=3)
+    for name, parameter in session.parameters.items():
+        master = torch.from_numpy(session.state()[name])
+        assert parameter.dtype == torch.bfloat16
+        difference = (parameter.detach().float() - master).abs()
+        assert bool((difference <= master.abs() * 2**-8).all())
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_in_bfloat16_a_resumed_run_has_the_same_bits(name, kernel, monkeypatch) -> None:
+    if not kernel:
+        monkeypatch.setattr("ondevice.methods.adamw.has_kernel", lambda tensor: False)
+    straight, first = bfloat16_session(name), bfloat16_session(name)
+    for step in range(5):
+        straight.step(*batch(2, seed=step), step, 1e-4)
+    for step in range(2):
+        first.step(*batch(2, seed=step), step, 1e-4)
+    second = bfloat16_session(name)
+    second.load_state({key: value.copy() for key, value in first.state().items()})
+    for step in range(2, 5):
+        second.step(*batch(2, seed=step), step, 1e-4)
+    ours, theirs = straight.state(), second.state()
+    assert ours.keys() == theirs.keys() and all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+
+
+def test_without_a_compiler_the_masters_are_the_same_up_to_rounding(monkeypatch) -> None:
+    compiled = bfloat16_session()
+    movement(compiled)
+    monkeypatch.setattr("ondevice.methods.adamw.has_kernel", lambda tensor: False)
+    plain = bfloat16_session()
+    movement(plain)
+    for name, value in plain.state().items():
+        np.testing.assert_allclose(compiled.state()[name], value, atol=3e-6)
+
+
+def test_the_plan_counts_the_masters() -> None:
+    from ondevice.methods.full.memory import memory
+
+    session = bfloat16_session()
+    movement(session, steps=1)
+    states = [state for optimizer in session.optimizers for state in optimizer.states.values()]
+    held = sum(t.nbytes for state in states for t in (state.low, state.moments.m, state.moments.v))
+    dims = session.loaded.dims
+    planned = memory(dims, session.config, 2, 12, activation_bytes=2)
+    assert planned["optimizer"] == held == 10 * dims.parameters
+    assert memory(dims, session.config, 2, 12, activation_bytes=4)["optimizer"] == 8 * dims.parameters
+
+
+def test_float16_weights_are_refused_and_adapters_beside_them_are_not() -> None:
+    for name in ("full", "lora"):
+        loaded = tiny_model("llama")
+        loaded.model.to(torch.float16)
+        if name == "lora":
+            open_session(loaded, method_config(name), 3)
+            continue
+        with pytest.raises(ConfigError, match="float16"):
+            open_session(loaded, method_config(name), 3)

@@ -157,3 +157,20 @@ def test_what_is_not_for_it_is_refused() -> None:
     del state["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         target.load_state(state)
+
+
+def test_an_update_below_the_last_bit_of_bfloat16_is_kept_on_average() -> None:
+    def moved(dtype: torch.dtype) -> np.ndarray:
+        loaded = tiny_model("llama")
+        for parameter in loaded.model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+        target = MezoSession(loaded, MezoConfig(), 3)
+        before = target.state()
+        for step in range(40):
+            target.apply_update((1.0,), step, 1e-5)
+        after = target.state()
+        return np.concatenate([(after[name] - before[name]).ravel() for name in before if name != "seed"])
+
+    wide, narrow = moved(torch.float32), moved(torch.bfloat16)
+    assert narrow @ wide / (wide @ wide) == pytest.approx(1.0, abs=0.1)
+    np.testing.assert_array_equal(narrow, moved(torch.bfloat16))  # a function of seed, step and element
