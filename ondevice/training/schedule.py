@@ -19,6 +19,10 @@ Kind = Literal["constant", "linear", "cosine"]
 class WarmupDecay:
     """Linear warmup to `peak`, then constant, linear or cosine decay to `peak * final_fraction`.
 
+    The decay ends at the last step: with `final_fraction` 0 that step has rate 0, computes a loss and moves nothing.
+    The schedules of transformers and torch would reach 0 one step after the last, so N steps here have the rates of
+    N - 1 steps there, and then one of 0. It stays so, as runs of earlier versions go on with the rates they began with.
+
     Args:
         kind: the shape after the warmup.
         peak: highest learning rate.

@@ -50,7 +50,7 @@ def settings(model: Path, tmp_path: Path, method: str, backend: str = "torch", *
         ("full", "torch", {}), ("lora", "torch", {}), ("mezo", "torch", {}), ("prge", "torch", {}),
         ("mesp", "torch", {}), ("mesp", "torch", {"method.weight_placement": "streamed"}),
         ("slideformer", "torch", {}), ("revffn", "torch", {}), ("lora", "torch", {"data.streaming": True}),
-        ("mesp", "mlx", {}), ("prge", "mlx", {}),
+        ("mesp", "mlx", {}), ("mesp", "mlx", {"method.weight_placement": "streamed"}),
     ],
 )  # fmt: skip
 def test_a_run_is_refused_before_its_first_step(
@@ -86,7 +86,9 @@ def test_ondevice_data_with_a_model_says_it(model: Path, tmp_path: Path, capsys:
     from ondevice.cli.app import run
 
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
-    assert run(["data", str(rows), "--model", str(model), "--json"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        run(["data", str(rows), "--model", str(model), "--json"])
+    assert ended.value.code == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["sequences"] == 2
     assert [(one["line"], one["reason"]) for one in told["problems"]] == [

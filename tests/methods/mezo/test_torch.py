@@ -165,7 +165,7 @@ def test_an_update_below_the_last_bit_of_bfloat16_is_kept_on_average() -> None:
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
         target = MezoSession(loaded, MezoConfig(), 3)
-        before = target.state()
+        before = {name: value.copy() for name, value in target.state().items()}
         for step in range(40):
             target.apply_update((1.0,), step, 1e-5)
         after = target.state()
