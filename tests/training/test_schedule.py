@@ -40,3 +40,19 @@ def test_one_step_runs() -> None:
 def test_wrong_numbers(arguments) -> None:
     with pytest.raises(ConfigError):
         WarmupDecay(*arguments)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 30])
+def test_a_linear_schedule_has_the_rates_of_one_step_fewer_in_transformers_and_then_zero(steps: int) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps - 1)
+    theirs = []
+    for _ in range(steps - 1):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    ours = WarmupDecay("linear", 1.0, steps)
+    assert [ours(step) for step in range(steps)] == pytest.approx([*theirs, 0.0])
