@@ -164,10 +164,10 @@ def has_kernel(tensor: Tensor) -> bool:
 
 def _state(parameter: torch.nn.Parameter) -> HostState:
     """Return the state before the first step: the master is the parameter."""
-    make = {"device": parameter.device}
+    device = parameter.device
     high = parameter.detach().view(-1)  # the parameter's own memory
-    low = torch.zeros(high.numel(), dtype=torch.int16, **make)
-    moments = Moments("float32", *(torch.zeros(high.numel(), **make) for _ in MOMENTS))
+    low = torch.zeros(high.numel(), dtype=torch.int16, device=device)
+    moments = Moments("float32", *(torch.zeros(high.numel(), device=device) for _ in MOMENTS))
     return HostState(None, high, low, moments)
 
 
