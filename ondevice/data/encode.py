@@ -305,8 +305,8 @@ def read_dataset(
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
-    from ondevice.data.formats import read_rows
     from ondevice.data.objects import Given, as_rows, tokens
+    from ondevice.data.reading import read_rows
 
     if isinstance(path, Given):
         if path.tokenized:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ondevice.data.batching import round_up
 from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode
-from ondevice.data.formats import read_rows
 from ondevice.data.lengths import length_of
+from ondevice.data.reading import read_rows
 from ondevice.data.rows import RowProblem, Rows
 
 if TYPE_CHECKING:
