@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.formats import converter, infer
-from ondevice.data.records import Source, read_records
+from ondevice.data.records import UNLIMITED, Limits, Record, Source, read_records
 from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.templates import Task, find_task
+
+REPORT_RECORDS = 5000
+"""Records between two signs of life of a long pass."""
 
 
 def read_rows(
@@ -83,6 +87,72 @@ def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
         received=f"{len(problems)} rows, all with problems" if problems else "none",
         hint=f"`ondevice data '{name}'` lists every bad row",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a pass over a file found."""
+
+    format: Format
+    rows: int
+    """Rows that can be used."""
+
+    bad_rows: int
+    problems: list[RowProblem]
+    """Of the first bad rows, in the order of their lines."""
+
+
+def check_rows(
+    path: str | Path,
+    *,
+    task: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    limits: Limits = UNLIMITED,
+    most_problems: int = 100,
+    alive: Callable[[], None] = lambda: None,
+) -> Checked:
+    """Check every row as `read_rows` does, and keep none of them: memory does not grow with the file.
+
+    Args:
+        limits: of what a piece of the file may take.
+        alive: called every few thousand records.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError: as `read_rows`; a file without one usable row is not an error.
+    """
+    path = path_of(path, "the data")
+    chosen = named_task(task, path) if task else None
+
+    def again() -> Source:
+        source = read_records(path, limits)
+        return Source(source.kind, _reported(source.records, alive), source.notes)
+
+    reading = Reading(again, str(path), chosen, columns)
+    bad_rows, problems = 0, []
+
+    def note(problem: RowProblem) -> None:
+        nonlocal bad_rows
+        bad_rows += 1
+        problems.append(problem)
+        if len(problems) > 2 * most_problems:
+            _first(problems, most_problems)
+
+    rows = sum(1 for _ in reading.rows(note))
+    _first(problems, most_problems)
+    return Checked(reading.format, rows, bad_rows, problems)
+
+
+def _first(problems: list[RowProblem], most: int) -> None:
+    """Keep the first problems by their line: a plain text has its own line 1 at its end."""
+    problems.sort(key=lambda problem: (problem.file, problem.line))
+    del problems[most:]
+
+
+def _reported(records: Iterator[Record], alive: Callable[[], None]) -> Iterator[Record]:
+    for number, record in enumerate(records, 1):
+        if number % REPORT_RECORDS == 0:
+            alive()
+        yield record
 
 
 class Reading:
