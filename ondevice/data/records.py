@@ -41,11 +41,10 @@ class Limits:
     """What one piece of a file may take, for a file from outside. What is larger is refused before it is in memory."""
 
     row_bytes: int = sys.maxsize
-    """Of one line, or of one element of a JSON list."""
+    """Of one line, or of one element of a JSON list. Of a plain text, which is one row, so much is kept."""
 
     whole_bytes: int = sys.maxsize
-    """Of what has to be read whole: a JSON object over many lines, the part of an Excel file with its texts. Of a plain
-    text, which is one row, so much is kept."""
+    """Of what has to be read whole: a JSON object over many lines, the part of an Excel file with its texts."""
 
     unpacked_bytes: int = sys.maxsize
     """Of a packed file, unpacked."""
@@ -169,7 +168,7 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
 
         return read_table(path, begin, limits)
     if kind == "txt":
-        return Source(kind, _txt(read_lines(path, limits), limits.whole_bytes))
+        return Source(kind, _txt(read_lines(path, limits), limits.row_bytes))
     if begin[:1] == b"[":
         from ondevice.data.json_list import read_list
 

@@ -48,5 +48,8 @@ def was_refused(error: BaseException) -> bool:
 
 def status_bytes(name: str) -> int:
     """Read a size in /proc/self/status, in bytes; 0 where there is none."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0)
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0)
+    except OSError:
+        return 0

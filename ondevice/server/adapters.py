@@ -9,10 +9,10 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ondevice.artifact.adapter import CONFIG_NAME, WEIGHTS_NAME, load_adapter
-from ondevice.artifact.files import atomic_directory, sha256_file
+from ondevice.artifact.files import atomic_directory, sha256_file, storage_errors
 from ondevice.core.errors import BusyError
 from ondevice.server.queue import Job
 from ondevice.server.store import MissingError, Store
@@ -144,14 +144,32 @@ def remove_adapter(store: Store, name: str) -> None:
     store.discard("adapters", name)
 
 
+def zipped_stream(folder: Path, place: Path) -> BinaryIO:
+    """Zip a folder's files into a file in `place` that has no name: it is gone when it is closed, or with the process.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    with storage_errors(place):
+        packed = zipped(folder, place)
+    stream = packed.open("rb")
+    packed.unlink()
+    return stream
+
+
 def zipped(folder: Path, place: Path) -> Path:
     """Zip a folder's files into a new file in `place`, which the caller deletes; the same files give the same bytes."""
     descriptor, name = tempfile.mkstemp(suffix=".zip", dir=place)
-    with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
-        for path in sorted(folder.iterdir()):
-            entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
-            entry.file_size = path.stat().st_size
-            entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
-            with archive.open(entry, "w") as target, path.open("rb") as source:
-                shutil.copyfileobj(source, target)  # a piece at a time: an adapter may be larger than a board's memory
+    try:
+        with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(folder.iterdir()):
+                entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
+                entry.file_size = path.stat().st_size
+                entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
+                with archive.open(entry, "w") as target, path.open("rb") as source:
+                    # A piece at a time: an adapter may be larger than a board's memory.
+                    shutil.copyfileobj(source, target)
+    except BaseException:
+        os.unlink(name)
+        raise
     return Path(name)

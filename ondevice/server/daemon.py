@@ -47,7 +47,10 @@ class Daemon:
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
         self.rows = Helper("data")
+        self.plans = Helper("plan")  # another process: it loads frameworks, and a large file takes minutes to check
         self.model = Helper("model")
+        self.helpers = (self.rows, self.plans, self.model)
+        self.uploads = uploads.Idle(self.store)
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
@@ -74,7 +77,7 @@ class Daemon:
         if self.supervisor.is_alive():
             self.supervisor.stop()
         self.conversions.stop()
-        for helper in (self.rows, self.model):
+        for helper in self.helpers:
             helper.close()
         self.store.close()
         os.close(self._lock)
@@ -84,16 +87,20 @@ class Daemon:
         """True while the queue is being worked on; the watchdog and GET /v1/health report it."""
         return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
+    def check(self, call: str, **arguments: Any) -> Any:
+        """Check an upload in the helper that does this."""
+        return (self.rows if call == "validate" else self.plans)(call, **arguments)
+
     def _changed(self, job: str) -> None:
         self.supervisor.wake()
         self.hub.changed(job)
 
     def _keep(self) -> None:
         while not self._closing.wait(HOUSEKEEPING_S):
-            for helper in (self.rows, self.model):
+            for helper in self.helpers:
                 helper.end_if_idle()
             try:
-                uploads.expire(self.store, time.time())
+                self.uploads.tidy()
                 self.conversions.tidy(time.time())
             except Exception:
                 _log.exception("housekeeping failed, and is tried again")
@@ -124,7 +131,7 @@ def sweep(store: Store, now_s: float | None = None) -> None:
     than the folders, they are all that there is: so they are moved to `lost`, not removed.
     """
     now = time.time() if now_s is None else now_s
-    uploads.expire(store, now)
+    uploads.recover(store)
     for kind in ("datasets", "adapters", "jobs"):
         ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
         for folder in [*lost.iterdir()] if lost.is_dir() else []:

@@ -27,7 +27,7 @@ from typing import Any
 
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
-from ondevice.planning.limit import own_memory, was_refused
+from ondevice.planning.limit import own_memory, status_bytes, was_refused
 from ondevice.server.complete import STOP, listen_for_stop
 from ondevice.server.worker import child_environment, quiet_frameworks
 
@@ -322,9 +322,9 @@ def convert(**arguments: Any) -> Generator[dict[str, str], None, dict[str, Any]]
 
 
 ROWS_BYTES = 400 << 20
-"""Private memory of a process that checks rows. Libraries add some 80 MiB of their files: 512 MiB hold both."""
+"""What checking rows may take. The process has 30 MiB before, and libraries' files take 60: 512 MiB hold all."""
 TOKENIZER_BYTES = 2 << 30
-"""Private memory of one that loads a tokenizer, for which transformers imports PyTorch: both take 450 MiB."""
+"""What a call may take that loads a tokenizer, for which transformers imports PyTorch: both take 450 MiB."""
 CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "plan": (plan, None),  # opens the GPU, whose driver maps more than any limit
     "validate": (validate, ROWS_BYTES),
@@ -335,18 +335,19 @@ CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "complete": (complete, None),
     "convert": (convert, None),
 }
-"""The calls, and the limit of each in bytes."""
+"""The calls, and what each may take of memory that is not there for libraries' files, in bytes."""
 
 
 def serve(source: Any, target: Any) -> None:
     """Answer until the other side closes, or until a call was refused memory."""
     global _alive
     _alive = partial(_send, target, {"part": None})
+    at_start_bytes = status_bytes("RssAnon")
     for line in source:
         question = json.loads(line)
         call, limit = CALLS[question["call"]]
         try:
-            with own_memory(limit):
+            with own_memory(None if limit is None else at_start_bytes + limit):
                 value = call(**question["arguments"])
                 answer = {"value": _send_parts(value, target) if isinstance(value, Generator) else value}
         except OndeviceError as error:

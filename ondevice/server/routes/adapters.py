@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, Response
-from starlette.background import BackgroundTask
+from fastapi.responses import Response, StreamingResponse
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
@@ -16,6 +17,7 @@ from ondevice.server.queue import ENDED
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
+PIECE_BYTES = 1 << 20
 
 
 @router.get("/adapters", response_model=list[schemas.Adapter])
@@ -45,10 +47,18 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 )
 def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
-    packed = adapters.zipped(adapter_folder(daemon.store, adapter), daemon.store.root / "uploads")
-    return FileResponse(
-        packed, media_type="application/zip", filename=f"{adapter}.zip", background=BackgroundTask(packed.unlink)
-    )
+    packed = adapters.zipped_stream(adapter_folder(daemon.store, adapter), daemon.store.root / "uploads")
+    headers = {
+        "Content-Disposition": f'attachment; filename="{adapter}.zip"',
+        "Content-Length": str(os.fstat(packed.fileno()).st_size),
+    }
+    return StreamingResponse(_pieces(packed), headers=headers, media_type="application/zip")
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 @router.post("/adapters/{adapter}/activate", response_model=schemas.Active)

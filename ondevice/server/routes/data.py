@@ -45,7 +45,7 @@ def list_models(daemon: Serving) -> dict[str, Any]:
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
     """Return the method of a job of this model that names none, and the sentence that says so."""
-    return daemon.rows("choose", source=jobs.locate_model(daemon.store, model))
+    return daemon.plans("choose", source=jobs.locate_model(daemon.store, model))
 
 
 @router.get("/method", response_model=schemas.Chosen)
@@ -118,7 +118,7 @@ def preview_dataset(
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
-    shown = daemon.rows(
+    shown = daemon.plans(
         "preview",
         file=str(file),
         model=None if model is None else jobs.locate_model(daemon.store, model),

@@ -62,7 +62,7 @@ def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     if body.dry_run:
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
-        plan = daemon.rows("plan", config=values, artifact=artifact)
+        plan = daemon.plans("plan", config=values, artifact=artifact)
         return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
     values = spec.model_dump(mode="json")
     return _answer(daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest)))

@@ -50,8 +50,9 @@ async def put_part(
 
 @router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
 def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
-    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong."""
-    return uploads.finish(daemon.store, upload, daemon.rows)
+    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong; one that
+    could not be checked now, as on a full disk, stays and can be finished later."""
+    return uploads.finish(daemon.store, upload, daemon.check)
 
 
 @router.delete("/{upload}", response_model=schemas.Done)
