@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,11 +74,24 @@ def insert_adapter(store: Store, name: str, title: str, job: str | None, model: 
     )
 
 
-def list_adapters(store: Store) -> list[dict[str, Any]]:
-    """List all adapters, the newest first; `active` marks the one in use."""
+def list_adapters(store: Store, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """Return so many adapters behind `after`, the newest first, and if there are more; `active` marks the one in use.
+
+    Raises:
+        ConfigError: `after` is not in the list.
+    """
     active = active_adapter(store)
-    rows = store.rows("SELECT * FROM adapters ORDER BY created_s DESC, id")
-    return [{**dict(row), "active": row["id"] == active} for row in rows]
+    rows, more = store.page("adapters", "-created_s, id", limit, after)
+    return [{**dict(row), "active": row["id"] == active} for row in rows], more
+
+
+def adapters_of(store: Store, jobs: Sequence[str]) -> dict[str, list[str]]:
+    """Return the ids of the adapters that each of these jobs has made, of those that have made any."""
+    found: dict[str, list[str]] = {}
+    query = f"SELECT id, job FROM adapters WHERE job IN ({','.join('?' * len(jobs))}) ORDER BY id"
+    for row in store.rows(query, *jobs):
+        found.setdefault(row["job"], []).append(row["id"])
+    return found
 
 
 def get_adapter(store: Store, name: str) -> dict[str, Any]:

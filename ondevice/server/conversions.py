@@ -120,9 +120,14 @@ class Conversions:
         self._wake.set()
         return self.get(name)
 
-    def list(self) -> list[dict[str, Any]]:
-        """List all conversions, the newest first."""
-        return [_public(row) for row in self.store.rows("SELECT * FROM conversions ORDER BY number DESC")]
+    def page(self, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+        """Return so many conversions behind `after`, the newest first, and if there are more.
+
+        Raises:
+            ConfigError: `after` is not in the list.
+        """
+        rows, more = self.store.page("conversions", "-number", limit, after)
+        return [_public(row) for row in rows], more
 
     def get(self, name: str) -> dict[str, Any]:
         """Return one; MissingError if there is none."""

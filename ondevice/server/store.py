@@ -27,7 +27,7 @@ import secrets
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,41 @@ class Store:
     def row(self, query: str, *values: Any) -> sqlite3.Row | None:
         """Return the first row of a SELECT; None without one."""
         return self.connection.execute(query, values).fetchone()
+
+    def page(
+        self,
+        table: str,
+        order: str,
+        limit: int | None,
+        after: str | None = None,
+        *,
+        where: str = "1",
+        values: Sequence[Any] = (),
+        columns: str = "*",
+    ) -> tuple[list[sqlite3.Row], bool]:
+        """Return a part of a list, and if there is more behind it; SQLite reads and sorts, Python sees the part only.
+
+        Args:
+            table: with a column `id`.
+            order: SQL expressions; the last differs from row to row.
+            limit: rows of the part; None takes all.
+            after: the id of the row before the part; None begins.
+            where: a condition with places for `values`.
+
+        Raises:
+            ConfigError: `after` is not in the list.
+        """
+        behind, begin = "", []
+        if after is not None:
+            if self.row(f"SELECT 1 FROM {table} WHERE id = ? AND {where}", after, *values) is None:
+                raise ConfigError(f"{after} is not in this list", expected="the last id of the page before",
+                                  received=after, hint="it may have been deleted: begin without `after`")  # fmt: skip
+            behind, begin = f"AND ({order}) > (SELECT {order} FROM {table} WHERE id = ?)", [after]
+        # The ids first, from an index where there is one: the rows' texts are read for the part only.
+        chosen = f"SELECT rowid FROM {table} WHERE {where} {behind} ORDER BY {order} LIMIT ?"
+        query = f"SELECT {columns} FROM {table} WHERE rowid IN ({chosen}) ORDER BY {order}"
+        rows = self.rows(query, *values, *begin, -1 if limit is None else limit + 1)
+        return rows[:limit], limit is not None and len(rows) > limit
 
     def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
         """Append events to a job's stream inside a transaction; return the newest id. Ids begin at 1, without gaps."""

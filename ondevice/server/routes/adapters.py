@@ -13,8 +13,7 @@ from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
 from ondevice.server.daemon import running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
-from ondevice.server.queue import ENDED
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 PIECE_BYTES = 1 << 20
@@ -25,7 +24,9 @@ def list_adapters(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
     """Return adapters, the newest first."""
-    return page_of(adapters.list_adapters(daemon.store), limit, after, request, response)
+    found, more = adapters.list_adapters(daemon.store, limit, after)
+    name_next(found, more, limit, request, response)
+    return found
 
 
 @router.post("/adapters/rollback", response_model=schemas.Active)
@@ -71,9 +72,8 @@ def activate_adapter(daemon: Serving, adapter: Id) -> dict[str, str | None]:
 @router.delete("/adapters/{adapter}", response_model=schemas.Done)
 def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
     """Delete an adapter that is not active and that no waiting or running job starts from."""
-    for job in daemon.queue.list():
-        if job.state not in ENDED and job.spec.get("adapter") == adapter:
-            raise BusyError(f"job {job.id} needs the adapter", hint="cancel the job first")
+    if job := daemon.queue.needing("adapter", adapter):
+        raise BusyError(f"job {job} needs the adapter", hint="cancel the job first")
     adapters.remove_adapter(daemon.store, adapter)
     return {"ok": True}
 
