@@ -148,7 +148,7 @@ def link_active(store: Store) -> None:
 
 def remove_adapter(store: Store, name: str) -> None:
     """Delete an adapter that is not in use."""
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         get_adapter(store, name)
         if active_adapter(store) == name:
             raise BusyError("the adapter is active", expected="an adapter that is not in use", hint="roll back first")

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import Field
 
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import BusyError, ConfigError, OndeviceError, TrainingError
+from ondevice.core.errors import BusyError, ConfigError, OndeviceError, StorageError, TrainingError
 from ondevice.exits.base import Form, form_names, form_of
 from ondevice.server.adapters import get_adapter, zipped
 from ondevice.server.helper import Helper
@@ -80,11 +80,14 @@ class Conversions:
     def start(self) -> None:
         """Tidy up after the daemon before, and work."""
         cut = TrainingError("the daemon ended during the conversion", hint="convert again").to_dict()
-        with self.store.transaction() as db:
-            db.execute(
-                "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
-            )
-        self.tidy(time.time())
+        try:
+            with self.store.transaction() as db:
+                db.execute(
+                    "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
+                )
+            self.tidy(time.time())
+        except StorageError as error:  # a full disk: the housekeeping tries again
+            _log.error("conversions cannot be put in order now: %s", error)
         self._thread.start()
 
     def stop(self) -> None:
@@ -146,7 +149,7 @@ class Conversions:
     def remove(self, name: str) -> None:
         """Forget a conversion and what it wrote; one that runs is ended first."""
         self.get(name)
-        with self.store.transaction() as db:
+        with self.store.transaction(frees=True) as db:
             db.execute("DELETE FROM conversions WHERE id = ?", (name,))
         with self._turning:
             running = self._present == name
@@ -157,7 +160,7 @@ class Conversions:
 
     def tidy(self, now_s: float) -> None:
         """Forget what was made long ago, and folders that no finished conversion has."""
-        with self.store.transaction() as db:
+        with self.store.transaction(frees=True) as db:
             query = "DELETE FROM conversions WHERE state IN (?, ?) AND created_s < ?"
             db.execute(query, (DONE, FAILED, now_s - KEPT_S))
         folders = [*(self.store.root / "exits").iterdir()]  # first: one that is made now has its row already

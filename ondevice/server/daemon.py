@@ -62,12 +62,17 @@ class Daemon:
     def start(self) -> None:
         """Put the queue in order after the daemon before, and run it."""
         # First what a killed daemon left: rows and folders agree before the first worker starts.
-        self.supervisor.recover()
-        sweep(self.store)
-        link_active(self.store)
+        with self.store.reserve.given_up():
+            try:
+                self.supervisor.recover()
+                self.queue.delete_lost_events()
+                sweep(self.store)
+                link_active(self.store)
+            except (OndeviceError, OSError) as error:  # a full disk: only who is served can delete something
+                _log.error("the store cannot be put in order now: %s", error)
+            self.conversions.start()
         self.supervisor.start()
         self.fleets.start()
-        self.conversions.start()
         self._keeper.start()
 
     def stop(self) -> None:
@@ -100,6 +105,7 @@ class Daemon:
             for helper in self.helpers:
                 helper.end_if_idle()
             try:
+                self.store.reserve.fill()
                 self.uploads.tidy()
                 self.conversions.tidy(time.time())
             except Exception:

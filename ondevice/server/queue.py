@@ -57,6 +57,8 @@ RETRIES = 3
 KEY_S = 24 * 3600.0
 """How long a request's key is remembered."""
 LONGEST_PAUSE_S = 300.0
+DELETED_AT_ONCE = 2000
+"""Events that are deleted in one transaction."""
 
 
 @dataclass(frozen=True)
@@ -332,12 +334,30 @@ class Queue:
         Raises:
             BusyError: it has not ended.
         """
-        with self.store.transaction() as db:
-            row = self.get(job)
-            if row.state not in ENDED:
-                raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
-            db.execute("DELETE FROM jobs WHERE id = ?", (job,))
-            db.execute("DELETE FROM events WHERE job = ?", (job,))
+        with self.store.reserve.given_up():
+            with self.store.transaction() as db:
+                row = self.get(job)
+                if row.state not in ENDED:
+                    raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
+                db.execute("DELETE FROM jobs WHERE id = ?", (job,))
+            self._delete_events(job)
+
+    def delete_lost_events(self) -> None:
+        """Delete the events of jobs that are not there: of a job whose delete a kill cut short."""
+        # From one job's first event to the next one's: the events of all jobs may be millions.
+        lost = self.store.rows(
+            "WITH RECURSIVE seen(job) AS (SELECT MIN(job) FROM events UNION ALL "
+            "SELECT (SELECT MIN(job) FROM events WHERE job > seen.job) FROM seen WHERE seen.job IS NOT NULL) "
+            "SELECT job FROM seen WHERE job IS NOT NULL AND job NOT IN (SELECT id FROM jobs)"
+        )
+        for row in lost:
+            self._delete_events(row["job"])
+
+    def _delete_events(self, job: str) -> None:
+        """Delete in parts: all at once, SQLite would first write as much as they take, and the disk may be full."""
+        while (first := self.store.row("SELECT MIN(id) FROM events WHERE job = ?", job)) and first[0] is not None:
+            with self.store.transaction(frees=True) as db:
+                db.execute("DELETE FROM events WHERE job = ? AND id < ?", (job, first[0] + DELETED_AT_ONCE))
 
     def _say(self, job: str, state: str, reason: str, now: float, error: dict[str, Any] | None = None) -> None:
         event = {"event": "job", "time_s": now, "state": state, "reason": reason}

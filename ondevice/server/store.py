@@ -4,6 +4,7 @@
         ondevice.db      jobs, events, data sets, uploads, adapters, activations, thumbs,
                          conversions, tokens
         serve.lock       held by the daemon that serves this store
+        reserve          room on the disk that deletes may use
         datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
         models/NAME/     models that were uploaded or put there by hand
         artifacts/NAME/  exported programs, likewise
@@ -33,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
+from ondevice.server.reserve import NAME as RESERVE
+from ondevice.server.reserve import RESERVE_BYTES, Reserve
 
 FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -120,16 +123,18 @@ class Store:
         self._local = threading.local()
         self._connections: dict[threading.Thread, sqlite3.Connection] = {}
         self._connecting = threading.Lock()
+        self.reserve = Reserve(self.root / RESERVE)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for name in FOLDERS:
-                (self.root / name).mkdir(exist_ok=True, mode=0o700)
-            self._migrate()
+            with self.reserve.given_up():  # SQLite makes files when it opens a database
+                for name in FOLDERS:
+                    (self.root / name).mkdir(exist_ok=True, mode=0o700)
+                self._migrate()
         except (OSError, sqlite3.Error) as error:
-            raise StorageError(
-                f"{self.root}: the store cannot be opened: {error}",
-                hint="choose another --store, or restore this one from a copy",
-            ) from None
+            hint = "choose another --store, or restore this one from a copy"
+            if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVE_BYTES:
+                hint = f"the disk is full: free {RESERVE_BYTES >> 20} MiB of it, and start again"
+            raise StorageError(f"{self.root}: the store cannot be opened: {error}", hint=hint) from None
 
     def discard(self, kind: str, name: str) -> None:
         """Remove the folder of a thing that the database no longer knows.
@@ -175,16 +180,21 @@ class Store:
         return connection
 
     @contextmanager
-    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, durable: bool = True, frees: bool = False) -> Iterator[sqlite3.Connection]:
         """Run a block all or nothing; nobody else writes meanwhile. Inside another transaction it is a part of that.
 
         Args:
+            frees: the block deletes something, which a full disk must not prevent: it may use the reserve.
             durable: the disk has it when the block ends. Without, a power cut may take the last such blocks back
                 (never a part of one); the next durable one makes them durable too.
         """
         connection = self.connection
         if connection.in_transaction:
             yield connection
+            return
+        if frees:
+            with self.reserve.given_up(), self.transaction(durable=durable):
+                yield connection
             return
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")  # the write lock now: taken at the first write, it could fail half-way

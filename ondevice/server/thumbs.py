@@ -47,7 +47,7 @@ def list_thumbs(store: Store, limit: int, after: str | None = None) -> tuple[lis
 
 def remove(store: Store, name: str) -> None:
     """Forget a judgement; MissingError if there is none."""
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         if not db.execute("DELETE FROM thumbs WHERE id = ?", (name,)).rowcount:
             raise MissingError(f"there is no thumb {name}", hint="GET /v1/thumbs lists them")
 

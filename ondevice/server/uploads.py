@@ -243,7 +243,7 @@ def _delete(path: Path) -> None:
 
 def remove(store: Store, name: str) -> None:
     """Forget an upload and what has arrived of it. One that is being finished is finished all the same."""
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         db.execute("DELETE FROM uploads WHERE id = ?", (name,))
     _delete(store.path("uploads", name))
 

@@ -136,7 +136,7 @@ def preview_dataset(
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)
 def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
     """Delete a data set that no waiting or running job names."""
-    with daemon.store.transaction() as db:
+    with daemon.store.transaction(frees=True) as db:
         dataset_file(daemon.store, dataset)
         for kind in ("dataset", "eval_dataset"):
             if job := daemon.queue.needing(kind, dataset):
@@ -149,7 +149,7 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
 def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
     """Take a folder out of the store, at once; what a killed daemon leaves of it goes with the forgotten uploads."""
     folder = daemon.store.path(f"{kind}s", name)
-    with daemon.store.transaction():
+    with daemon.store.transaction(frees=True):
         if not folder.is_dir():
             raise MissingError(f"there is no {kind} {name}", hint=f"GET /v1/{kind}s lists them")
         if job := daemon.queue.needing(kind, name):
