@@ -1,10 +1,11 @@
-"""Files as rows: all of them at once, or one at a time for files that are larger than memory."""
+"""Files as rows: all of them at once (`read_rows`), or one at a time (`open_reading`) where only counts, lengths or the
+first of them are wanted, which takes the same memory whatever the file's size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,7 @@ def check_rows(
     Raises:
         ConfigError, DataError, MissingPackageError: as `read_rows`; a file without one usable row is not an error.
     """
-    path = path_of(path, "the data")
-    chosen = named_task(task, path) if task else None
-
-    def again() -> Source:
-        source = read_records(path, limits)
-        return Source(source.kind, _reported(source.records, alive), source.notes)
-
-    reading = Reading(again, str(path), chosen, columns)
+    reading = open_reading(path, task=task, columns=columns, limits=limits, alive=alive)
     bad_rows, problems = 0, []
 
     def note(problem: RowProblem) -> None:
@@ -140,6 +134,68 @@ def check_rows(
     rows = sum(1 for _ in reading.rows(note))
     _first(problems, most_problems)
     return Checked(reading.format, rows, bad_rows, problems)
+
+
+def open_reading(
+    path: str | Path,
+    *,
+    task: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    limits: Limits = UNLIMITED,
+    most_records: int | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Reading:
+    """Find out how a file is read, and read no more of it than that takes; arguments and errors as `check_rows`.
+
+    Args:
+        most_records: read so many at most, and note that there are more.
+    """
+    path = path_of(path, "the data")
+    chosen = named_task(task, path) if task else None
+    later: list[str] = []
+
+    def more() -> None:
+        later[:] = [f"the first {most_records:,} rows are read, of more"]
+
+    def again() -> Source:
+        source = read_records(path, limits)
+        records = _reported(source.records, alive)
+        if most_records is not None:
+            records = _cut(records, most_records, more)
+        return Source(source.kind, records, source.notes)
+
+    reading = Reading(again, str(path), chosen, columns)
+    reading.later = later
+    return reading
+
+
+def _cut(records: Iterator[Record], most: int, more: Callable[[], None]) -> Iterator[Record]:
+    """Yield the first records; call `more` where others follow."""
+    yield from islice(records, most)
+    if next(records, None) is not None:
+        more()
+
+
+def each_row(read: Rows | Reading, problem: Callable[[RowProblem], None] = lambda problem: None) -> Iterator[Row]:
+    """Yield the rows of a file that was read, or reads them; `problem` is called with each of the others."""
+    if isinstance(read, Reading):
+        yield from read.rows(problem)
+        return
+    for one in read.problems:
+        problem(one)
+    yield from read.items
+
+
+def ensure_usable(read: Rows | Reading) -> None:
+    """Raise DataError unless the file has a usable row, as `read_rows` does."""
+    problems: list[RowProblem] = []
+    if next(each_row(read, problems.append), None) is None:
+        raise _no_rows(about(read).file, problems)
+
+
+def about(read: Rows | Reading) -> Rows:
+    """Return what is known of all rows; the rows of a file that is being read are left out."""
+    return read.with_items([], []) if isinstance(read, Reading) else read
 
 
 def _first(problems: list[RowProblem], most: int) -> None:
@@ -177,6 +233,8 @@ class Reading:
 
         source = again()
         self.name, self.task, self.notes = name, chosen, list(source.notes)
+        self.later: list[str] = []
+        """Notes that a pass adds."""
         self.format: Format = chosen.kind if chosen else "text"
         self._again = again
         self._convert: Callable[[int, dict[str, Any], str], Row] | None = None

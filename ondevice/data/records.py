@@ -168,7 +168,9 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
 
         return read_table(path, begin, limits)
     if kind == "txt":
-        return Source(kind, _txt(read_lines(path, limits), limits.row_bytes))
+        most = limits.row_bytes
+        notes = [f"the first {most >> 20} MiB of the text are read"] if path.stat().st_size > most else []
+        return Source(kind, _txt(read_lines(path, limits), most), notes)
     if begin[:1] == b"[":
         from ondevice.data.json_list import read_list
 

@@ -36,6 +36,10 @@ IDLE_S = 120.0
 TIMEOUT_S = 300.0
 QUEUE_S = 60.0
 MAX_ANSWER_BYTES = 64 << 20
+PREVIEW_ROWS = 20_000
+"""Rows of a file that a preview reads: to tokenize all of a large one takes minutes."""
+PROBLEMS = 100
+"""Bad rows that an answer names."""
 
 
 class Helper:
@@ -245,7 +249,7 @@ def validate(file: str, task: str | None, columns: dict[str, str] | None = None)
     from ondevice.data.reading import check_rows
     from ondevice.data.records import FROM_OUTSIDE
 
-    checked = check_rows(file, task=task, columns=columns, limits=FROM_OUTSIDE, alive=_alive)
+    checked = check_rows(file, task=task, columns=columns, limits=FROM_OUTSIDE, most_problems=PROBLEMS, alive=_alive)
     name = Path(file).name
     problems = [problem.to_dict() | {"file": name} for problem in checked.problems]
     return {"format": checked.format, "rows": checked.rows, "bad_rows": checked.bad_rows, "problems": problems}
@@ -262,21 +266,19 @@ def preview(
     columns: list[str] | None = None,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
-    from ondevice.data import preview as preview_rows
+    from ondevice.data import preview_rows
     from ondevice.data.columns import parse_columns
+    from ondevice.data.reading import open_reading
+    from ondevice.data.records import FROM_OUTSIDE
     from ondevice.models import load_tokenizer
     from ondevice.models.open import artifact_tokenizer
 
     tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
-    shown = preview_rows(
-        file,
-        tokenizer,
-        task=task,
-        columns=parse_columns(columns or ()),
-        max_length_tokens=max_length_tokens,
-        train_on_prompt=train_on_prompt,
-        rows=rows,
-    )
+    named = parse_columns(columns or ())
+    read = open_reading(
+        file, task=task, columns=named, limits=FROM_OUTSIDE, most_records=PREVIEW_ROWS, alive=_alive
+    )  # fmt: skip
+    shown = preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, PROBLEMS)
     return shown.to_dict() | {"file": Path(file).name}
 
 
