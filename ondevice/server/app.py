@@ -74,7 +74,12 @@ COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose errors are in the form of OpenAI's."""
 SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A token of `ondevice serve token`."},
-    "session": {"type": "apiKey", "in": "cookie", "name": security.COOKIE, "description": "The page's, for a token."},
+    "session": {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": f"{security.COOKIE}_8765",
+        "description": "The page's. The name ends with the port, and begins with __Host- over TLS.",
+    },
 }
 RECHECK_S = 1.0
 """How often the token of an answer that goes on is checked again, at most; at least with each of its pings."""
@@ -259,13 +264,14 @@ class Guard:
             await self.app(scope, _limited(receive, _limit(scope)), guarded)
 
     def _lost_its_token(self, scope: Scope) -> bool:
-        return security.needs_token(self.daemon.store, self.host) and not self._has_token(Headers(scope=scope))
+        return security.needs_token(self.daemon.store, self.host) and not self._has_token(scope)
 
-    def _has_token(self, headers: Headers) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
         kind, _, secret = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
             return True
-        session = session_of(headers)
+        session = session_of(scope, self.tls)
         return bool(session and security.check(self.daemon.store, session, "session"))
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
@@ -293,10 +299,10 @@ class Guard:
         return None
 
     def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
-        if self._has_token(headers):
+        if self._has_token(scope):
             return None
         address = (scope.get("client") or ("unknown", 0))[0]
-        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(headers)
+        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(scope, self.tls)
         # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
         if refusal := self.tries.refusal(address):
             return refusal
@@ -304,6 +310,8 @@ class Guard:
             self.tries.failed(address)
         message = "the token is not known" if secret or session else "this server needs a token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
+        if not security.has_tokens(self.daemon.store):
+            message, hint = security.NONE_LEFT, "`ondevice serve token` on the server's machine makes a new one"
         return 401, message, "a token", "another" if secret or session else "none", hint, {"WWW-Authenticate": "Bearer"}
 
     def _add_headers(self, scope: Scope, message: MutableMapping[str, Any]) -> None:
@@ -315,12 +323,13 @@ class Guard:
         headers.setdefault("Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache")
 
 
-def session_of(headers: Headers) -> str:
-    """Read the session's secret from the cookie; empty without one."""
+def session_of(scope: Scope, tls: bool) -> str:
+    """Read the session's secret from the cookie of this port; empty without one."""
     try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(security.COOKIE)
+        cookies = SimpleCookie(Headers(scope=scope).get("cookie", ""))
     except CookieError:
         return ""
+    cookie = cookies.get(security.cookie_name(scope["server"][1], tls))
     return cookie.value if cookie else ""
 
 

@@ -242,8 +242,8 @@ class JobAnswer(Answer):
     started_s: float | None
     ended_s: float | None
     ran_s: float
-    not_before_s: float
-    """When a job that crashed is tried again; 0 for at once."""
+    waits_s: float
+    """Seconds until a job that crashed is tried again; 0 for at once."""
     crashes: int
     attempt: int
     last_event: int

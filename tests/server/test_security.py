@@ -178,6 +178,17 @@ def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
     assert send(closed, "GET", "/v1/jobs", headers=bearer(pair["Cookie"].partition("=")[2]))[0] == 401
 
 
+def test_a_session_is_of_one_port_only(closed) -> None:
+    body = json.dumps({"token": closed.token}).encode()
+    cookie = send(closed, "POST", "/v1/session", body, JSON)[1]["set-cookie"]
+    name, secret = cookie.partition(";")[0].split("=")
+    port = closed.address.rpartition(":")[2]
+    assert name == f"ondevice_session_{port}" and "Path=/" in cookie and "Domain" not in cookie
+    assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{name}={secret}"})[0] == 200
+    for other in ("ondevice_session", "ondevice_session_1", f"__Host-{name}"):
+        assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{other}={secret}"})[0] == 401
+
+
 def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets = [str(closed.token), "odt_0123456789ab_made-up-secret", "hunter2-hunter2"]
     body = json.dumps({"token": secrets[0]}).encode()
@@ -185,7 +196,7 @@ def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets.append(cookie.partition("=")[2])
     for secret in secrets:
         send(closed, "GET", f"/v1/jobs?token={secret}", headers=bearer(secret))
-        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"ondevice_session={secret}"})
+        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"{cookie.partition('=')[0]}={secret}"})
         send(closed, "POST", "/v1/session", json.dumps({"token": secret, "x": secret}).encode(), JSON)
     send(closed, "GET", "/v1/jobs", headers={"Cookie": "x" * 300})
     time.sleep(0.2)
@@ -241,7 +252,7 @@ def test_tokens(store: Store) -> None:
     assert security.check(store, session, "session") and security.check(store, session) is None
     assert [token["name"] for token in security.list_tokens(store)] == ["one", ""]
     assert one not in json.dumps(security.list_tokens(store))
-    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (time.time() - 1,))
+    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (store.clock.now() - 1,))
     assert security.check(store, session, "session") is None
     session = security.create_session(store, first)
     security.revoke(store, first)
@@ -297,7 +308,13 @@ def test_tls(tmp_path) -> None:
             "127.0.0.1", port, context=ssl.create_default_context(cafile=str(cert)), timeout=20
         )
         connection.request("GET", "/v1/health")
-        assert "max-age" in str(connection.getresponse().getheader("Strict-Transport-Security"))
+        response = connection.getresponse()
+        assert "max-age" in str(response.getheader("Strict-Transport-Security")) and response.read()
+        token = security.create_token(Store(tmp_path / "store"))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/session", json.dumps({"token": token}), headers)
+        cookie = str(connection.getresponse().getheader("Set-Cookie"))
+        assert cookie.startswith(f"__Host-ondevice_session_{port}=") and "Secure" in cookie and "Path=/" in cookie
         connection.close()
         with pytest.raises(Exception, match="does not answer"):
             Client(daemon.address).health()  # an unknown certificate
@@ -313,3 +330,21 @@ def test_the_daemon_reads_no_pickle(root: Path) -> None:
         if word in path.read_text() and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
     ]
     assert collected == []
+
+
+def test_a_revoked_last_token_leaves_the_daemon_closed(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    token = security.create_token(store)
+    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+        security.revoke(store, str(security.check(store, token)))
+        for _ in range(2):
+            status, _, body = send(daemon, "GET", "/v1/jobs")
+            assert status == 401 and security.NONE_LEFT in json.loads(body)["message"]
+            assert "ondevice serve token" in json.loads(body)["hint"]
+            assert json.loads(send(daemon, "GET", "/v1/health")[2])["token_needed"]
+            daemon.stop()
+            daemon.start()
+        again = security.create_token(store)
+        assert send(daemon, "GET", "/v1/jobs", headers=bearer(again))[0] == 200
+        assert [row["name"] for row in security.list_tokens(store)] == [""]
+    store.close()

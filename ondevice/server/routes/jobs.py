@@ -160,5 +160,5 @@ def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
     method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
     return schemas.JobAnswer.model_validate(
         row | sources | settings | {"method": method}
-        | {"adapters": [adapter["id"] for adapter in adapters]}
+        | {"adapters": [adapter["id"] for adapter in adapters], "waits_s": daemon.queue.waits_s(job)}
     )  # fmt: skip
