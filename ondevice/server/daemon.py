@@ -20,6 +20,7 @@ from ondevice.server.events import Hub
 from ondevice.server.fleets import Fleets
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
+from ondevice.server.pools import Pools
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
@@ -53,6 +54,7 @@ class Daemon:
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
         self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
+        self.pools = Pools()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
 

@@ -8,7 +8,7 @@ import ipaddress
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -123,8 +123,13 @@ def ensure_guarded(store: Store, host: str) -> None:
         )
 
 
-def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
-    """Return True if a request that changes something comes from this server's own page, or from no page at all."""
+def same_origin(host: str, headers: Mapping[str, str]) -> bool:
+    """Return True if a request comes from this server's own page, or from no page at all.
+
+    Browsers say it (Fetch metadata) where the server is this machine or speaks TLS. Elsewhere there is only the origin,
+    which a GET may lack; but there no request passes without a token.
+    """
+    fetch_site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
     try:
@@ -175,21 +180,21 @@ class Tries:
 
     def failed(self, address: str) -> None:
         """Count a failed try."""
-        key = _network(address)
+        key = network_of(address)
         self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
         self._failed.move_to_end(key)
         while len(self._failed) > self.KEPT:  # an attacker with many addresses must not fill the memory
             self._failed.popitem(last=False)
 
     def _recent(self, address: str) -> deque[float]:
-        times = self._failed.get(_network(address), deque())
+        times = self._failed.get(network_of(address), deque())
         while times and times[0] + WINDOW_S <= self.clock():
             times.popleft()
         return times
 
 
-def _network(address: str) -> str:
-    """Return the key that failed tries are counted by: an IPv6 customer has 2^64 addresses, which count as one."""
+def network_of(address: str) -> str:
+    """Return the key that a client is counted by: an IPv6 customer has 2^64 addresses, which count as one."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

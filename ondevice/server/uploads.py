@@ -125,8 +125,8 @@ def get(store: Store, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
-    """Append a part.
+def check_part(store: Store, name: str, offset: int, size: int) -> None:
+    """Check that a part of `size` bytes can be appended.
 
     Raises:
         BusyError: `offset` is not where the upload stands; it says where.
@@ -139,12 +139,16 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
             "the part does not begin where the upload stands", expected=f"offset {upload['received_bytes']}",
             received=f"offset {offset}",
         )  # fmt: skip
-    if offset + len(content) > upload["bytes"]:
+    if offset + size > upload["bytes"]:
         raise ConfigError(
-            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most",
-            received=len(content),
-        )  # fmt: skip
-    _ensure_room(store, len(content))
+            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most", received=size
+        )
+    _ensure_room(store, size)
+
+
+def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
+    """Append a part, or a piece of one; errors as `check_part`."""
+    check_part(store, name, offset, len(content))
     path = store.path("uploads", name) / "content"
     with storage_errors(path), open(path, "r+b") as file:
         file.seek(offset)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import re
 import sqlite3
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -22,7 +25,7 @@ from ondevice.server.client import Client, RefusedError
 from ondevice.server.serve import serve
 from ondevice.server.store import MissingError, Store
 from ondevice.server.uploads import PART_BYTES
-from tests.server.running import DaemonProcess
+from tests.server.running import DaemonProcess, rows
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,68 @@ def test_another_page_changes_nothing(served, headers: dict[str, str]) -> None:
     for method, path in (("POST", "/v1/jobs"), ("POST", "/v1/adapters/rollback"), ("DELETE", "/v1/jobs/x"),
                          ("POST", "/v1/session"), ("PATCH", "/v1/jobs/x")):  # fmt: skip
         assert send(served.daemon, method, path, b"{}", JSON | headers)[0] == 403
+
+
+OTHER_PAGES = (
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+)
+
+
+@pytest.mark.parametrize("headers", OTHER_PAGES)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+def test_another_page_reads_nothing(served, method: str, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/v1/jobs", "/v1/health", "/v1/openapi.json", "/metrics", "/v1/thumbs/export"):
+        assert send(served.daemon, method, path, headers=headers)[0] == 403
+
+
+def test_a_link_to_the_page_may_be_followed(served) -> None:
+    visit = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert send(served.daemon, "GET", "/", headers=visit)[0] == 200
+    assert send(served.daemon, "GET", "/", headers=visit | {"Sec-Fetch-Dest": "iframe"})[0] == 403
+    assert send(served.daemon, "GET", "/js/app.js", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+    for own in ({"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {}):
+        assert send(served.daemon, "GET", "/v1/jobs", headers=own)[0] == 200
+
+
+def test_no_get_leaves_the_machine(tmp_path, root: Path) -> None:
+    """Every GET of the API, with a hub id wherever text is taken, while the hub is a server that counts."""
+    visits: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            visits.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_the-owner-s"}
+    try:
+        with DaemonProcess(tmp_path / "store", environment=environment) as daemon:
+            dataset = daemon.client.upload("dataset", rows(tmp_path / "rows.jsonl"))["id"]
+            for path, operations in daemon.client.ask("GET", "/v1/openapi.json")["paths"].items():
+                if "get" in operations:
+                    names = [one["name"] for one in operations["get"].get("parameters", []) if one["in"] == "query"]
+                    asked = urlencode(dict.fromkeys({*names, "model"} - {"limit", "bytes", "points"}, "some/model"))
+                    send(daemon, "GET", f"{re.sub(r'{.*?}', dataset, path)}?{asked}")
+            assert visits == []
+            with pytest.raises(RefusedError):  # a POST does, so the hub above is one that is asked
+                daemon.client.ask("POST", f"/v1/datasets/{dataset}/preview", {"model": "some/model"})
+            assert any("some/model" in path for path in visits)
+            seen = len(visits)
+            daemon.client.ask("POST", "/v1/method", {"model": "some/other"})
+            assert len(visits) > seen
+    finally:
+        server.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
