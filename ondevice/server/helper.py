@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core import errors
+from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
 from ondevice.server.complete import STOP, listen_for_stop
 from ondevice.server.worker import child_environment, quiet_frameworks
@@ -145,8 +146,7 @@ class Helper:
             raise BusyError("the daemon stops", hint="ask again once it is back")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                # -P: a module of the folder that the daemon was started in is not imported.
-                [sys.executable, "-P", "-m", "ondevice.server.helper", str(os.getpid())],
+                python_command("-m", "ondevice.server.helper", str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
