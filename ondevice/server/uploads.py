@@ -32,6 +32,9 @@ PART_BYTES = 8 << 20
 SPARE_BYTES = 256 << 20
 """Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
 KEPT_S = 24 * 3600.0
+"""How long an upload waits for its next part."""
+LEFT_S = 3600.0
+"""How long what belongs to no upload stays: it may be about to get a row."""
 PROBLEMS = 100
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
 
@@ -99,6 +102,7 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     name = new_id("up")
     folder = store.path("uploads", name)
     folder.mkdir(mode=0o700)
+    store.clock.renew(f"uploads/{name}")
     (folder / "content").touch(mode=0o600)
     with store.transaction() as db:
         db.execute(
@@ -121,8 +125,8 @@ def get(store: Store, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
-    """Append a part.
+def check_part(store: Store, name: str, offset: int, size: int) -> None:
+    """Check that a part of `size` bytes can be appended.
 
     Raises:
         BusyError: `offset` is not where the upload stands; it says where.
@@ -135,16 +139,21 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
             "the part does not begin where the upload stands", expected=f"offset {upload['received_bytes']}",
             received=f"offset {offset}",
         )  # fmt: skip
-    if offset + len(content) > upload["bytes"]:
+    if offset + size > upload["bytes"]:
         raise ConfigError(
-            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most",
-            received=len(content),
-        )  # fmt: skip
-    _ensure_room(store, len(content))
+            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most", received=size
+        )
+    _ensure_room(store, size)
+
+
+def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
+    """Append a part, or a piece of one; errors as `check_part`."""
+    check_part(store, name, offset, len(content))
     path = store.path("uploads", name) / "content"
     with storage_errors(path), open(path, "r+b") as file:
         file.seek(offset)
         file.write(content)
+    store.clock.renew(f"uploads/{name}")
     return get(store, name)
 
 
@@ -192,14 +201,21 @@ def remove(store: Store, name: str) -> None:
     shutil.rmtree(store.path("uploads", name), ignore_errors=True)
 
 
-def expire(store: Store, now_s: float) -> None:
-    """Forget uploads that were begun long ago, and what a killed daemon left of others."""
-    for row in store.rows("SELECT id FROM uploads WHERE created_s < ?", now_s - KEPT_S):
-        remove(store, row["id"])
+def expire(store: Store, left_s: float = LEFT_S) -> None:
+    """Forget uploads of which no part has come for long, and what a killed daemon left of others.
+
+    Ages are in the store's own time: a wall clock that jumps deletes nothing.
+
+    Args:
+        left_s: how long what belongs to no upload stays.
+    """
+    for row in store.rows("SELECT id FROM uploads"):
+        if store.clock.age_s(f"uploads/{row['id']}") > KEPT_S:
+            remove(store, row["id"])
     ids = {row["id"] for row in store.rows("SELECT id FROM uploads")}
     known = ids | {_claimed(name) for name in ids}  # one that is being checked may take longer than an hour
     for folder in (store.root / "uploads").iterdir():
-        if folder.name not in known and folder.stat().st_mtime < now_s - 3600:
+        if folder.name not in known and store.clock.age_s(f"uploads/{folder.name}") >= left_s:
             shutil.rmtree(folder, ignore_errors=True)
 
 
