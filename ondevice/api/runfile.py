@@ -129,7 +129,7 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
-        from ondevice.data.formats import named_task
+        from ondevice.data.reading import named_task
         from ondevice.data.records import check_source
 
         if self.data.path is None and not given:
