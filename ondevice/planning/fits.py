@@ -161,16 +161,31 @@ CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 
 @contextmanager
 def plan_within(
-    config: RunConfig, placement: Placement, force: bool = False, dims: ModelDims | None = None
+    config: RunConfig,
+    placement: Placement,
+    force: bool = False,
+    dims: ModelDims | None = None,
+    decided: RunConfig | None = None,
 ) -> Iterator[Plan]:
     """Plan the run of a run file, refuse one that does not fit, and keep it within its memory limit in the block. Where
     the method leaves something to the machine, and that has a GPU, its rates are measured first (some seconds).
 
+    Args:
+        decided: the same run with a placement that was decided before; it is kept if it still fits.
+
     Raises:
         DoesNotFitError: as `ensure_fits`, and as `memory_limit`.
     """
-    estimate = plan_run(config, placement, dims)
-    if estimate.request.method != config.method and placement.device == "cuda" and placement.world == 1:
+    estimate = plan_run(decided or config, placement, dims)
+    if decided is not None and not estimate.fits:
+        log.warning("the placement that this run began with no longer fits: it is decided again")
+        decided, estimate = None, plan_run(config, placement, dims)
+    if (
+        decided is None
+        and estimate.request.method != config.method
+        and placement.device == "cuda"
+        and placement.world == 1
+    ):
         from ondevice.planning.advice import measure
 
         estimate = plan_run(config, placement, dims, measure(estimate))

@@ -85,7 +85,7 @@ class Conversions:
                 db.execute(
                     "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
                 )
-            self.tidy(time.time())
+            self.tidy()
         except StorageError as error:  # a full disk: the housekeeping tries again
             _log.error("conversions cannot be put in order now: %s", error)
         self._thread.start()
@@ -120,6 +120,7 @@ class Conversions:
         with self.store.transaction() as db:
             query = "INSERT INTO conversions (id, adapter, form, model, dtype, state, created_s) VALUES (?,?,?,?,?,?,?)"
             db.execute(query, (name, request.adapter, form.name, model, request.dtype, WAITING, time.time()))
+            self.store.clock.renew(f"exits/{name}")
         self._wake.set()
         return self.get(name)
 
@@ -158,11 +159,12 @@ class Conversions:
         if not running:
             self.store.discard("exits", name)
 
-    def tidy(self, now_s: float) -> None:
-        """Forget what was made long ago, and folders that no finished conversion has."""
+    def tidy(self) -> None:
+        """Forget what was made long ago, in the store's own time, and folders that no finished conversion has."""
+        ended = self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, FAILED)
+        old = [(row["id"],) for row in ended if self.store.clock.age_s(f"exits/{row['id']}") > KEPT_S]
         with self.store.transaction(frees=True) as db:
-            query = "DELETE FROM conversions WHERE state IN (?, ?) AND created_s < ?"
-            db.execute(query, (DONE, FAILED, now_s - KEPT_S))
+            db.executemany("DELETE FROM conversions WHERE id = ?", old)
         folders = [*(self.store.root / "exits").iterdir()]  # first: one that is made now has its row already
         known = {
             row["id"] for row in self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING)

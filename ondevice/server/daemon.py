@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.errors import BusyError, OndeviceError
+from ondevice.core.errors import BusyError, OndeviceError, StorageError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
 from ondevice.server.conversions import Conversions
@@ -20,6 +20,7 @@ from ondevice.server.events import Hub
 from ondevice.server.fleets import Fleets
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
+from ondevice.server.pools import Pools
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
@@ -31,7 +32,7 @@ HOUSEKEEPING_S = 30.0
 HUNG_S = 60.0
 """Longest turn of the supervisor; one that starts or ends a job says itself that it takes longer."""
 LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
-"""Where folders go that the database does not know, and how long they are kept there."""
+"""Where folders go that the database does not know, and how long they are kept there, in the store's own time."""
 
 
 class Daemon:
@@ -50,12 +51,12 @@ class Daemon:
         self.plans = Helper("plan")  # another process: it loads frameworks, and a large file takes minutes to check
         self.model = Helper("model")
         self.helpers = (self.rows, self.plans, self.model)
-        self.uploads = uploads.Idle(self.store)
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
         self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
+        self.pools = Pools()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
 
@@ -66,6 +67,7 @@ class Daemon:
             try:
                 self.supervisor.recover()
                 self.queue.delete_lost_events()
+                self.store.clock.keep(at_once=True)
                 sweep(self.store)
                 link_active(self.store)
             except (OndeviceError, OSError) as error:  # a full disk: only who is served can delete something
@@ -84,6 +86,10 @@ class Daemon:
         self.conversions.stop()
         for helper in self.helpers:
             helper.close()
+        try:
+            self.store.clock.keep(at_once=True)
+        except StorageError as error:  # a full disk: the next start counts on from the time before
+            _log.warning("the store's time is not written down: %s", error)
         self.store.close()
         os.close(self._lock)
 
@@ -106,8 +112,9 @@ class Daemon:
                 helper.end_if_idle()
             try:
                 self.store.reserve.fill()
-                self.uploads.tidy()
-                self.conversions.tidy(time.time())
+                uploads.expire(self.store)
+                self.conversions.tidy()
+                self.store.clock.keep()
             except Exception:
                 _log.exception("housekeeping failed, and is tried again")
 
@@ -130,18 +137,18 @@ def running_job(daemon: Daemon) -> dict[str, Any] | None:
     return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}
 
 
-def sweep(store: Store, now_s: float | None = None) -> None:
+def sweep(store: Store) -> None:
     """Put aside folders that the database does not know, and remove those that were put aside long ago.
 
     A killed daemon leaves one it had put in place without writing it down. Where the database was lost, or is older
     than the folders, they are all that there is: so they are moved to `lost`, not removed.
     """
-    now = time.time() if now_s is None else now_s
     uploads.recover(store)
+    store.clock.forget_missing()
     for kind in ("datasets", "adapters", "jobs"):
         ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
         for folder in [*lost.iterdir()] if lost.is_dir() else []:
-            if folder.stat().st_mtime < now - LOST_KEPT_S:
+            if store.clock.age_s(f"{LOST}/{kind}/{folder.name}") > LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in [*(store.root / kind).iterdir()]:
             if folder.name.startswith("."):  # never whole
@@ -149,8 +156,8 @@ def sweep(store: Store, now_s: float | None = None) -> None:
             elif folder.name not in ids and not (lost / folder.name).exists():
                 try:
                     lost.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    os.utime(folder, (now, now))  # its thirty days begin now
                     os.rename(folder, lost / folder.name)
+                    store.clock.renew(f"{LOST}/{kind}/{folder.name}")  # its thirty days begin now
                     _log.warning("%s/%s is not in the database: moved to %s", kind, folder.name, lost)
                 except OSError as error:
                     _log.warning("%s/%s is not in the database, and stays: %s", kind, folder.name, error)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core import errors
+from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
 from ondevice.planning.limit import own_memory, status_bytes, was_refused
 from ondevice.server.complete import STOP, listen_for_stop
@@ -57,6 +58,7 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._used = time.monotonic()
         self._ahead = b""
+        self._closed = False
 
     def __call__(self, call: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer. A call that takes long sends signs of life: each begins its time anew.
@@ -149,14 +151,16 @@ class Helper:
                 pass
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does; who waits for it starts no other."""
+        self._closed = True
         self._kill()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise BusyError("the daemon stops", hint="ask again once it is back")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                # -P: a module of the folder that the daemon was started in is not imported.
-                [sys.executable, "-P", "-m", "ondevice.server.helper", str(os.getpid())],
+                python_command("-m", "ondevice.server.helper", str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -182,10 +186,13 @@ class Helper:
         if process.stdout is None:
             raise OSError("no pipe")
         deadline, content, source = time.monotonic() + self.timeout_s, bytearray(self._ahead), process.stdout.fileno()
+        waiting = select.poll()
         while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
                 raise OSError(f"no answer in {self.timeout_s:g} s")
-            if select.select([source], [], [], min(left, 1.0))[0]:
+            # Not `select`, which refuses the numbers of files that a daemon with a thousand connections has.
+            waiting.register(source, select.POLLIN)
+            if waiting.poll(min(left, 1.0) * 1000):
                 chunk = os.read(source, 1 << 20)
                 if not chunk:
                     raise OSError(f"exit status {process.wait(10)}")

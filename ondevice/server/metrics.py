@@ -112,7 +112,7 @@ class Metrics:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.began_s = time.time()
+        self.began_s = time.monotonic()
         self.requests: Counter[tuple[str, str, int]] = Counter()
 
     def request(self, method: str, path: str, status: int) -> None:
@@ -130,7 +130,7 @@ class Metrics:
         except MissingError:  # it ended and was deleted meanwhile
             job = None
         return {
-            "uptime_s": time.time() - self.began_s,
+            "uptime_s": time.monotonic() - self.began_s,
             "jobs": daemon.queue.counts(),
             "event_streams": daemon.hub.readers,
             "requests": sum(list(self.requests.values())),

@@ -71,7 +71,7 @@ class Job:
         reason: why it is in this state, for people.
         error: what `--json` prints of an error, for a failed job.
         ran_s: seconds that its workers have run, in all.
-        not_before_s: it is not started before this time, in seconds since the epoch.
+        not_before_s: it is not started before this moment of the store's time (`clock`).
         crashes: in a row, without a new checkpoint between them.
         attempt: how many workers were started.
         followed, offset: the attempt whose events are read, and up to which byte of the run's log.
@@ -112,13 +112,18 @@ class Queue:
 
     Args:
         changed: called with each job whose stream has something new, after the transaction.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch: labels of what happened, and windows of the day.
+        elapsed: the store's time, by which a job waits and a key is remembered; by default that of the store.
     """
 
     def __init__(
-        self, store: Store, changed: Callable[[str], None] = lambda job: None, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        changed: Callable[[str], None] = lambda job: None,
+        clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] | None = None,
     ) -> None:
-        self.store, self.changed, self.clock = store, changed, clock
+        self.store, self.changed, self.clock, self.elapsed = store, changed, clock, elapsed or store.clock.now
 
     def create(self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None) -> Job:
         """Create a job at the end of the jobs of its priority.
@@ -134,8 +139,9 @@ class Queue:
             if key is not None:
                 if (made := self.made(*key)) is not None:
                     return made
-                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (now - KEY_S, key[0]))
-                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, now))
+                elapsed = self.elapsed()
+                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (elapsed - KEY_S, key[0]))
+                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, elapsed))
             db.execute(
                 "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'queued', ?, ?, ?)",
                 (name, priority, json.dumps(spec), now),
@@ -202,13 +208,13 @@ class Queue:
 
     def next(self) -> Job | None:
         """Choose the job to run now, if any: the highest priority, then the oldest, of those that may start."""
-        now = self.clock()
+        now, elapsed = self.clock(), self.elapsed()
         if self.store.row("SELECT 1 FROM jobs WHERE state IN (?, ?, ?)", *ACTIVE):
             return None
         # Only the window of each is read until one may start: a thousand jobs may wait for the night.
         waiting = self.store.connection.execute(
             "SELECT id, json_extract(spec, '$.window') FROM jobs WHERE state = 'queued' AND not_before_s <= ? "
-            "ORDER BY priority DESC, number", (now,),
+            "ORDER BY priority DESC, number", (elapsed,),
         )  # fmt: skip
         try:
             for job, window in waiting:
@@ -217,6 +223,10 @@ class Queue:
         finally:
             waiting.close()
         return None
+
+    def waits_s(self, job: Job) -> float:
+        """Return the seconds until a job that crashed is tried again; 0 for at once."""
+        return max(0.0, job.not_before_s - self.elapsed())
 
     def claim(self) -> Job | None:
         """Take the next job to run it: it is `running` when this returns."""
@@ -314,7 +324,7 @@ class Queue:
                     ran_s,
                     crashes,
                     crashed_at,
-                    now + wait_s if state == "queued" and wait_s else 0.0,
+                    self.elapsed() + wait_s if state == "queued" and wait_s else 0.0,
                     now if state in ENDED else None,
                     job,
                 ),

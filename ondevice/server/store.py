@@ -21,6 +21,7 @@ Paths in the database are relative, so a store can be copied while nothing write
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
+from ondevice.server.clock import StoreClock
 from ondevice.server.reserve import NAME as RESERVE
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
 
@@ -103,8 +105,18 @@ MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE keys (key TEXT PRIMARY KEY, digest TEXT NOT NULL, job TEXT NOT NULL, created_s REAL NOT NULL);
     """,
+    """
+    CREATE TABLE clock (boot TEXT NOT NULL, uptime_s REAL NOT NULL, seconds REAL NOT NULL);
+    CREATE TABLE ages (name TEXT PRIMARY KEY, since_s REAL NOT NULL);
+    UPDATE jobs SET not_before_s = 0;
+    UPDATE keys SET created_s = 0;
+    DELETE FROM tokens WHERE kind = 'session';
+    """,
 )
-"""One script a schema version; `PRAGMA user_version` counts those that have run."""
+"""One script a schema version; `PRAGMA user_version` counts those that have run. No statement holds a `;`.
+
+Since the fourth, `jobs.not_before_s`, `keys.created_s` and `tokens.expires_s` are in the store's time (`clock`).
+"""
 
 
 class MissingError(ConfigError):
@@ -130,6 +142,7 @@ class Store:
                 for name in FOLDERS:
                     (self.root / name).mkdir(exist_ok=True, mode=0o700)
                 self._migrate()
+                self.clock = StoreClock(self)
         except (OSError, sqlite3.Error) as error:
             hint = "choose another --store, or restore this one from a copy"
             if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVE_BYTES:
@@ -169,7 +182,6 @@ class Store:
                 self.root / "ondevice.db", timeout=30, isolation_level=None, check_same_thread=False
             )
             connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
             connection.execute("PRAGMA foreign_keys=ON")
             self._local.connection = connection
             # Web frameworks start and end threads as they like: each would leave an open file behind.
@@ -279,18 +291,35 @@ class Store:
         self._local = threading.local()
 
     def _migrate(self) -> None:
-        connection = self.connection
+        """Bring the schema up to date, all or nothing. Of several first starts at once one does it, the others wait."""
+        folder = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # SQLite does not wait for a lock where the journal's mode changes, and refuses the second of two.
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            # Readers do not wait for a writer. It is kept in the file.
+            self.connection.execute("PRAGMA journal_mode=WAL")
+        finally:
+            os.close(folder)
         os.chmod(self.root / "ondevice.db", 0o600)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
-            raise StorageError(
-                f"{self.root}: a newer version of ondevice wrote this store",
-                expected=f"schema {len(MIGRATIONS)} or older",
-                received=f"schema {version}",
-                hint="update ondevice, or choose another --store",
-            )
-        for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
+        if self._version() == len(MIGRATIONS):
+            return
+        with self.transaction() as db:
+            version = self._version()
+            if version > len(MIGRATIONS):
+                raise StorageError(
+                    f"{self.root}: a newer version of ondevice wrote this store",
+                    expected=f"schema {len(MIGRATIONS)} or older",
+                    received=f"schema {version}",
+                    hint="update ondevice, or choose another --store",
+                )
+            # One statement at a time: `executescript` would commit the transaction first.
+            for script in MIGRATIONS[version:]:
+                for statement in script.split(";"):
+                    db.execute(statement)
+            db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+
+    def _version(self) -> int:
+        return self.connection.execute("PRAGMA user_version").fetchone()[0]
 
     @staticmethod
     def _roll_back(connection: sqlite3.Connection) -> None:

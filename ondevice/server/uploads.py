@@ -4,7 +4,6 @@ The answer to a part that is sent again after a lost answer says how much has ar
 folders before it has been checked, and a refused upload is deleted.
 
     uploads/ID/content          what has arrived
-    uploads/ID/idle             hours in which nothing has arrived
     uploads/.ID.taken/content   while it is being checked, beside what is made of it; `recover` takes it back
 """
 
@@ -44,10 +43,8 @@ LIMITS: dict[Kind, int] = {"dataset": 2 * GIB, "model": 64 * GIB, "artifact": 64
 PART_BYTES = 8 << 20
 SPARE_BYTES = 256 << 20
 """Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
-HOUR_S = 3600.0
-KEPT_HOURS = 24
-"""How long an upload is kept in which nothing arrives."""
-IDLE = "idle"
+KEPT_S = 24 * 3600.0
+"""How long an upload waits for its next part, in the store's own time."""
 PROBLEMS = 100
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
 
@@ -115,6 +112,7 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     name = new_id("up")
     folder = store.path("uploads", name)
     folder.mkdir(mode=0o700)
+    store.clock.renew(f"uploads/{name}")
     (folder / "content").touch(mode=0o600)
     with store.transaction() as db:
         db.execute(
@@ -138,8 +136,8 @@ def get(store: Store, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
-    """Append a part.
+def check_part(store: Store, name: str, offset: int, size: int) -> None:
+    """Check that a part of `size` bytes can be appended.
 
     Raises:
         BusyError: `offset` is not where the upload stands; it says where.
@@ -152,12 +150,16 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
             "the part does not begin where the upload stands", expected=f"offset {upload['received_bytes']}",
             received=f"offset {offset}",
         )  # fmt: skip
-    if offset + len(content) > upload["bytes"]:
+    if offset + size > upload["bytes"]:
         raise ConfigError(
-            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most",
-            received=len(content),
-        )  # fmt: skip
-    _ensure_room(store, len(content))
+            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most", received=size
+        )
+    _ensure_room(store, size)
+
+
+def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any]:
+    """Append a part, or a piece of one; errors as `check_part`."""
+    check_part(store, name, offset, len(content))
     path = store.path("uploads", name) / "content"
     with storage_errors(path):
         try:
@@ -166,7 +168,7 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
                 file.write(content)
         except FileNotFoundError:
             raise BusyError("the upload is being finished", hint="wait for that answer") from None
-        path.with_name(IDLE).unlink(missing_ok=True)
+        store.clock.renew(f"uploads/{name}")
     return get(store, name)
 
 
@@ -271,35 +273,12 @@ def recover(store: Store) -> None:
             _delete(path)
 
 
-class Idle:
-    """Forgets uploads in which nothing has arrived for a day.
-
-    Hours are counted while a daemon runs, and kept beside the upload: a clock that jumps forgets nothing, and a daemon
-    that is started often forgets all the same.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self.store, self.clock = store, clock
-        self._began_s = clock()
-
-    def tidy(self) -> None:
-        """Count an hour, once it is over."""
-        if self.clock() < self._began_s + HOUR_S:
-            return
-        self._began_s = self.clock()
-        for row in self.store.rows("SELECT id FROM uploads"):
-            path = self.store.path("uploads", row["id"]) / IDLE
-            try:
-                hours = len(path.read_bytes()) + 1 if path.is_file() else 1
-                if hours > KEPT_HOURS:
-                    remove(self.store, row["id"])
-                elif path.parent.is_dir():  # not one that is being checked
-                    path.write_bytes(b"." * hours)
-            except OSError:  # a full disk: this hour does not count
-                continue
+def expire(store: Store) -> None:
+    """Forget uploads of which no part has come for a day of the store's own time; one that is being checked stays."""
+    for row in store.rows("SELECT id FROM uploads"):
+        is_waiting = store.path("uploads", row["id"]).is_dir()
+        if is_waiting and store.clock.age_s(f"uploads/{row['id']}") > KEPT_S:
+            remove(store, row["id"])
 
 
 def _ensure_room(store: Store, size: int) -> None:

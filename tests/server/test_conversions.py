@@ -136,12 +136,11 @@ def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(ser
 
 def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
     """What ran is noted as failed, what is done stays for a day."""
-    now = time.time()
-    for name, state, created in (("exit-1", "running", now), ("exit-2", "done", now), ("exit-3", "done", now - KEPT_S)):
+    for name, state, age_s in (("exit-1", "running", 0), ("exit-2", "done", 0), ("exit-3", "done", KEPT_S + 1)):
         store.connection.execute(
-            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, ?)",
-            (name, state, created - 1),
+            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, 0)", (name, state)
         )
+        store.connection.execute("INSERT INTO ages VALUES (?, ?)", (f"exits/{name}", store.clock.now() - age_s))
         store.path("exits", name).mkdir()
     conversions = Conversions(store, lambda: None)
     conversions.start()

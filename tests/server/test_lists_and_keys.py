@@ -156,7 +156,7 @@ def not_now() -> dict[str, str]:
 
 def test_a_key_is_forgotten_after_a_day(store: Store) -> None:
     now = [1000.0]
-    queue = Queue(store, clock=lambda: now[0])
+    queue = Queue(store, elapsed=lambda: now[0])
     first = queue.create({}, key=("k", "one"))
     assert queue.create({}, key=("k", "one")).id == first.id
     with pytest.raises(ConfigError, match="used for another job"):

@@ -25,7 +25,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
-from ondevice.server import adapters, jobs, uploads
+from ondevice.server import adapters, clock, jobs, uploads
 from ondevice.server.daemon import sweep
 from ondevice.server.routes import system
 from ondevice.server.store import MissingError, Store
@@ -160,17 +160,15 @@ def test_a_part_that_comes_while_the_upload_is_checked_is_refused(store: Store) 
 def test_an_upload_is_forgotten_after_a_day_without_a_part_and_not_by_a_clock_that_jumps(
     store: Store, monkeypatch
 ) -> None:
-    hours = [0.0]
-    idle, left = uploads.Idle(store, lambda: hours[0] * uploads.HOUR_S), begun(store)
+    began, hours = clock.uptime_s(), [0.0]
+    monkeypatch.setattr(clock, "uptime_s", lambda: began + hours[0] * 3600.0)
+    left = begun(store)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     request = uploads.UploadRequest(kind="dataset", name="a.txt", bytes=100)
     growing = uploads.create(store, request)["id"]
     for hour in range(60):
         hours[0] += 1
-        if hour == 20:  # a daemon that is started again goes on counting
-            idle = uploads.Idle(store, lambda: hours[0] * uploads.HOUR_S)
-            hours[0] += 1
-        idle.tidy()
+        uploads.expire(store)
         uploads.write(store, growing, hour, b"x")
     assert uploads.get(store, growing)["received_bytes"] == 60
     with pytest.raises(MissingError):
@@ -178,30 +176,18 @@ def test_an_upload_is_forgotten_after_a_day_without_a_part_and_not_by_a_clock_th
     assert [path.name for path in (store.root / "uploads").iterdir()] == [growing]
 
 
-def test_an_upload_that_is_being_checked_is_not_forgotten(store: Store) -> None:
-    hours = [0.0]
-    idle = uploads.Idle(store, lambda: hours[0] * uploads.HOUR_S)
+def test_an_upload_that_is_being_checked_is_not_forgotten(store: Store, monkeypatch) -> None:
+    began, hours = clock.uptime_s(), [0.0]
+    monkeypatch.setattr(clock, "uptime_s", lambda: began + hours[0] * 3600.0)
 
     def slow(*_: Any, **__: Any) -> dict[str, Any]:
         for _hour in range(50):
             hours[0] += 1
-            idle.tidy()
+            uploads.expire(store)
         return nothing_wrong()
 
     name = begun(store)
     assert uploads.finish(store, name, slow)["kind"] == "dataset"
-    assert list((store.root / "uploads").iterdir()) == []
-
-
-def test_an_adapter_that_is_downloaded_leaves_no_file(store: Store, tmp_path) -> None:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    with adapters.zipped_stream(folder, store.root / "uploads") as stream:
-        assert list((store.root / "uploads").iterdir()) == []  # a kill at this moment leaves nothing
-        assert stream.read(2) == b"PK"
-    (store.root / "uploads" / "tmpabc.zip").touch()  # of an older version
-    sweep(store)
     assert list((store.root / "uploads").iterdir()) == []
 
 

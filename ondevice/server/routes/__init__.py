@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from ondevice.server.daemon import Daemon
 
 
-def daemon_of(request: Request) -> Daemon:
-    """Return the daemon that serves the request."""
+async def daemon_of(request: Request) -> Daemon:
+    """Return the daemon that serves the request. On the event loop: a plain function would take a thread."""
     return request.app.state.daemon
 
 

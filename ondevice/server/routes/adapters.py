@@ -11,7 +11,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
-from ondevice.server.daemon import running_job
+from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 
@@ -46,9 +46,10 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
     response_class=Response,
     responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files."}},
 )
-def download_adapter(daemon: Serving, adapter: Id) -> Response:
+async def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
-    packed = adapters.zipped_stream(adapter_folder(daemon.store, adapter), daemon.store.root / "uploads")
+    folder = adapter_folder(daemon.store, adapter)
+    packed = await daemon.pools.files.run(adapters.zipped_stream, folder, daemon.store.root / "uploads")
     headers = {
         "Content-Disposition": f'attachment; filename="{adapter}.zip"',
         "Content-Length": str(os.fstat(packed.fileno()).st_size),
@@ -79,8 +80,12 @@ def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
 
 
 @router.post("/generate", response_model=schemas.GenerateAnswer)
-def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
+async def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
     """Answer a prompt with the base model, and with the adapter. 409 where the model does not fit beside a job."""
+    return await daemon.pools.questions.run(_generate, daemon, body)
+
+
+def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
     if (body.model is None) == (body.artifact is None):
         raise ConfigError("a question is for a model or an artifact", expected="one of them", received="both or none")
     adapter = body.adapter or adapters.active_adapter(daemon.store)

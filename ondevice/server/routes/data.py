@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
@@ -18,11 +18,6 @@ from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
-ModelName = Annotated[str | None, Query(max_length=200, description="A model of GET /v1/models.")]
-ArtifactName = Annotated[str | None, Query(max_length=200, description="An artifact, in place of a model.")]
-Task = Annotated[
-    str | None, Query(max_length=64, pattern=jobs.TASK_NAME, description="A prompt template of the tasks.")
-]
 
 
 @router.get("/models", response_model=schemas.ModelList)
@@ -47,12 +42,11 @@ def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
     return daemon.plans("choose", source=jobs.locate_model(daemon.store, model))
 
 
-@router.get("/method", response_model=schemas.Chosen)
-def choose_method(
-    daemon: Serving, model: Annotated[str, Query(max_length=200, description="A model of GET /v1/models, or a hub id.")]
-) -> dict[str, str]:
-    """Return the method that a job takes where it names none: the first by preference that takes the model."""
-    return chosen_method(daemon, model)
+@router.post("/method", response_model=schemas.Chosen)
+async def choose_method(daemon: Serving, body: schemas.MethodRequest) -> dict[str, str]:
+    """Return the method that a job takes where it names none: the first by preference that takes the model. A POST,
+    because a hub id asks the hub."""
+    return await daemon.pools.rows.run(chosen_method, daemon, body.model)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
@@ -100,21 +94,15 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     return _dataset(daemon, row)
 
 
-@router.get("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
-def preview_dataset(
-    daemon: Serving,
-    dataset: Id,
-    model: ModelName = None,
-    artifact: ArtifactName = None,
-    task: Task = None,
-    max_length_tokens: Annotated[
-        int | None, Query(ge=8, le=65536, description="Taken from the rows if left out.")
-    ] = None,
-    column: Annotated[list[str] | None, Query(max_length=40, description="field=column, repeated.")] = None,
-    train_on_prompt: bool = False,
-    rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
-) -> dict[str, Any]:
-    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on."""
+@router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
+async def preview_dataset(daemon: Serving, dataset: Id, body: schemas.PreviewRequest) -> dict[str, Any]:
+    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on. A POST, because
+    a model of the hub is fetched."""
+    return await daemon.pools.rows.run(_preview, daemon, dataset, body)
+
+
+def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict[str, Any]:
+    model, artifact = body.model, body.artifact
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
@@ -123,11 +111,11 @@ def preview_dataset(
         file=str(file),
         model=None if model is None else jobs.locate_model(daemon.store, model),
         artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
-        task=task,
-        columns=column,
-        max_length_tokens=max_length_tokens,
-        train_on_prompt=train_on_prompt,
-        rows=rows,
+        task=body.task,
+        columns=body.column,
+        max_length_tokens=body.max_length_tokens,
+        train_on_prompt=body.train_on_prompt,
+        rows=body.rows,
     )
     problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]
     return shown | {"problems": problems}

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 
 from ondevice.server import schemas
 from ondevice.server.adapters import adapters_of
+from ondevice.server.daemon import Daemon
 from ondevice.server.events import curve
 from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve, with_method
 from ondevice.server.queue import Job, State
@@ -50,12 +52,20 @@ def list_jobs(
     response_model=schemas.JobAnswer,
     responses={200: {"model": schemas.PlanAnswer, "description": "The plan of a dry run."}},
 )
-def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
+async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing.
 
     A method that the job does not name is the first that takes the model. A request that is sent again with the same
     `Idempotency-Key`, because its answer was lost, gives the job that it made.
     """
+    method = body.config.get("method", {})
+    asks_helper = body.dry_run or (body.artifact is None and isinstance(method, dict) and "name" not in method)
+    if asks_helper:
+        return await daemon.pools.rows.run(_create_job, daemon, body, key)
+    return await run_in_threadpool(_create_job, daemon, body, key)
+
+
+def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     if key is not None and not body.dry_run and (made := daemon.queue.made(key, digest)) is not None:
         return _answer(daemon, made)
@@ -158,7 +168,7 @@ def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
     return _answers(daemon, [job])[0]
 
 
-def _answers(daemon: Serving, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
+def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
     """Build the answers about jobs from their rows of the queue, their specs and what the store has of them."""
     adapters = adapters_of(daemon.store, [job.id for job in jobs])
     answers = []
@@ -168,5 +178,6 @@ def _answers(daemon: Serving, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
         settings = {key: job.spec.get(key) for key in ("config", "window", "limits")}
         method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
         more = {"name": job.spec.get("name", ""), "method": method, "adapters": adapters.get(job.id, [])}
+        more["waits_s"] = daemon.queue.waits_s(job)
         answers.append(schemas.JobAnswer.model_validate(row | sources | settings | more))
     return answers
