@@ -16,13 +16,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
+from ondevice.core.untrusted import parse_row
 from ondevice.data.records import Source, check_text, describe, read_records
 from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.templates import TASKS, Task, find_task, label_key, plain_name, render
@@ -284,7 +284,7 @@ def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_row(value)
         except ValueError:
             raise BadRow(name, "expected a JSON list of texts in the cell") from None
     if not isinstance(value, list) or len(value) < least:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import parse_row
 from ondevice.data.records import Record, describe, unique_keys
 from ondevice.data.rows import BadRow
 
@@ -30,8 +31,8 @@ def read_list(path: Path, content: bytes) -> Iterator[Record] | None:
     start = len(text) - len(text.lstrip())
     if text[start] == "{":
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
+            document = parse_row(text)
+        except ValueError:
             return None
         lists = [key for key, value in document.items() if isinstance(value, list) and value
                  and all(isinstance(item, dict) for item in value)]  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ondevice.core.errors import DataError, MissingPackageError
+from ondevice.core.untrusted import Refused, parse_row
 from ondevice.data.rows import BadRow
 
 
@@ -181,10 +182,10 @@ def _json_object(line: bytes) -> dict[str, Any]:
     if b"\0" in line:
         raise BadRow("", "contains a NUL byte")
     try:
-        value = json.loads(_utf8(line), object_pairs_hook=unique_keys)
+        value = parse_row(_utf8(line), unique_keys)
     except json.JSONDecodeError as error:
         raise BadRow("", f"is not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
+    except Refused:
         raise BadRow("", "is nested too deeply") from None
     except BadRow:
         raise
