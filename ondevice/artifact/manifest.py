@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from ondevice.artifact.files import sha256_file
 from ondevice.core.config import StrictConfig, path_of
 from ondevice.core.errors import ArtifactError
-from ondevice.core.untrusted import check_name, inside, read_object
+from ondevice.core.untrusted import inside, read_object
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -322,21 +322,18 @@ def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def _check_places(manifest: Manifest, folder: Path) -> None:
     """Refuse a file that is outside the artifact: the manifest decides what a session opens."""
-    field, name = "files", ""
-    try:
-        for name in manifest.files:
+    for field, name in [*(("files", name) for name in manifest.files), *_named_files(manifest)]:
+        try:
             inside(folder, name)
-        for field, name in _named_files(manifest):
-            check_name(name)
-            if "{layer}" not in name:
-                inside(folder, name)
-    except ValueError as error:
-        raise ArtifactError(
-            f"{folder / MANIFEST_NAME}: field '{field}': {error}",
-            expected="files inside the artifact",
-            received=name[:200],
-            hint="do not use this artifact; export the model again",
-        ) from None
+            if name.replace("{layer}", "0") not in manifest.files:
+                raise ValueError("the manifest has no hash of this file")
+        except ValueError as error:
+            raise ArtifactError(
+                f"{folder / MANIFEST_NAME}: field '{field}': {error}",
+                expected="files inside the artifact",
+                received=name[:200],
+                hint="do not use this artifact; export the model again",
+            ) from None
 
 
 def _check_files(manifest: Manifest, folder: Path) -> None:

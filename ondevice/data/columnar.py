@@ -44,9 +44,7 @@ def _open(path: Path) -> tuple[Any, Iterator[Any]]:
         import pyarrow.parquet as parquet
 
         file = parquet.ParquetFile(path)
-        return file.schema_arrow, (
-            check_batch(batch, size) for batch in file.iter_batches(_ROWS) if batch.num_rows
-        )
+        return file.schema_arrow, (check_batch(batch, size) for batch in file.iter_batches(_ROWS) if batch.num_rows)
     from pyarrow import ipc
 
     with path.open("rb") as stream:

@@ -117,6 +117,8 @@ def load_task(path: str | Path) -> Task:
 
 def _check(template: Template, metric: str, path: Path) -> None:
     candidates = template.candidates
+    if not template.label or not all(template.fields.values()):
+        raise ConfigError(f"{path}: a field has no column", expected="a name, or several", received="none")
     if (candidates is None) != (metric in ("", *GENERATED)):
         raise ConfigError(f"{path}: metric '{metric}' does not fit", received=metric,
                           expected=", ".join(GENERATED if candidates is None else CHOSEN + RANKED))  # fmt: skip

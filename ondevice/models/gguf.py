@@ -15,6 +15,7 @@ import numpy as np
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted.gguf_header import check_gguf
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
 from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
@@ -74,8 +75,9 @@ def _open(path: Path) -> GGUFReader:
     if not path.is_file():
         raise ModelError(f"{path} does not exist", expected="a .gguf file")
     try:
+        check_gguf(path)
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise ModelError(
             f"{path} is damaged or no GGUF file",
             expected="GGUF version 2 or 3",

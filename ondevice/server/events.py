@@ -22,10 +22,11 @@ from typing import Any
 
 from anyio import to_thread
 
+from ondevice.core.untrusted import parse_json, read_json
 from ondevice.server.queue import ENDED, Queue
 from ondevice.server.store import Store
 from ondevice.server.worker import ATTEMPT, RUN
-from ondevice.training.events import FILE_NAME
+from ondevice.training.events import FILE_NAME, event_of
 
 CHUNK_BYTES = 1 << 20
 _FIGURES = ("loss", "tokens_per_s", "step_time_s", "eta_s", "learning_rate", "peak_memory_bytes", "peak_device_bytes")
@@ -75,11 +76,12 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
 def parse(line: bytes) -> dict[str, Any] | None:
     """Parse one line to an object with its kind under `event`; None for half a line that a power cut left."""
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         json.dumps(values, allow_nan=False)
+        event_of(values)
     except ValueError:
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("event"), str) else None
+    return values
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ def _read(path: Any, offset: int) -> bytes:
 
 def _read_json(path: Any) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -19,6 +19,7 @@ from ondevice.artifact.files import fsync_folder, fsync_tree, sha256_file, stora
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
+from ondevice.core.untrusted import read_object
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.helper import Helper
 from ondevice.server.jobs import OPTIONS, TASK_NAME
@@ -263,7 +264,8 @@ def _adapter(store: Store, request: UploadRequest, content: Path, helper: Helper
 def _model(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
     folder, names = _unpacked(store, request, content)
     for file in ("config.json", "tokenizer_config.json"):
-        if file in names and b'"auto_map"' in (folder / file).read_bytes():
+        # Written anew, for "auto_m\u0061p" is the same key.
+        if file in names and '"auto_map"' in json.dumps(read_object(folder / file, ModelError)):
             raise ModelError(f"{file} names code of its own", expected="a model without auto_map", received="auto_map")
     try:
         helper("check_model", folder=str(folder))

@@ -9,6 +9,7 @@ cut, and cut where a resume begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,9 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, TypeAdapter
 
 from ondevice.core.errors import StorageError
+from ondevice.core.untrusted import parse_json
 
 SCHEMA_VERSION = 1
 
@@ -77,7 +81,7 @@ class Resume(Event):
     backend: str
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
-    changed: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = field(default_factory=dict)
     """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ..."""
 
 
@@ -199,19 +203,22 @@ def parse(line: bytes | str) -> Event | None:
     """Read one line. Keys that this version does not know are left out; an unknown event gives None.
 
     Raises:
-        ValueError: if the line is not a JSON object or lacks a field.
+        ValueError: if the line is not a JSON object, or lacks a field or has one of a wrong type.
     """
-    values = json.loads(line)
+    return event_of(parse_json(line))
+
+
+def event_of(values: Any) -> Event | None:
+    """Build the event of a line's JSON value; see `parse`."""
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         raise ValueError("not an event")
     event = KINDS.get(values["event"])
-    if event is None:
-        return None
-    fields = {item.name: item for item in dataclasses.fields(event)}
-    try:
-        return event(**{name: _typed(values[name], str(item.type)) for name, item in fields.items() if name in values})
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return None if event is None else _adapter(event).validate_python(values)
+
+
+@functools.cache
+def _adapter(event: type[Event]) -> TypeAdapter[Event]:
+    return TypeAdapter(event)
 
 
 def plain(value: Any) -> Any:
@@ -227,18 +234,6 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy scalar
         return plain(value.item())
     return str(value)
-
-
-def _typed(value: Any, annotation: str) -> Any:
-    if annotation.startswith("tuple"):
-        if not isinstance(value, list):
-            raise ValueError(f"expected a list, received {value!r}")
-        return tuple(float(item) for item in value)
-    if annotation == "float":
-        return float(value)
-    if annotation == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f"expected an integer, received {value!r}")
-    return value
 
 
 FILE_NAME = "events.jsonl"
@@ -286,7 +281,7 @@ class LogContent:
 def read_log(path: Path) -> LogContent:
     """Read `path`; a file that is not there is an empty log."""
     entries, unreadable, offset, intact = [], [], 0, 0
-    if not path.exists():
+    if not path.is_file():
         return LogContent()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -14,8 +14,9 @@ from ondevice.core.untrusted.documents import (
     parse_row,
     read_json,
     read_object,
+    well_formed,
 )
-from ondevice.core.untrusted.places import check_name, inside, read_plain
+from ondevice.core.untrusted.places import check_name, inside, open_plain, read_plain
 from ondevice.core.untrusted.refused import Refused
 from ondevice.core.untrusted.tensors import TensorHeader, TensorPlace, parse_header, read_header
 
@@ -27,8 +28,10 @@ __all__ = [
     "parse_row",
     "read_json",
     "read_object",
+    "well_formed",
     "check_name",
     "inside",
+    "open_plain",
     "read_plain",
     "TensorHeader",
     "TensorPlace",

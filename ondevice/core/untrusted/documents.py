@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def read_object(path: Path, error: type[OndeviceError], *, hint: str | None = No
         kind = type(value).__name__
         raise error(f"{path} is not a JSON object", expected="an object", received=kind, hint=hint)
     return value
+
+
+@contextmanager
+def well_formed(where: object, error: type[OndeviceError], *, hint: str | None = None) -> Iterator[None]:
+    """Turn what Python raises for a field that is missing or of a wrong type into an error of the class `error`.
+
+    For the few lines that take a document apart whose fields no pydantic model describes.
+    """
+    try:
+        yield
+    except OndeviceError:
+        raise
+    except KeyError as reason:
+        raise error(f"{where} lacks a field", expected=str(reason), hint=hint) from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as reason:
+        message = f"{where} has a field of a wrong type or size"
+        raise error(message, received=f"{type(reason).__name__}: {str(reason)[:300]}", hint=hint) from None
 
 
 def check_depth(value: Any, most: int = MOST_DEPTH) -> None:

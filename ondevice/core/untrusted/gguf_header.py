@@ -12,6 +12,7 @@ import struct
 from math import prod
 from pathlib import Path
 
+from ondevice.core.untrusted.places import open_plain
 from ondevice.core.untrusted.refused import Refused
 
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -32,7 +33,7 @@ def check_gguf(path: Path) -> None:
         Refused: it is not a GGUF file of version 2 or 3, damaged, or beyond a limit.
         OSError: as `open` raises it.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
             raise Refused(f"it has {size} bytes only")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from ondevice.core.untrusted.refused import Refused
 
@@ -46,19 +47,24 @@ def inside(folder: Path, name: object) -> Path:
     return path
 
 
-def read_plain(path: Path, most_bytes: int) -> bytes:
-    """Return the bytes of a plain file.
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading.
 
     Raises:
-        Refused: it is not a plain file, or larger than `most_bytes`.
+        Refused: it is a folder, a pipe or a device.
         OSError: as `open` raises it.
     """
     # Opening a pipe would wait for its writer, for ever; a device may have no end.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Refused("it is not a plain file")
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise Refused(f"it is larger than {most_bytes >> 20} MiB")
-    return data
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115 - returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Refused(f"{path.name} is not a plain file")
+    return file
+
+
+def read_plain(path: Path, most_bytes: int) -> bytes:
+    """Return the bytes of a plain file; Refused if it is another thing, or larger than `most_bytes`."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise Refused(f"it is larger than {most_bytes} bytes")
+        return file.read()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ondevice.core.untrusted.documents import parse_json
+from ondevice.core.untrusted.places import open_plain
 from ondevice.core.untrusted.refused import Refused
 
 BITS = {
@@ -56,7 +57,7 @@ def read_header(path: Path) -> TensorHeader:
         Refused: it is not a whole safetensors file.
         OSError: as `open` raises it.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return _header(file, os.fstat(file.fileno()).st_size)
 
 

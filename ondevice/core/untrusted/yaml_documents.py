@@ -11,8 +11,9 @@ from ondevice.core.untrusted.documents import MOST_DEPTH
 from ondevice.core.untrusted.places import read_plain
 from ondevice.core.untrusted.refused import Refused
 
-_MOST_BYTES = 1 << 20
-_MOST_NODES = 100_000
+_MOST_BYTES = 256 << 10
+_MOST_NODES = 20_000
+"""PyYAML reads some 10,000 nodes a second. A run file has about 50."""
 
 
 def parse_yaml(text: bytes | str, loader: Any = yaml.SafeLoader) -> Any:
@@ -23,11 +24,11 @@ def parse_yaml(text: bytes | str, loader: Any = yaml.SafeLoader) -> Any:
             replaced by what they stand for.
     """
     if len(text) > _MOST_BYTES:
-        raise Refused(f"it is larger than {_MOST_BYTES >> 20} MiB")
+        raise Refused(f"it is larger than {_MOST_BYTES >> 10} KiB")
     try:
         reader = loader(text if isinstance(text, str) else text.decode("utf-8"))
         try:
-            _limit_depth(reader)
+            _limit(reader)
             node = reader.get_single_node()
             if node is None:
                 return None
@@ -54,12 +55,15 @@ def read_yaml(path: Path, loader: Any = yaml.SafeLoader) -> Any:
     return parse_yaml(read_plain(path, _MOST_BYTES), loader)
 
 
-def _limit_depth(reader: Any) -> None:
-    """Make PyYAML's composer, which calls itself for each level, stop at `MOST_DEPTH`."""
-    compose, depth = reader.compose_node, 0
+def _limit(reader: Any) -> None:
+    """Make PyYAML's composer, which calls itself for each level, stop at the limits."""
+    compose, depth, nodes = reader.compose_node, 0, 0
 
     def limited(parent: Any, index: Any) -> Any:
-        nonlocal depth
+        nonlocal depth, nodes
+        nodes += 1
+        if nodes > _MOST_NODES:
+            raise Refused(f"it has more than {_MOST_NODES} values")
         if depth > MOST_DEPTH:
             raise Refused(f"it is nested more than {MOST_DEPTH} deep")
         depth += 1
