@@ -62,7 +62,11 @@ def rename(
         found = _without_case(records[0][1])
         if found:
             notes.append("columns are named without regard to case: " + ", ".join(found.values()))
-        return [(line, _moved(record, found, None), file) for line, record, file in records], frozenset()
+        names = {source: field for field, source in found.items()}
+        return [
+            (line, {names.get(key, key): value for key, value in record.items()}, file)
+            for line, record, file in records
+        ], frozenset()
     _check_fields(columns, task)
     renamed: Numbered = []
     for line, record, file in records:

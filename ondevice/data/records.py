@@ -115,6 +115,8 @@ def read_records(path: str | Path) -> Source:
 
 def read_file(path: Path, kind: str) -> Source:
     """Read one file of a kind of `SUFFIXES`; DataError as in `read_records`."""
+    if kind in ("columnar", "excel") and not path.is_file():
+        raise DataError(f"cannot read {path}", expected="a file", received="a folder, a pipe or a device")
     if kind == "columnar":
         from ondevice.data.columnar import read_columnar
 

@@ -25,6 +25,8 @@ from ondevice.core.errors import StorageError
 from ondevice.core.untrusted import parse_json
 
 SCHEMA_VERSION = 1
+Whole = Annotated[int, Field(strict=True)]
+"""A number that a log has as a number, and not as a text or a boolean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +51,19 @@ class Start(Event):
     """The head of a log: all that a reader needs to open the same program again."""
 
     kind: ClassVar[str] = "start"
-    schema: int = SCHEMA_VERSION
+    schema: Whole = SCHEMA_VERSION
     config: dict[str, Any]
     """The whole run file, as JSON values."""
     identity: dict[str, Any]
     """The settings that make two runs the same run; a resume must have the same (`checkpoint.py`)."""
-    seed: int
+    seed: Whole
     backend: str
     """`torch-cpu`, `torch-cuda` or `executorch`."""
     generator_backend: str = ""
     """Which kernel of the random generator made the noise; empty for methods without noise."""
     model_source: str = ""
     model_sha256: str = ""
-    steps: int = 0
+    steps: Whole = 0
     """Steps asked for."""
     said: list[str] = field(default_factory=list)
     """The choices for the run, in sentences: the method, where none was named, and the precision."""
@@ -75,8 +77,8 @@ class Resume(Event):
     """The run goes on; `step` is the first step that is run again."""
 
     kind: ClassVar[str] = "resume"
-    step: int
-    steps: int
+    step: Whole
+    steps: Whole
     """Steps asked for, in all."""
     backend: str
     checkpoint: str
@@ -90,18 +92,18 @@ class Step(Event):
     """One optimizer step."""
 
     kind: ClassVar[str] = "step"
-    step: int
+    step: Whole
     loss: float
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...]
     learning_rate: float
-    tokens: int
+    tokens: Whole
     """Tokens of the batch, padding included; perturbed copies of a row are not counted again."""
     step_time_s: float
     tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: Whole
     """Highest resident memory of the process since the run began."""
-    peak_device_bytes: int | None = None
+    peak_device_bytes: Whole | None = None
     """Highest CUDA memory that tensors took since the run began; None without CUDA."""
     eta_s: float = 0.0
     overlap: dict[str, Any] | None = None
@@ -113,7 +115,7 @@ class Prepare(Event):
     """Before step `step` a file was written that a replay needs from there on, such as a new subspace."""
 
     kind: ClassVar[str] = "prepare"
-    step: int
+    step: Whole
     path: str
     """File name inside the run's folder."""
     sha256: str
@@ -124,7 +126,7 @@ class Evaluate(Event):
     """An evaluation after `step` steps."""
 
     kind: ClassVar[str] = "evaluate"
-    step: int
+    step: Whole
     loss: float
     accuracy: float | None = None
     f1: float | None = None
@@ -133,7 +135,7 @@ class Evaluate(Event):
     metric: str | None = None
     metric_value: float | None = None
     """The metric of a template of one's own: `macro_f1`, `matthews`, `pearson` or `spearman`."""
-    rows: int = 0
+    rows: Whole = 0
     seconds_s: float = 0.0
     best: bool = False
     """No earlier evaluation of the run was better."""
@@ -144,10 +146,10 @@ class Checkpoint(Event):
     """A checkpoint was written after `step` steps."""
 
     kind: ClassVar[str] = "checkpoint"
-    step: int
+    step: Whole
     path: str
     """Folder name inside the run's folder."""
-    size_bytes: int
+    size_bytes: Whole
     seconds_s: float
 
 
@@ -157,7 +159,7 @@ class Warning(Event):
 
     kind: ClassVar[str] = "warning"
     message: str
-    step: int | None = None
+    step: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class Interrupt(Event):
     """The run was asked to stop, and its state after `step` steps is saved."""
 
     kind: ClassVar[str] = "interrupt"
-    step: int
+    step: Whole
     signal: str
 
 
@@ -174,7 +176,7 @@ class Error(Event):
     """The run ended with an error; `error` is what `--json` prints."""
 
     kind: ClassVar[str] = "error"
-    step: int
+    step: Whole
     error: dict[str, Any]
 
 
@@ -183,12 +185,12 @@ class Finish(Event):
     """All steps are done, or the run stopped early."""
 
     kind: ClassVar[str] = "finish"
-    steps: int
+    steps: Whole
     first_loss: float
     final_loss: float
     step_time_s: float
     tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: Whole
     reason: str = ""
     """Why it ended before the steps that were asked for (`train.patience`); empty where all are done."""
 

@@ -29,7 +29,8 @@ ROWS = [{"prompt": f"Question {n}: ß?", "completion": f"answer {n}"} for n in r
 CHATS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": []},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-                  {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+                  {"role": "assistant", "content": None,
+                   "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
                   {"role": "tool", "content": "1"}, {"role": "assistant", "content": "Yes"}]},
 ]  # fmt: skip
 
@@ -421,7 +422,8 @@ def table() -> Any:
     count = 24
     return pa.table({
         "text": ["abc", "de", None, "ßü"] * 6, "label": list(range(count)), "score": [0.5] * count,
-        "messages": [[{"role": "user", "content": "x" * n}, {"role": "assistant", "content": "y"}] for n in range(count)],
+        "messages": [[{"role": "user", "content": "x" * n}, {"role": "assistant", "content": "y"}]
+                     for n in range(count)],
         "kind": pa.array(["a", "b", "a", None] * 6).dictionary_encode(), "flag": [True, False] * 12,
         "tags": pa.array([["a", "b"], [], None, ["c"]] * 6, pa.large_list(pa.large_string())),
         "pair": pa.array([[1, 2]] * count, pa.list_(pa.int32(), 2)), "at": pa.array([0] * count, pa.timestamp("us")),
@@ -617,7 +619,8 @@ KINDS = {
         Kind("cache record", build_record, read_record, {"ondevice-model.json": CONFIG}),
         Kind("gguf", build_gguf, read_gguf, {"tiny.gguf": ()}),
         Kind("gguf adapter", build_gguf_adapter, read_gguf_adapter, {"tiny.gguf": ()}),
-        Kind("jsonl", write_lines("rows.jsonl", ROWS), read_data("rows.jsonl"), {"rows.jsonl": (json_lines, text_lines)}),
+        Kind("jsonl", write_lines("rows.jsonl", ROWS), read_data("rows.jsonl"),
+             {"rows.jsonl": (json_lines, text_lines)}),
         Kind("chats", write_lines("rows.jsonl", CHATS), read_data("rows.jsonl"), {"rows.jsonl": (json_lines,)}),
         Kind("json", build_json, read_data("rows.json"), {"rows.json": (json_document, text_lines)}),
         Kind("csv", build_csv, read_data("rows.csv"), {"rows.csv": (text_lines,)}),
@@ -630,7 +633,8 @@ KINDS = {
         Kind("saved data set", build_saved, read_data("rows"), {"rows/dataset_dict.json": CONFIG}),
         Kind("zip upload", build_zip, read_zip, {"upload.zip": (zip_entries,)}),
         Kind("fleet messages", build_messages, read_messages,
-             {f"{name}.message": () for name in ("Task", "Answer", "Outcome", "Refresh", "parcel", "frozen", "arrays")}),
+             {f"{name}.message": () for name in
+              ("Task", "Answer", "Outcome", "Refresh", "parcel", "frozen", "arrays")}),
         Kind("fleet log", build_fleet_log, read_fleet_log, {"fleet.fleetlog": ()}),
         Kind("charter", build_charter, read_charter, {"charter.json": CONFIG, "adapters.json": CONFIG}),
         Kind("seat", build_seat, read_seat, {"fleets/mine.json": CONFIG}),

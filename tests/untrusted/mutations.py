@@ -23,17 +23,20 @@ _NUMBERS = (0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63
 _FLOATS = (0.5, -0.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
     "", " ", "x", "..", "../outside.safetensors", "/etc/passwd", "a/../../../etc/hostname", "~/x", "a\0b", "\ud800",
-    "{layer}", "{layer.__class__}", "{0}", "%s", "{{x}}", "nan", "1e999", "C:\\x", "-" * 70_000, "\u202e", "😀", "F32", "true",
+    "{layer}", "{layer.__class__}", "{0}", "%s", "{{x}}", "nan", "1e999", "C:\\x",
+    "-" * 70_000, "\u202e", "😀", "F32", "true",
 )  # fmt: skip
 _RAW = (
-    "[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000, "[" * 900 + "]" * 900, "9" * 5_000, "1" + "0" * 400,
+    "[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000, "[" * 900 + "]" * 900,
+    "9" * 5_000, "1" + "0" * 400,
     "-" + "9" * 60, "1e99999", "NaN", "Infinity", "-Infinity", '"\\ud800"', '"\\u0000"', "[" + "1," * 100_000 + "1]",
     "{" + ",".join(f'"{n}":{n}' for n in range(5_000)) + "}", "[[[[[[[[]]]]]]]]", "[" + "[]," * 50_000 + "[]]",
 )  # fmt: skip
 """JSON that `json.dumps` does not write."""
 _MARK = "raw-value-goes-here"
 _WORDS = (b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\xff" * 7 + b"\x7f", b"\xff" * 8, b"\0" * 8,
-          (1 << 40).to_bytes(8, "little"), b"\x01" + b"\0" * 7, b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80")  # fmt: skip
+          (1 << 40).to_bytes(8, "little"), b"\x01" + b"\0" * 7, b"\xff\xfe", b"\xef\xbb\xbf",
+          b"\xc3", b"\xed\xa0\x80")  # fmt: skip
 
 
 def flip_bytes(draw: Random, data: bytes) -> bytes:
@@ -136,7 +139,8 @@ def tensor_header(draw: Random, data: bytes) -> bytes:
 
 _YAML = (
     "&a [*a, *a]", "[" * 5_000, "{a: " * 5_000, "2001-13-45", "!!python/object/apply:os.system [id]", "9" * 5_000,
-    "!!int x", "!!timestamp x", "!!binary x", "!!bool x", "!!float x", "? [1]\n: 2", "0o9", "1:60:60", "*nobody", "\x07",
+    "!!int x", "!!timestamp x", "!!binary x", "!!bool x", "!!float x", "? [1]\n: 2", "0o9", "1:60:60",
+    "*nobody", "\x07",
     "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]),
     "\n".join(["m0: &m0 {k: v}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 10))]),
 )  # fmt: skip
@@ -187,7 +191,8 @@ def zip_entries(draw: Random, data: bytes) -> bytes:
             entry = zipfile.ZipInfo(name)
             if name == chosen:
                 evil = draw.choice(("../x.json", "/etc/x.json", "a/../../x.json", "a\\..\\x.json", "A.JSON", "x.py",
-                                    "x\0.json", "🙂.json", "", "/".join("a" * 40) + ".json", "CON.json", name))  # fmt: skip
+                                    "x\0.json", "🙂.json", "", "/".join("a" * 40) + ".json", "CON.json",
+                                    name))  # fmt: skip
                 entry = zipfile.ZipInfo(evil)
                 entry.external_attr = draw.choice((0, 0o120777 << 16, 0o010666 << 16, 0o040755 << 16))
                 entry.compress_type = draw.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA))
