@@ -26,7 +26,7 @@ from ondevice.core.untrusted import parse_json, read_json
 from ondevice.server.queue import ENDED, Queue
 from ondevice.server.store import Store
 from ondevice.server.worker import ATTEMPT, RUN
-from ondevice.training.events import FILE_NAME, event_of
+from ondevice.training.events import FILE_NAME
 
 CHUNK_BYTES = 1 << 20
 _FIGURES = ("loss", "tokens_per_s", "step_time_s", "eta_s", "learning_rate", "peak_memory_bytes", "peak_device_bytes")
@@ -78,10 +78,12 @@ def parse(line: bytes) -> dict[str, Any] | None:
     try:
         values = parse_json(line)
         json.dumps(values, allow_nan=False)
-        event_of(values)
     except ValueError:
         return None
-    return values
+    if not isinstance(values, dict) or not isinstance(values.get("event"), str):
+        return None
+    counts = [values[name] for name in ("step", "steps") if name in values]
+    return values if all(isinstance(count, int | None) for count in counts) else None
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
             progress["backend"] = event.get("backend", "")
         case "step":
             progress |= {name: event[name] for name in _FIGURES if event.get(name) is not None}
-            progress["step"] = event.get("step", 0) + 1
+            progress["step"] = (event.get("step") or 0) + 1
             progress.setdefault("first_loss", event.get("loss"))
         case "evaluate":
             progress["evaluation"] = {

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 30
 MOST_S = 20
 """Of the processor; a machine that does other things may take longer."""
 _MOST_WAIT_S = 90
-_A_CHILD = 500
+_A_CHILD = 250
 """Mutations of one process."""
 
 
@@ -70,8 +70,9 @@ class Tally:
 
 def run(kind: Kind, count: int, *, seed: int = 0, first: int = 0, most_s: float | None = None) -> Tally:
     """Run mutations `first` to `first + count` of a kind, or fewer if `most_s` seconds are over."""
-    tally, began, number = Tally(kind.name), time.monotonic(), first
+    tally, number = Tally(kind.name), first
     with _example(kind) as (folder, originals):
+        began = time.monotonic()
         while number < first + count and (most_s is None or time.monotonic() - began < most_s):
             end = min(first + count, number + _A_CHILD)
             number = _child(kind, folder, originals, seed, number, end, tally)
