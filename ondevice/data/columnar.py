@@ -6,12 +6,13 @@ and what they take is counted as they come, because those sizes may lie.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import Refused, parse_json
+from ondevice.core.untrusted.columns import check_batch, rows_of
 from ondevice.data.hub import named
 from ondevice.data.records import UNLIMITED, Limits, Record, Source, missing_package
 
@@ -38,7 +39,7 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
         first = next(batches, None)
     except MemoryError:  # also an ArrowException
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(f"cannot read {path}: {reason}", expected="a Parquet or Arrow file") from None
     if first is None:
@@ -48,6 +49,7 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
 
 def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
     """Return the schema and the batches of rows."""
+    size = path.stat().st_size
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -57,7 +59,8 @@ def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
         widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         count = max(1, min(_ROWS, _BATCH_BYTES // max(1, widest)))
         # One thread: each more would decode a column besides, and take a stack.
-        return file.schema_arrow, (batch for batch in file.iter_batches(count, use_threads=False) if batch.num_rows)
+        batches = (batch for batch in file.iter_batches(count, use_threads=False) if batch.num_rows)
+        return file.schema_arrow, (check_batch(batch, size) for batch in batches)
     from pyarrow import ipc
 
     with path.open("rb") as stream:
@@ -67,7 +70,7 @@ def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
         stored = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         reader = stored = ipc.open_stream(path.open("rb"))
-    return reader.schema, (piece for batch in stored for piece in _pieces(batch))
+    return reader.schema, (piece for batch in stored for piece in _pieces(check_batch(batch, size)))
 
 
 def _pieces(batch: Any) -> Iterator[Any]:
@@ -83,21 +86,25 @@ def _records(
     while batch is not None:
         unpacked_bytes += batch.nbytes
         limits.check_unpacked(path, unpacked_bytes, "JSON lines")
-        for row in batch.to_pylist():
+        try:
+            rows, batch = rows_of(batch), None
+        except Refused as error:
+            raise DataError(f"{path} is damaged behind row {number}: {error}") from None
+        for row in rows:
             number += 1
             yield Record(number, named(row, names))
         try:
             batch = next(batches, None)
         except MemoryError:
             raise
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path} is damaged behind row {number}: {str(error).partition(chr(10))[0]}") from None
 
 
 def _names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
     """The names of class labels, from what the package `datasets` writes beside the schema."""
     try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        features = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         return {key: list(feature["names"]) for key, feature in features.items()
                 if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"}  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import check_name, read_json
 from ondevice.data.records import NAMED, SUFFIXES, UNLIMITED, Limits, Record, Source, read_file
 from ondevice.data.rows import BadRow
 
@@ -119,7 +119,7 @@ def _named_split(path: Path) -> tuple[Path, str]:
 def _saved_split(folder: Path, split: str) -> Path:
     """Return the folder of a split of what `DatasetDict.save_to_disk` wrote."""
     try:
-        splits = list(json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        splits = [check_name(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}') from None
     wanted = next(

@@ -16,11 +16,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import parse_row
 from ondevice.data.records import check_text, describe
 from ondevice.data.rows import BadRow, Format, Row
 from ondevice.data.templates import TASKS, Task, label_key, plain_name, render
@@ -201,7 +201,7 @@ def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_row(value)
         except ValueError:
             raise BadRow(name, "expected a JSON list of texts in the cell") from None
     if not isinstance(value, list) or len(value) < least:

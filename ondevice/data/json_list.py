@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import check_nesting, parse_row
 from ondevice.data.records import UNLIMITED, Limits, Record, describe, unique_keys
 from ondevice.data.rows import BadRow
 
@@ -46,8 +47,8 @@ def read_object(path: Path, limits: Limits = UNLIMITED) -> Iterator[Record] | No
         )
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse_row(text)
+    except ValueError:
         return None
     lists = [key for key, value in document.items() if isinstance(value, list) and value
              and all(isinstance(item, dict) for item in value)]  # fmt: skip
@@ -162,6 +163,7 @@ def _element(path: Path, text: _Text, place: int, decoder: json.JSONDecoder, lim
     while True:
         try:
             value, end = decoder.raw_decode(text.held, place)
+            check_nesting(value, text.held, place, end)
             whole = not isinstance(value, int | float)  # a number may go on: 3, 3.2, 3.25
             if whole or text.ended or len(text.held) - end >= NEAR_END:
                 return value, end

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ondevice.core.errors import DataError, MissingPackageError
+from ondevice.core.untrusted import Refused, parse_row
 from ondevice.data.rows import BadRow
 
 
@@ -154,6 +155,8 @@ def read_records(path: str | Path, limits: Limits = UNLIMITED) -> Source:
 def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
     """Read one file of a kind of `SUFFIXES`; its records are read as they are asked for. DataError as `read_records`,
     of what lies further on when it is reached."""
+    if kind in ("columnar", "excel") and not path.is_file():
+        raise DataError(f"cannot read {path}", expected="a file", received="a folder, a pipe or a device")
     if kind == "columnar":
         from ondevice.data.columnar import read_columnar
 
@@ -259,10 +262,10 @@ def _json_object(line: bytes) -> dict[str, Any]:
     if b"\0" in line:
         raise BadRow("", "contains a NUL byte")
     try:
-        value = json.loads(_utf8(line), object_pairs_hook=unique_keys)
+        value = parse_row(_utf8(line), unique_keys)
     except json.JSONDecodeError as error:
         raise BadRow("", f"is not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
+    except Refused:
         raise BadRow("", "is nested too deeply") from None
     except BadRow:
         raise

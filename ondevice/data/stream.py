@@ -21,6 +21,7 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
 from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
 from ondevice.data.reading import named_task, rows_of
@@ -156,7 +157,7 @@ class Stream:
         identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
         self._kept = path, identity
         try:
-            values = json.loads(path.read_text(encoding="utf-8")) if recall else {}
+            values = read_json(path) if recall else {}
         except (OSError, ValueError):  # lost or damaged: the windows are counted again
             values = {}
         if values.get("identity") == identity:

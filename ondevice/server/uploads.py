@@ -32,6 +32,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.core.untrusted import read_object
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.jobs import OPTIONS, TASK_NAME
 from ondevice.server.store import MissingError, Store, new_id
@@ -356,7 +357,8 @@ def _adapter(store: Store, request: UploadRequest, content: Path, check: Check) 
 def _model(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
     folder, names = _unpacked(store, request, content)
     for file in ("config.json", "tokenizer_config.json"):
-        if file in names and b'"auto_map"' in (folder / file).read_bytes():
+        # Written anew, for "auto_m\u0061p" is the same key.
+        if file in names and '"auto_map"' in json.dumps(read_object(folder / file, ModelError)):
             raise ModelError(f"{file} names code of its own", expected="a model without auto_map", received="auto_map")
     try:
         check("check_model", folder=str(folder))
