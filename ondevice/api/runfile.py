@@ -97,6 +97,13 @@ class RunConfig(StrictConfig):
         """The sentence that says which method was chosen; empty where the run file or a flag names it."""
         return self._chosen
 
+    def with_method(self, name: str) -> Self:
+        """Return the run with another method in place of one that was chosen; its own settings stay."""
+        given = self.method.model_dump(exclude_unset=True, exclude={"name"})
+        changed = self.model_copy(update={"method": method_config(name, given)})
+        changed._chosen = f"method {name}: {registry_method(name).summary}"
+        return changed
+
     def for_training(self) -> Self:
         """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
         settings that are `auto`, and the schedule."""
@@ -122,7 +129,7 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
-        from ondevice.data.formats import named_task
+        from ondevice.data.reading import named_task
         from ondevice.data.records import check_source
 
         if self.data.path is None and not given:

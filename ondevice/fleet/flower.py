@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
+from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
 from ondevice.fleet.certificates import CERTIFICATES, DEVICES
 from ondevice.fleet.device import DeviceSettings, answering
@@ -238,7 +239,7 @@ def _admit(link: Link, home: Path) -> None:
             f"{link.certificates} has no device's public key", expected=f"{DEVICES}/NAME.pub for each device"
         )
     done = subprocess.run(
-        [sys.executable, "-c", REGISTER, *(str(key.absolute()) for key in keys)],
+        python_command("-c", REGISTER, *(str(key.absolute()) for key in keys)),
         env=environment(home), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     if done.returncode:

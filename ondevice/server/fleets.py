@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
+from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.untrusted import read_object
@@ -194,7 +194,7 @@ class Fleets(threading.Thread):
         path = own / "device.log"
         with open(path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb") as log:
             running.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)],
+                python_command("-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=child_environment(),
             )  # fmt: skip

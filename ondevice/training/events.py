@@ -67,6 +67,8 @@ class Start(Event):
     """Steps asked for."""
     said: list[str] = field(default_factory=list)
     """The choices for the run, in sentences: the method, where none was named, and the precision."""
+    decided: dict[str, Any] = field(default_factory=dict)
+    """The same choices by dotted key, for a resume (`decisions.py`)."""
     data: dict[str, Any] = field(default_factory=dict)
     """The rows that were read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut,
     notes."""
@@ -300,6 +302,16 @@ def read_log(path: Path) -> LogContent:
             offset = end
     damaged = tuple(number for number, start in unreadable if start < intact)
     return LogContent(tuple(entries), damaged, len(damaged) < len(unreadable), intact)
+
+
+def read_start(path: Path) -> Start | None:
+    """Read no more of a log than its head; None if there is no log, or if it does not begin with one."""
+    try:
+        with path.open("rb") as file:
+            event = parse(file.readline())
+    except (FileNotFoundError, ValueError):
+        return None
+    return event if isinstance(event, Start) else None
 
 
 def cut_log(path: Path, step: int) -> LogContent:

@@ -48,8 +48,10 @@ def test_json_within_the_limits_is_what_json_reads() -> None:
     [
         ("&a [*a]", "alias"),
         ("[" * 5_000, "nested"),
-        ("\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]), "large"),
-        ("\n".join(["m0: &m0 {k: v}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 10))]),
+        ("\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]),
+         "large"),
+        ("\n".join(["m0: &m0 {k: v}",
+                    *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 10))]),
          "large"),
         ("day: 2001-13-45", "month"),
         ("!!python/object/apply:os.system [id]", "could not determine a constructor"),
@@ -66,7 +68,9 @@ def test_yaml_may_use_an_alias() -> None:
     assert parse_yaml("a: &a {k: 1}\nb: {<<: *a, m: [*a, *a]}") == {"a": {"k": 1}, "b": {"k": 1, "m": [{"k": 1}] * 2}}
 
 
-@pytest.mark.parametrize("name", ["", "..", "../x", "a/../x", "/x", "a//x", "./x", "a\\x", "a\0x", "x\n", 7, None, "x" * 2_000])
+@pytest.mark.parametrize(
+    "name", ["", "..", "../x", "a/../x", "/x", "a//x", "./x", "a\\x", "a\0x", "x\n", 7, None, "x" * 2_000]
+)
 def test_a_name_that_leads_elsewhere_is_refused(name: object) -> None:
     with pytest.raises(Refused):
         check_name(name)
@@ -167,7 +171,7 @@ def test_an_artifact_reads_only_its_own_hashed_files(field: str, name: str, tmp_
     values = json.loads((folder / "manifest.json").read_text())
     put(values, FIELDS[field], name)
     (folder / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match="leads outside|no hash"):
+    with pytest.raises(ArtifactError, match=r"leads outside|no hash"):
         read_manifest(folder, check_files=False)
 
 
