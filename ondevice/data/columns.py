@@ -53,9 +53,11 @@ def renaming(
     """
     if not columns:
         names = {} if first is None else _without_case(first)
-        if names:
-            notes.append("columns are named without regard to case: " + ", ".join(names.values()))
-        return lambda record: _moved(record, names, None), frozenset()
+        if not names:
+            return lambda record: record, frozenset()
+        notes.append("columns are named without regard to case: " + ", ".join(names.values()))
+        fields = {source: field for field, source in names.items()}  # a row may lack some of them
+        return lambda record: {fields.get(key, key): value for key, value in record.items()}, frozenset()
     _check_fields(columns, task)
     notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
 
