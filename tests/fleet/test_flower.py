@@ -27,7 +27,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.fleet.asking import ask
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering
-from ondevice.fleet.flower import APP, Link
+from ondevice.fleet.link import Link
 from ondevice.fleet.messages import Answer
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
@@ -198,15 +198,6 @@ def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) 
     gone = tmp_path / "gone.json"
     gone.write_text(json.dumps({"socket": str(tmp_path / "nobody")}))
     assert "does not answer" in ask(gone, {}, 9)["error"]
-
-
-def test_the_app_that_is_submitted_names_no_dependencies() -> None:
-    """Flower would otherwise make an environment of its own for it, without ondevice."""
-    import tomllib
-
-    app = tomllib.loads(APP)
-    assert app["project"]["dependencies"] == []
-    assert app["tool"]["flwr"]["app"]["components"]["serverapp"] == "fleetapp.server:server_app"
 
 
 def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
