@@ -101,24 +101,29 @@ class Intruder:
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         return {**os.environ, "PATH": path, "FLWR_HOME": str(self.home), **quiet}
 
-    def attack(self, address: str, seconds: float = 150.0) -> Loot:
-        """Run `flwr run` against a fleet, and count where the app ran."""
-        secure = f"root-certificates = {json.dumps(str(self.authority))}" if self.authority else "insecure = true"
+    def flwr(self, address: str, *arguments: object, seconds: float = 200.0) -> str:
+        """Run Flower's command line against a server, and return what it said."""
+        secure = "insecure = true"
+        if self.authority:
+            secure = f"root-certificates = {json.dumps(str(self.authority))}"
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "{address}"\n{secure}\n'
         )
-        command = [str(Path(sys.executable).parent / "flwr"), "run", str(self.project), "fleet", "--stream"]
+        command = [str(Path(sys.executable).parent / "flwr"), *map(str, arguments)]
         try:
-            done = subprocess.run(
+            return subprocess.run(
                 command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False,
-            )  # fmt: skip
-            said = done.stdout
+            ).stdout  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            said = str(error.stdout)
-        return self.loot(said)
+            return str(error.stdout)
+
+    def attack(self, address: str) -> Loot:
+        """Do `flwr run` at a server, and count where the app ran."""
+        return self.loot(self.flwr(address, "run", self.project, "fleet", "--stream"))
 
     def loot(self, said: str) -> Loot:
+        """Count where the app ran so far."""
         replies = self.out / "replies.json"
         return Loot(
             servers=len(list(self.out.glob("server"))),
