@@ -12,7 +12,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ class Gate:
         key = _proven_key(headers)
         if key is None or (self.keys is not None and key not in self.keys):
             return _refused(401, "this device is not registered")
-        if not headers.get("content-length", b"").isdigit():
+        length = headers.get("content-length", b"")
+        if not length.isdigit():
             return _refused(411, "a request says how long it is")
-        if int(headers["content-length"]) > MOST_BYTES:
+        if len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
             return _refused(413, f"expected at most {MOST_BYTES} bytes")
         return None
 
@@ -137,7 +138,12 @@ def listening(link: Link, app: Gate) -> Iterator[None]:
         server_header=False,
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, name="fleet-network", daemon=True)
+
+    def run() -> None:
+        with suppress(SystemExit):  # uvicorn's, if it cannot listen
+            server.run()
+
+    thread = threading.Thread(target=run, name="fleet-network", daemon=True)
     thread.start()
     try:
         until = time.monotonic() + START_S
