@@ -32,7 +32,7 @@ from ondevice.fleet.messages import Answer
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
 from tests.cli.command import CommandLine
-from tests.fleet.fleets import charter
+from tests.fleet.fleets import charter, open_to_others
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
 from tests.ports import free_port
@@ -99,6 +99,51 @@ def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk
     assert result["devices"] == 3
     assert result["rounds"] == 2
     assert result["bytes_per_device_round"] <= (12_000 if kind == "secure" else 256)
+    for name in ("server", "keys", "device-1", "device-2", "device-3"):
+        assert open_to_others(walks[kind].folder / name) == []
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_a_first_order_fleet_over_the_network_ends_with_one_adapter(ondevice: CommandLine, tmp_path: Path) -> None:
+    python()
+    port, link = str(free_port()), ("--host", "localhost", "--insecure")
+    done = ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--method",
+                    "lora", "--out", tmp_path / "server", "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    command = [sys.executable, "-m", "ondevice", "fleet"]
+    devices = [
+        subprocess.Popen(
+            [
+                *command,
+                "device",
+                "--data",
+                str(rows(tmp_path / f"r-{number}.jsonl")),
+                "--batch-size",
+                "2",
+                "--out",
+                str(tmp_path / f"device-{number}"),
+                "--port",
+                port,
+                *link,
+            ]
+        )
+        for number in (1, 2)
+    ]
+    try:
+        server = subprocess.run(
+            [*command, "server", str(tmp_path / "server"), "--rounds", "2", "--devices", "2", "--port", port, *link,
+             "--json"], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        for device in devices:
+            device.terminate()
+            device.wait()
+    assert server.returncode == 0, server.stderr
+    result = json.loads(server.stdout)
+    assert (result["rounds"], result["devices"], result["hashes_equal"]) == (2, 2, True)
+    assert open_to_others(tmp_path / "server") == []
 
 
 @pytest.mark.flower
@@ -163,6 +208,7 @@ def test_connections_are_encrypted_unless_somebody_says_otherwise(tmp_path: Path
     Link("localhost", 1, insecure=True).check(CERTIFICATES)
 
 
+@pytest.mark.flower
 def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_path: Path) -> None:
     x509 = pytest.importorskip("cryptography.x509")
     from ondevice.fleet.certificates import make
