@@ -256,6 +256,23 @@ def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_containers_of_a_fleet_are_not_root_and_publish_the_devices_port_only(root: Path) -> None:
+    import yaml
+
+    services = yaml.safe_load((root / "examples/fleet/compose.yaml").read_text())["services"]
+    assert {name: service.get("ports", []) for name, service in services.items()} == {
+        "server": ["9092:9092"],
+        "device": [],
+    }
+    for service in services.values():
+        assert service["user"] == "${FLEET_USER:-1000:1000}"
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert service["read_only"] and service["mem_limit"] and service["pids_limit"]
+        assert "privileged" not in service and "network_mode" not in service
+        private = [volume for volume in service["volumes"] if volume.endswith(".key:ro")]
+        assert len(private) == 1, "each has its own key and no other"
+
+
 def test_the_unit_and_the_compose_file_name_flags_that_exist(root: Path) -> None:
     import yaml
     from typer.main import get_command
