@@ -160,15 +160,18 @@ def join(
 
 @contextmanager
 def _running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own, which ends with the context."""
+    """Run a process in a group of its own, which ends with the context, or with this process: its
+    standard input ends then."""
     with open(log, "ab" if log.is_file() and log.stat().st_size < LOG_BYTES else "wb") as output:
         process = subprocess.Popen(
-            arguments, env=environment(), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            arguments, env=environment(), stdout=output, stderr=output, stdin=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
     try:
         yield process
     finally:
+        if process.stdin is not None:
+            process.stdin.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)

@@ -8,7 +8,9 @@ never does: a message is data for the code that is installed, whoever sent it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -89,7 +91,14 @@ def exchange(connection: Any, device: Path) -> bool:
     return True
 
 
+def _end_with_the_device() -> None:
+    """End once standard input does: the process with the model is gone, killed perhaps."""
+    sys.stdin.buffer.read()
+    os._exit(ENDED)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_device, daemon=True).start()
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",

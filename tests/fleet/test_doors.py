@@ -229,6 +229,23 @@ def test_the_process_for_the_network_has_no_secret_and_almost_no_rights(fleet: F
         assert network.num_fds() < 64
 
 
+def test_the_process_for_the_network_ends_with_its_device_even_if_that_is_killed(tmp_path: Path) -> None:
+    """One that stayed would keep the device's place at the server, and answer for nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # never answers
+        port = str(server.getsockname()[1])
+        device = started(
+            sys.executable, "-m", "ondevice", "fleet", "device", "--data", str(rows(tmp_path / "r.jsonl")), "--out",
+            str(tmp_path / "device"), "--port", port, "--insecure", log=tmp_path / "device.log",
+        )  # fmt: skip
+        with device as process:
+            until(lambda: len(psutil.Process(process.pid).children()) == 1)
+            (network,) = psutil.Process(process.pid).children()
+            time.sleep(1)
+            assert network.is_running()
+            process.kill()
+            until(lambda: not network.is_running() or network.status() == psutil.STATUS_ZOMBIE, 30)
+
+
 @contextlib.contextmanager
 def client(fleet: Fleet) -> Iterator[httpx.Client]:
     scheme = "https" if fleet.keys else "http"
