@@ -14,6 +14,7 @@ pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-tes
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
@@ -25,6 +26,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from ondevice.core.errors import ConfigError, FleetError
+from ondevice.fleet.certificates import make
 from ondevice.fleet.grid import admit, in_memory, open_grid
 from ondevice.fleet.link import Link
 from ondevice.fleet.network import MOST_BYTES, fleet_api, listening
@@ -112,6 +114,31 @@ def test_a_device_cannot_take_another_devices_messages(server: Server) -> None:
         liar.client.PullMessages(PullMessagesRequest(node=honest.node))
     assert not liar.client.PullMessages(PullMessagesRequest(node=liar.node)).messages_list
     assert honest.client.PullMessages(PullMessagesRequest(node=honest.node)).messages_list
+
+
+def test_a_device_refuses_a_server_of_another_authority(tmp_path: Path) -> None:
+    """Over the client that a device uses, with the server's own certificate and with one of another fleet."""
+    for fleet in ("own", "other"):
+        make(tmp_path / fleet, ("localhost",), 1)
+    link, messages = Link("0.0.0.0", free_port(), tmp_path / "own"), in_memory()
+    private = load_ssh_private_key((tmp_path / "own/devices/1.key").read_bytes(), None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    public = private.public_key()
+    asked = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=30)
+
+    def activate(fleet: str, host: str = "localhost") -> None:
+        authority = (tmp_path / fleet / "ca.crt").read_bytes()
+        signs = [NodeAuthHttpInterceptor(private, public)]
+        address = f"{host}:{link.port}"
+        with FleetHttpClient.from_server_address(address, False, authority, signs) as client:
+            client.ActivateNode(asked)
+
+    with listening(link, fleet_api(messages, admit(messages.state(), tmp_path / "own"))):
+        activate("own")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            activate("other")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            activate("own", "127.0.0.2")  # a name that the certificate is not for
 
 
 @pytest.mark.parametrize(
