@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.files import atomic_write
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
@@ -109,7 +109,8 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     if not ID.fullmatch(name) or ".." in name:
         raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
     if seat is not None:
-        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+        with private():  # it names this machine's rows and its key
+            atomic_write(path, seat.model_dump_json(indent=1) + "\n")
     elif path.is_file():
         path.unlink()
     else:
