@@ -6,6 +6,7 @@ round costs a device. So it imports little here.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,17 +19,28 @@ if TYPE_CHECKING:
     from flwr.app import Context
 
 RECORD = "fleet"
+log = logging.getLogger("ondevice.fleet")
 client_app = ClientApp()
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
     """Answer a message of the server, through the device's process (`device.Device`)."""
-    device = Path(str(context.node_config["device"]))
-    if RECORD not in message.content:
-        from ondevice.fleet.averaging.records import reply_of, request_of
+    first_order = RECORD not in message.content
+    try:
+        device = Path(str(context.node_config["device"]))
+        if first_order:
+            from ondevice.fleet.averaging.records import request_of
 
-        reply = ask(device, request_of(message.content), context.node_id)
-        return Message(content=reply_of(reply), reply_to=message)
-    reply = ask(device, dict(message.content[RECORD]), context.node_id)
+            asked = request_of(message.content)
+        else:
+            asked = dict(message.content[RECORD])
+        reply = ask(device, asked, context.node_id)
+    except Exception:  # Flower would send the error's text to the server
+        log.exception("a message could not be answered")
+        reply = {"error": "failed"}
+    if first_order:
+        from ondevice.fleet.averaging.records import content_of
+
+        return Message(content=content_of(reply), reply_to=message)
     return Message(content=RecordDict({RECORD: ConfigRecord(reply)}), reply_to=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -40,6 +41,7 @@ class FleetFile:
         path = Path(folder) / cls.file_name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.chmod(0o700)
             connection = connect(path)
             with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
@@ -110,6 +112,11 @@ class FleetFile:
         row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
+    def facts(self, prefix: str) -> list[tuple[str, str]]:
+        """Return the values whose names begin with `prefix`, with their names."""
+        query = "SELECT name, value FROM facts WHERE substr(name, 1, ?) = ?"
+        return self.connection.execute(query, (len(prefix), prefix)).fetchall()
+
     def _table(self, of: str, order: str) -> list[dict[str, Any]]:
         rows = self.connection.execute(
             f"SELECT round, loss, answers, refused, bytes, time_s FROM {of} ORDER BY {order}"
@@ -119,7 +126,10 @@ class FleetFile:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a database that several threads and processes may share, each commit on the disk."""
+    """Open a database that several threads and processes of its owner may share, each commit on the disk."""
+    with suppress(OSError):  # of another user's file: opening it says whether it can be used
+        path.touch(mode=0o600)
+        path.chmod(0o600)
     connection = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
