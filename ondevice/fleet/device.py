@@ -31,10 +31,10 @@ from ondevice.fleet.codes import Code, Refusal, code_of, refusing
 from ondevice.fleet.frozen import Frozen, Space, matched
 from ondevice.fleet.keys import ANSWER_DOMAIN, DeviceKey, Signed
 from ondevice.fleet.ledger import Ledger, cost_of
-from ondevice.fleet.log import checked
+from ondevice.fleet.log import checked as of_fleet
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Refresh, Task, read_event
-from ondevice.fleet.replies import sent
+from ondevice.fleet.replies import Request, checked, sent
 from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.stages import read_request
 from ondevice.fleet.store import Store
@@ -117,6 +117,7 @@ class Device:
 
     def _take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         folder = Path(self.settings.folder)
+        checked(Request, content)
         if "adapter" in content:
             return self._average(folder, content)
         if "charter" in content:
@@ -164,7 +165,7 @@ class Device:
             files = matched(events, [Frozen.from_bytes(data) for data in content.get("frozen", [])])
         with refusing(Code.OTHER_STATE):
             for event in events:
-                state.apply(checked(event, store.charter))
+                state.apply(of_fleet(event, store.charter))
                 store.add(event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None)
         return state
 
@@ -239,14 +240,12 @@ class Device:
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
-        number = content["round"]
-        if type(number) is not int or not 0 <= number < 1 << 32:
-            raise Refusal(Code.MALFORMED, "not a round's number", expected="0 to 2^32 - 1", received=number)
+        number = content.get("round", 0)
         with refusing(Code.MALFORMED):
             charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
         with refusing(Code.OTHER_FLEET), AdapterStore.create(folder, charter, arrays) as store:
             store.keep(arrays)
-            if content["last"]:
+            if content.get("last"):
                 return {"digest": digest(store.tensors())}
 
         def answer() -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.messages import MOST_NUMBERS
@@ -18,6 +18,7 @@ MOST_FILE_BYTES = 1 << 30
 """Of a subspace or an adapter."""
 MOST_STAGE_BYTES = 1 << 20
 """Of one stage of a secure sum: its largest, a masked vector, has 8 bytes a number in base 64."""
+MOST_CHARTER_BYTES = 1 << 20
 MOST_ROWS = (1 << 32) - 1
 
 Place = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -31,6 +32,26 @@ class Reply(BaseModel):
     """A reply of a device; `KEY` is the field that tells its shape."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Request(Reply):
+    """A message of a server, whichever of its fields there are; an adapter never comes without the others."""
+
+    charter: bytes | None = Field(default=None, max_length=MOST_CHARTER_BYTES)
+    events: list[bytes] = []
+    frozen: list[bytes] = []
+    task: bytes | None = None
+    subspace: Literal[True] | None = None
+    secure: bytes | None = None
+    adapter: bytes | None = Field(default=None, max_length=MOST_FILE_BYTES)
+    round: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    last: bool = False
+
+    @model_validator(mode="after")
+    def _whole(self) -> Request:
+        if self.adapter is not None and (self.charter is None or (self.round is None and not self.last)):
+            raise ValueError("an adapter comes with its charter and its round")
+        return self
 
 
 class Failed(Reply):
