@@ -293,10 +293,12 @@ class Server:
         for sent, reply in self.post.take():
             node, late = sent.node, sent.overdue  # of a late reply the wait was over before
             asked, taken = None if late else self.asked.pop(node, None), self._reply(node, reply)
-            if isinstance(taken, Greeted):
+            if isinstance(taken, Greeted) and asked is None:
                 self.places[node] = taken.place
                 if taken.gives_subspace:
                     self.givers.add(node)
+            elif asked is not None and not isinstance(taken, Answered | Failed | None):
+                self._refuse(node, Code.MALFORMED)
             if not isinstance(taken, Answered):
                 continue
             if asked is not None:

@@ -151,15 +151,19 @@ class SecureSum:
         A device that cannot read a neighbour's shares names it; either of the two may lie. Whoever is in most of such
         pairs goes first. Of a single pair one goes, and neither is asked again.
         """
-        pairs = {frozenset((node, peer)) for node, reply in masked.items() for peer in reply.without & masked.keys()}
+        pairs = {(node, peer) for node, reply in masked.items() for peer in reply.without & masked.keys()}
         out: set[int] = set()
         while pairs:
-            times = Counter(node for pair in pairs for node in sorted(pair))
+            times = Counter(node for pair in pairs for node in pair)
             node, count = max(times.items(), key=lambda item: (item[1], item[0]))
-            for each in {node} if count > 1 else next(pair for pair in pairs if node in pair):
+            accusers = {one for one, other in pairs if other == node}
+            for each in {node} if count > 1 else next(iter(pairs)):
                 self.blame(each, Code.SHARES)
-            out.add(node)
-            pairs = {pair for pair in pairs if node not in pair}
+            holders = self.near[node] & masked.keys() - accusers - out - {node}
+            # Without its key its masks would stay in the sum: it is summed this once, and those that name it are not.
+            stays = accusers and 0 < len(holders) < threshold(len(self.near[node]))
+            out |= accusers if stays else {node}
+            pairs = {pair for pair in pairs if not out & set(pair)}
         return out
 
     def _rebuilt(self, node: int, shares: dict[int, bytes], fits: Callable[[bytes], bool]) -> bytes:
