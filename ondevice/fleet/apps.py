@@ -32,6 +32,7 @@ from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.secure import means_of
 from ondevice.fleet.store import Store
 from ondevice.fleet.sums import SecureSum
+from ondevice.fleet.suspects import Suspects
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -112,6 +113,7 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.barred: set[int] = set()
         """Devices whose lies cost a secure sum: they are not asked again while this server runs."""
+        self.suspects = Suspects()
         if self.rounds.state.round and store.charter.fleet.open_rounds > 1:
             # Devices may have answered to rounds that were open when a server before this one ended. Each answers a
             # round once, and these would begin from another state now.
@@ -208,7 +210,8 @@ class Server:
         draw = np.random.default_rng([self.store.charter.seed, 5, number])
         count = max(1, round(self.settings["sample"] * len(known)))
         drawn = [known[place] for place in draw.permutation(len(known))]
-        return sorted([node for node in drawn if node in free][:count])
+        chosen = [node for node in drawn if node in free][:count]
+        return self.suspects.asked(chosen, draw) if self.suspects.devices else sorted(chosen)
 
     def _refresh(self, free: set[int]) -> bool:
         """Take a new subspace from a device that gives one, if there is one and no round is open."""
@@ -326,8 +329,15 @@ class Server:
         )
         return len(answers)
 
+    def _saw(self, devices: list[int], plausible: bool) -> None:
+        """Learn from a secure sum which device spoils them."""
+        liar = self.suspects.saw(devices, plausible)
+        if liar is not None:
+            self.barred.add(liar)
+            self._refuse(liar, Code.NUMBERS)
+
     def _secure_round(self, current: OpenRound, began: float) -> int:
-        """Run a round whose answers only their sum is known of; returns how many there were."""
+        """Run a round whose answers only their sum is known of; returns 0 if nothing came of it."""
         place, fleet, sent = self.store.count(), self.store.charter.fleet, 0
 
         task = next(iter(current.tasks.values())).to_bytes()  # one for all, because they share their seeds
@@ -345,13 +355,18 @@ class Server:
             self.barred.add(node)
             self._refuse(node, code)
 
-        means, loss, devices = None, None, []
+        means, loss, devices, narrowed = None, None, [], False
         try:
             first = {node: self._content(node, {}) for node in current.tasks}
             sums = SecureSum(send, task, self.store.charter.device_keys, blame)
             total, devices = sums.collect(first, self.store.charter.numbers + 2)
-            means, loss = means_of(total, fleet)
+            means, loss = means_of(total, fleet, len(devices))
+            self._saw(devices, plausible=True)
         except FleetError as error:
+            if devices:  # there was a sum, and honest devices have no such one
+                before = len(self.suspects.devices) or len(devices) + 1
+                self._saw(devices, plausible=False)
+                narrowed = len(self.suspects.devices) < before
             devices = []
             self.refused[error.code if isinstance(error, Refusal) else Code.UNSAFE] += 1
             log.warning("round %s: %s", current.number, error)
@@ -363,4 +378,4 @@ class Server:
         )  # fmt: skip
         shown = "no sum" if loss is None else f"loss {loss:.4f}"
         print(f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}", flush=True)
-        return len(devices)
+        return len(devices) + narrowed

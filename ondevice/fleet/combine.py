@@ -86,8 +86,8 @@ def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]
     if config.secure:
         return given
     given = [clip(values, config.longest(len(values))) for values in given]
-    if config.combine != "mean":
-        return given  # which does not look at the length
+    if config.combine == "median":
+        return given  # which does not look at the length; a trimmed mean of few answers trims none
     most = longest_of([length_of(values) for values in given])
     return [clip(values, most) for values in given]
 

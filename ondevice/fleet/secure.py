@@ -62,14 +62,21 @@ def vector_of(answer: Answer, most_rows: int) -> np.ndarray:
     return np.array([*(rows * m for m in answer.numbers.mantissas), rows * loss, rows], np.int64).view(np.uint64)
 
 
-def means_of(total: np.ndarray, config: Agreement) -> tuple[list[float], float]:
+def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[float], float]:
     """Return the numbers' means and the loss of a sum: the plain weighted mean, bit for bit.
+
+    Args:
+        devices: how many are in the sum.
 
     Raises:
         FleetError: no fleet's answers have this sum.
     """
     *sums, loss, rows = (int(value) for value in total.view(np.int64))
-    if rows < 1 or abs(loss) > rows * MOST_LOSS or any(abs(value) > rows * LIMIT for value in sums):
+    if (
+        not 1 <= rows <= devices * config.most_rows
+        or abs(loss) > rows * MOST_LOSS
+        or any(abs(value) > rows * LIMIT for value in sums)
+    ):
         raise FleetError("the sum of the answers is none of numbers that devices may send", received=f"{rows} rows")
     exponent = exponent_of(config, len(sums))
     return [math.ldexp(value, exponent) / rows for value in sums], math.ldexp(loss, LOSS_UNIT) / rows

@@ -198,3 +198,37 @@ def test_a_secure_fleet_is_of_sums_that_have_units(tmp_path: Path) -> None:
     device = Device(DeviceSettings(folder=str(tmp_path), data=""))
     device._member = member(fleet, 1)
     assert device.reply({"events": [], "task": task.to_bytes()}, 1) == {"error": "unsafe"}
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("liar", NUMBERS[2:4])
+def test_a_device_that_spoils_secure_sums_is_found_and_the_rounds_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    """Its vector is noise, under masks like any other: only halves of the devices tell whose it is."""
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    from ondevice.fleet import apps
+    from ondevice.fleet.stages import Masked, read
+
+    name_the_run(monkeypatch)
+    keys = make_keys(tmp_path, NUMBERS)
+    fleet = secure(keys)
+
+    class Spoiled(Grid):
+        def reply(self, node: int, content: Any) -> dict[str, Any] | None:
+            record = super().reply(node, content)
+            asked = dict(content["fleet"])
+            if node == liar and record is not None and b'"mask"' in asked.get("secure", b""):
+                masked = read(Masked, record["fleet"]["secure"])
+                noise = np.random.default_rng(1).bytes(len(masked.masked))
+                record["fleet"] = {"secure": masked.model_copy(update={"masked": noise}).to_bytes()}
+            return record
+
+    monkeypatch.setattr("tests.fleet.test_secure.AWAY", {})
+    store = Store.create(tmp_path / "server", fleet)
+    settings = {"rounds": 8, "least_devices": 3, "sample": 1.0, "wait_s": 20.0}
+    apps.Server(Spoiled(fleet, tmp_path, keys), store, settings).run()  # type: ignore[arg-type]
+    answers = [row["answers"] for row in store.table()]
+    assert answers[0] == 0
+    assert answers.count(0) <= 4, answers
+    assert answers[-1] == len(NUMBERS) - 1

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 Rule = Literal["fedavg", "fedadam", "fedyogi", "fedadagrad", "fedmedian", "fedtrimmedavg"]
 ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
-ROBUST = ("fedmedian", "fedtrimmedavg")
-"""Rules that leave out the largest numbers by themselves, and count every device alike."""
 LARGEST = 1e15
 """Magnitude of an adapter's number. Its square, which the server's optimizers keep, is then a float32 too."""
 
@@ -97,14 +95,14 @@ class Combiner:
 
 def bounded(before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule) -> list[tuple[Arrays, int]]:
     """Return answers of which none counts for more than an honest device's: rows by `weights_of`, changes by
-    `longest_of` where the rule looks at their length.
+    `longest_of` where the rule looks at their length: a trimmed mean of few answers trims none.
 
     Args:
         before: the adapter that the devices began from.
     """
     weights = weights_of([rows for _, rows in answers])
     given = [(arrays, weight) for (arrays, _), weight in zip(answers, weights, strict=True)]
-    if rule in ROBUST:
+    if rule == "fedmedian":
         return given
     lengths = [_change_length(before, arrays) for arrays, _ in given]
     most = longest_of(lengths)
