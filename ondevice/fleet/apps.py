@@ -100,6 +100,11 @@ class Server:
     """
 
     def __init__(self, grid: Grid, store: Store, settings: dict[str, Any], post: Post | None = None) -> None:
+        if store.charter.fleet.secure and not store.charter.device_keys:
+            raise FleetError(
+                "this secure fleet was begun without its devices' keys, so no device would trust another's",
+                hint="begin it anew: ondevice fleet begin --device-keys DIR",
+            )
         self.grid, self.store, self.settings = grid, store, settings
         self.post = post or Post(grid, settings["wait_s"])
         self.rounds = Rounds(store.charter, store.state())
@@ -111,6 +116,7 @@ class Server:
         self.new: set[int] = set()
         self.givers: set[int] = set()
         self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         self.barred: set[int] = set()
         """Devices whose lies cost a secure sum: they are not asked again while this server runs."""
         self.suspects = Suspects()
@@ -143,7 +149,11 @@ class Server:
             until = time.monotonic() + self.settings["wait_s"]
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
-                raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
+                raise FleetError(
+                    f"no device has answered in {empty} rounds",
+                    received=", ".join(f"{code} {count} times" for code, count in self.failed.items()) or None,
+                    hint="a device's own log says why",
+                )
         self._last()
 
     def _last(self) -> None:
@@ -272,6 +282,7 @@ class Server:
             self.places.pop(node, None)
             return None
         if isinstance(reply, Failed):
+            self.failed[reply.error] += 1
             log.warning("device %s: %s", node, reply.error)
             self.places.pop(node, None)  # it says again how far it is
         else:

@@ -7,9 +7,10 @@ the others' shares suffice, and the server is told whom not to ask again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
-from itertools import combinations, islice
+from collections.abc import Callable, Collection, Iterator
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,7 @@ class SecureSum:
         needed = threshold(len(self.near[node]))
         if len(shares) < needed:
             raise FleetError("too few devices are left for a secure sum", expected=needed, received=len(shares))
-        for peers in islice(combinations(sorted(shares), needed), MOST_TRIES):
+        for peers in _subsets(sorted(shares), needed):
             secret = _combined([shares[peer] for peer in peers])
             if secret is None or not fits(secret):
                 continue
@@ -197,6 +198,16 @@ class SecureSum:
         except Exception:
             return False
         return asymmetric.public_key_to_bytes(public) == self.keys[node].mask_key
+
+
+def _subsets(peers: list[int], count: int) -> Iterator[tuple[int, ...]]:
+    """Give subsets of `count` peers: all of them, or else `MOST_TRIES` that are drawn, so that few liars are in few."""
+    if math.comb(len(peers), count) <= MOST_TRIES:
+        yield from combinations(peers, count)
+        return
+    draw = np.random.default_rng(0)
+    for _ in range(MOST_TRIES):
+        yield tuple(peers[place] for place in sorted(draw.permutation(len(peers))[:count].tolist()))
 
 
 def _combined(shares: list[bytes]) -> bytes | None:

@@ -392,3 +392,67 @@ def test_answers_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path
         Desk(store).close()
         task = Task.from_bytes(parcel_of(Desk(store).out(5)[0]).task or b"")
         assert taken(5, answer(task, 5, drawn(2)).to_bytes(), keys.files[6]) == Code.SIGNATURE, "nor may it change"
+
+
+@pytest.mark.flower
+def test_many_neighbours_of_whom_a_few_give_wrong_shares_still_make_a_sum(tmp_path: Path) -> None:
+    """The first shares in order are wrong: subsets that all begin with them would never do."""
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    from ondevice.fleet.stages import Revealed, read
+    from ondevice.fleet.sums import SecureSum
+    from tests.fleet.keyring import make_keys
+    from tests.fleet.test_secure import secrets_of
+
+    devices, blamed = secrets_of(keys := make_keys(tmp_path, range(15))), set()
+
+    def send(contents: dict[int, dict[str, Any]]) -> Any:
+        replies = {}
+        for node, content in contents.items():
+            vector = np.array([node, 1], np.int64).view(np.uint64)
+            reply = devices[node].reply(content["secure"], lambda vector=vector: vector)
+            if node < 3 and b'"seeds"' in reply:
+                shares = {peer: data[:4] + bytes(len(data) - 4) for peer, data in read(Revealed, reply).seeds.items()}
+                reply = Revealed(seeds=shares, keys={}).to_bytes()
+            replies[node] = reply_of({"secure": reply})
+        return replies
+
+    sums = SecureSum(send, b"task", keys.names, lambda node, code: blamed.add(node))
+    total, alive = sums.collect({node: {} for node in devices}, 2)
+    assert total.view(np.int64).tolist() == [sum(range(15)), 15]
+    assert (len(alive), blamed) == (15, {0, 1, 2})
+
+
+@pytest.mark.flower
+def test_a_lone_liar_does_not_choose_the_tensors_of_a_first_order_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rounds that only it answers, it sends one tensor of two: server's moments of the other would be missing."""
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    from ondevice.fleet.averaging import apps
+    from ondevice.fleet.averaging.arrays import digest, to_bytes
+    from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+    from ondevice.fleet.averaging.records import CONFIG, arrays_of, content_of, request_of
+    from ondevice.fleet.averaging.store import AdapterStore
+
+    name_the_run(monkeypatch)
+    monkeypatch.setattr("ondevice.fleet.post.POLL_S", 0.001)
+
+    class Lone(LocalGrid):
+        def reply(self, node: int, content: Any) -> Any:
+            asked, arrays = request_of(content), arrays_of(content["arrays"])
+            if asked["last"]:
+                return {CONFIG: {"digest": digest(arrays)}}
+            if node == LIAR:
+                arrays = {"a": arrays["a"] + np.float32(1)}
+            elif asked["round"] == 1:
+                return content_of({"error": "training"})
+            return content_of({"adapter": to_bytes(arrays), "rows": 4, "loss": 0.5})
+
+    fleet = AdapterCharter(
+        model_source="tiny:llama", model_sha256="0" * 64, method={"name": "lora"}, data={}, seed=1,
+        learning_rate=1e-3, local_steps=1, averaging=Averaging(strategy="fedadam"),
+    )  # fmt: skip
+    with AdapterStore.create(tmp_path, fleet, adapters(0, 0)) as store:
+        apps.AdapterServer(Lone((*HONEST, LIAR)), store, {**SETTINGS, "rounds": 3}).run()  # type: ignore[arg-type]
+        assert [row["answers"] for row in store.table()] == [2, 0, 2]
+        assert store.table()[-1]["refused"] == 3

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ondevice.core.errors import FleetError
 from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
@@ -26,6 +27,7 @@ from ondevice.fleet.replies import Reply, reply_of
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.secure import Secrets
 from ondevice.fleet.stages import AskKeys, AskShares, Keys, read
+from ondevice.fleet.store import Store
 from ondevice.fleet.sums import SecureSum
 from tests.fleet.fleets import charter
 from tests.fleet.quadratic import Quadratic, QuadraticRows
@@ -290,5 +292,12 @@ def test_a_secure_fleet_whose_charter_names_no_devices_is_refused_by_them(tmp_pa
     device = joined(tmp_path / "old", fleet, 7, key=str(party.keys.files[7]))
     task = Rounds(fleet).begin([7]).tasks[7].to_bytes()
     assert device.reply({"task": task, "secure": AskKeys().to_bytes()}, 7) == {"error": "keys"}
+    from ondevice.fleet.apps import Server
+
+    with (
+        Store.create(tmp_path / "server", fleet) as store,
+        pytest.raises(FleetError, match="without its devices' keys"),
+    ):
+        Server(None, store, {"wait_s": 1.0})  # type: ignore[arg-type]
     without = joined(tmp_path / "none", party.fleet, 7)
     assert without.reply({"task": party.task.to_bytes(), "secure": AskKeys().to_bytes()}, 7) == {"error": "keys"}

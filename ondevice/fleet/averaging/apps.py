@@ -122,16 +122,21 @@ class AdapterServer:
         self.refused += 1
         log.warning("device %s: its reply is refused: %s", node, code)
 
-    def _alike(self, answers: dict[int, Answer]) -> dict[int, Answer]:
-        """Return the answers with the tensors that most devices sent: the method decides which they are."""
+    def _alike(self, answers: dict[int, Answer], asked: int) -> dict[int, Answer]:
+        """Return the answers with the tensors that this fleet trains: those that most devices sent, and once they were
+        a majority of the devices that were asked, always the same."""
         times = Counter(frozenset(arrays) for arrays, _, _ in answers.values())
-        if len(times) < 2:
-            return answers
+        if not times:
+            return {}
+        known = json.loads(self.store.fact("tensors") or "null") or list(getattr(self.strategy, "m_t", None) or ())
         most = max(times, key=lambda names: (times[names], len(names), sorted(names)))
+        trained = frozenset(known) or most
+        if not known and 2 * times[most] > asked:
+            self.store.set_fact("tensors", json.dumps(sorted(most)))
         for node, (arrays, _, _) in answers.items():
-            if frozenset(arrays) != most:
+            if frozenset(arrays) != trained:
                 self._refuse(node, Code.NUMBERS)
-        return {node: answer for node, answer in answers.items() if frozenset(answer[0]) == most}
+        return {node: answer for node, answer in answers.items() if frozenset(answer[0]) == trained}
 
     def _nodes(self) -> list[int]:
         return sorted(self.grid.get_node_ids())
@@ -158,7 +163,7 @@ class AdapterServer:
             said = self._reply(node, message, arrays)
             if isinstance(said, tuple):
                 answers[node] = said
-        answers, sent, loss = self._alike(answers), 0, None
+        answers, sent, loss = self._alike(answers, len(messages)), 0, None
         if answers:
             nodes = sorted(answers)  # sums of floats depend on their order
             sent = sum(down + len(to_bytes(answers[node][0])) for node in nodes)
