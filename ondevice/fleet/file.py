@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from ondevice.artifact.files import private
 from ondevice.core.errors import BusyError, FleetError, StorageError
 
 COMMON = """
@@ -40,9 +41,9 @@ class FleetFile:
         """
         path = Path(folder) / cls.file_name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.parent.chmod(0o700)
-            connection = connect(path)
+            with private():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                connection = connect(path)
             with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -80,6 +81,9 @@ class FleetFile:
         if not path.is_file():
             raise FleetError(f"{folder} holds {cls.none_here}", expected=f"a folder with {cls.file_name}")
         try:
+            if name is None and path.stat().st_mode & 0o077:  # written by an older version
+                with suppress(PermissionError):
+                    path.chmod(0o600)
             connection = connect(path)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != cls.version:
@@ -126,10 +130,7 @@ class FleetFile:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a database that several threads and processes of its owner may share, each commit on the disk."""
-    with suppress(OSError):  # of another user's file: opening it says whether it can be used
-        path.touch(mode=0o600)
-        path.chmod(0o600)
+    """Open a database that several threads and processes may share, each commit on the disk."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

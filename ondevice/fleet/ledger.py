@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ondevice.artifact.files import private
 from ondevice.core.errors import FleetError
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.file import connect, storage_error
@@ -46,8 +47,9 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / FILE_NAME
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.connection = connect(self.path)
+            with private():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.connection = connect(self.path)
             (version,) = self.connection.execute("PRAGMA user_version").fetchone()
             if not version:
                 self.connection.execute(SCHEMA)

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ondevice.artifact.files import atomic_write
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.jobs import Window
@@ -116,7 +116,8 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     if not ID.fullmatch(name) or ".." in name:
         raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
     if seat is not None:
-        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+        with private():  # it names this machine's rows and its key
+            atomic_write(path, seat.model_dump_json(indent=1) + "\n")
     elif path.is_file():
         path.unlink()
     else:
