@@ -111,11 +111,11 @@ def adapters(node: int, number: int) -> dict[str, np.ndarray]:
     return {name: draw.normal(0, 0.1, shape).astype(np.float32) for name, shape in (("a", (3, 4)), ("b", (5,)))}
 
 
-def damaged_adapter(reply: Any, draw: np.random.Generator) -> Any:
-    """Return a first-order reply with something wrong in its tensors, its figures or its records."""
+def damaged_adapter(reply: Any, place: int, draw: np.random.Generator) -> Any:
+    """Return a first-order reply with something wrong in its tensors, its figures or its records: each kind in turn."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-    kind = int(draw.integers(9))
+    turn, kind = divmod(place, 9)
     arrays = {name: array.numpy() for name, array in reply["arrays"].items()}
     metrics = dict(reply["metrics"])
     record = reply["arrays"]
@@ -128,9 +128,9 @@ def damaged_adapter(reply: Any, draw: np.random.Generator) -> Any:
         metrics = {name: value for name, value in metrics.items() if draw.random() < 0.5}
     elif kind == 2:
         odd: list[Any] = [-1, 0, 10**15, NAN, float("inf"), 0.5, 1e308, [1, 2], [0.5]]
-        metrics[("num-examples", "loss")[int(draw.integers(2))]] = odd[int(draw.integers(len(odd)))]
+        metrics[("num-examples", "loss")[int(draw.integers(2))]] = odd[turn % len(odd)]
     elif kind == 3:
-        arrays["a"][0, 0] = (np.nan, np.inf, -np.inf, 1e30, 3e38)[int(draw.integers(5))]
+        arrays["a"][0, 0] = (np.nan, np.inf, -np.inf, 1e30, 3e38)[turn % 5]
         record = ArrayRecord({name: Array(value) for name, value in arrays.items()})
     elif kind == 4:
         arrays = {name: value for name, value in arrays.items() if draw.random() < 0.5}
@@ -166,7 +166,7 @@ def test_damaged_adapters_never_end_a_server(tmp_path: Path, monkeypatch: pytest
 
     name_the_run(monkeypatch)
     monkeypatch.setattr("ondevice.fleet.post.POLL_S", 0.001)
-    draw, rounds = np.random.default_rng(2), max(9, COUNT // 4)
+    draw, rounds = np.random.default_rng(2), max(45, COUNT // 4)
     lies = []
 
     class Adapters(LocalGrid):
@@ -182,7 +182,7 @@ def test_damaged_adapters_never_end_a_server(tmp_path: Path, monkeypatch: pytest
             if node != LIAR:
                 return reply
             lies.append(asked["round"])
-            return damaged_adapter(reply, draw)
+            return damaged_adapter(reply, asked["round"], draw)
 
     fleet = AdapterCharter(
         model_source="tiny:llama", model_sha256="0" * 64, method={"name": "lora"}, data={}, seed=1,
