@@ -22,9 +22,9 @@ def answer(message: Message, device: Path, number: int) -> Message:
         number: the device's, as the server knows it.
     """
     if RECORD not in message.content:
-        from ondevice.fleet.averaging.records import reply_of, request_of
+        from ondevice.fleet.averaging.records import content_of, request_of
 
         reply = ask(device, request_of(message.content), number)
-        return Message(content=reply_of(reply), reply_to=message)
+        return Message(content=content_of(reply), reply_to=message)
     reply = ask(device, dict(message.content[RECORD]), number)
     return Message(content=RecordDict({RECORD: ConfigRecord(reply)}), reply_to=message)

@@ -116,6 +116,11 @@ class FleetFile:
         row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
+    def facts(self, prefix: str) -> list[tuple[str, str]]:
+        """Return the values whose names begin with `prefix`, with their names."""
+        query = "SELECT name, value FROM facts WHERE substr(name, 1, ?) = ?"
+        return self.connection.execute(query, (len(prefix), prefix)).fetchall()
+
     def _table(self, of: str, order: str) -> list[dict[str, Any]]:
         rows = self.connection.execute(
             f"SELECT round, loss, answers, refused, bytes, time_s FROM {of} ORDER BY {order}"

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from ondevice.artifact.files import atomic_write, private
 from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
@@ -71,6 +73,9 @@ class Seat(StrictConfig):
     columns: dict[str, str] | None = None
     """The columns of its rows' fields."""
 
+    epsilon: float | None = Field(default=None, ge=0)
+    """Its privacy budget: it stops at it. 8 in a fleet with noise."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -84,6 +89,8 @@ class Seat(StrictConfig):
         for name in ("certificates", "key", "model", "task"):
             value = getattr(self, name)
             found += [f"--{name}", value] if value is not None else []
+        if self.epsilon is not None:
+            found += ["--epsilon", str(self.epsilon)]
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
         return [*found, "--insecure"] if self.insecure else found

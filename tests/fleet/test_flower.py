@@ -217,19 +217,21 @@ def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) 
     session, fleet = fleet_of("stateful")
     session.close()
     task = Rounds(fleet).begin([9]).tasks[9].to_bytes()
-    settings = DeviceSettings(folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2")
+    settings = DeviceSettings(
+        folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2", model=fleet.model_source
+    )
     with answering(settings) as file:
-        assert "holds no fleet" in ask(file, {"task": task}, 9)["error"]
+        assert ask(file, {"task": task}, 9) == {"error": "no_fleet"}
         assert ask(file, {"charter": fleet.to_bytes()}, 9) == {"place": 0}
         first = ask(file, {"events": [], "task": task}, 9)
         assert Answer.from_bytes(first["answer"]).device == 9
         assert ask(file, {"events": [], "task": task}, 9) == first
         assert ask(file, {"events": []}, 9)["digest"] == fleet.state().digest()
-        assert "another fleet" in ask(file, {"charter": charter().to_bytes()}, 9)["error"]
-        assert "cut off" in ask(file, {"events": [], "task": task[:20]}, 9)["error"]
+        assert ask(file, {"charter": charter().to_bytes()}, 9) == {"error": "other_fleet"}
+        assert ask(file, {"events": [], "task": task[:20]}, 9) == {"error": "malformed"}
     gone = tmp_path / "gone.json"
     gone.write_text(json.dumps({"socket": str(tmp_path / "nobody")}))
-    assert "does not answer" in ask(gone, {}, 9)["error"]
+    assert ask(gone, {}, 9) == {"error": "no_process"}
 
 
 def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
