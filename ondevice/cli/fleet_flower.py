@@ -11,8 +11,8 @@ from ondevice.cli import common
 from ondevice.cli.common import err, overrides, print_json, table
 
 LocalSteps = Annotated[int | None, typer.Option("--local-steps", min=1, help="Steps of a device before it answers.")]
-Host = Annotated[str, typer.Option("--host", help="Address of the SuperLink.")]
-Port = Annotated[int, typer.Option("--port", help="Port of the SuperLink.")]
+Host = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
+Port = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
 Certificates = Annotated[
     Path | None,
     typer.Option("--certificates", help="Folder with ca.crt, and for the server server.pem and server.key."),
@@ -75,8 +75,9 @@ def server(
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Run a fleet's rounds over Flower: a SuperLink and a ServerApp. Started again, it goes on from the last round."""
-    from ondevice.fleet.flower import Link, serve
+    """Listen for devices and run a fleet's rounds over Flower. Started again, it goes on from the last round."""
+    from ondevice.fleet.flower import serve
+    from ondevice.fleet.link import Link
     from ondevice.fleet.status import status as status_of
     from ondevice.training.checkpoint import RunLock
 
@@ -108,10 +109,11 @@ def device(
     key: Annotated[Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")] = None,
     insecure: Insecure = False,
 ) -> None:
-    """Take part in a fleet over Flower: a SuperNode and a ClientApp, until it is stopped."""
+    """Take part in a fleet over Flower, until it is stopped."""
     from ondevice.data.records import check_source
     from ondevice.fleet.device import DeviceSettings
-    from ondevice.fleet.flower import Link, join
+    from ondevice.fleet.flower import join
+    from ondevice.fleet.link import Link
 
     check_source(data)
     settings = DeviceSettings(

@@ -1,4 +1,4 @@
-"""Flower's ServerApp: runs a fleet's rounds over a grid. The device's end is `client`.
+"""Runs a fleet's rounds over Flower's grid. The device's end is `client`.
 
 Flower carries, authenticates and encrypts; what is in a message is the fleet's own (`messages`). A device needs nothing
 from the server but the charter, which comes with the first message.
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import ServerApp
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.averaging.apps import AdapterServer
@@ -31,7 +30,6 @@ from ondevice.fleet.secure import collect, means_of
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
-    from flwr.app import Context
     from flwr.serverapp import Grid
 
 log = logging.getLogger("ondevice.fleet")
@@ -39,18 +37,15 @@ GREET_S = 10.0
 """A device that could not say how far it is may have found its model by then."""
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without an answer: more would only make the log longer."""
-server_app = ServerApp()
 
 
-@server_app.main()
-def serve(grid: Grid, context: Context) -> None:
-    """Run the rounds of the fleet in `run_config["folder"]`."""
-    settings = json.loads(str(context.run_config["settings"]))
-    if (Path(settings["folder"]) / ADAPTERS).is_file():
-        with AdapterStore.open(Path(settings["folder"])) as adapters:
+def run_rounds(grid: Grid, folder: Path, settings: dict[str, Any]) -> None:
+    """Run the rounds of the fleet in `folder`."""
+    if (folder / ADAPTERS).is_file():
+        with AdapterStore.open(folder) as adapters:
             AdapterServer(grid, adapters, settings).run()
         return
-    with Store.open(Path(settings["folder"])) as store:
+    with Store.open(folder) as store:
         Server(grid, store, settings).run()
 
 

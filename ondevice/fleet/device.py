@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import FleetError, OndeviceError
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
@@ -148,7 +149,7 @@ class Device:
             raise FleetError(
                 "a secure fleet's devices answer with masked sums alone", hint="run the server over Flower"
             )
-        message = json.loads(content["secure"])
+        message = parse_json(content["secure"])
         if message.get("stage") == "keys":
             self._secrets = (content["task"], Secrets(member.device))
         known, secrets = self._secrets or (b"", None)

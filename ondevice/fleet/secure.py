@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import FleetError, MissingPackageError
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.numbers import LIMIT, Numbers
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Secrets:
         total = vector + mask(self._seed, len(vector))
         for peer, data in sealed.items():
             try:
-                source, target, seed, key = json.loads(symmetric.decrypt(self._shared(1, peer), data))
+                source, target, seed, key = parse_json(symmetric.decrypt(self._shared(1, peer), data))
             except Exception:
                 raise FleetError(f"the shares of device {peer} cannot be read") from None
             if (source, target) != (peer, self.device):
@@ -233,7 +234,7 @@ def collect(send: Send, first: dict[int, dict[str, Any]], size: int) -> tuple[np
     def ask(messages: dict[int, dict[str, Any]], more: dict[int, dict[str, Any]], name: str) -> dict[int, Any]:
         contents = {node: {**more.get(node, {}), "secure": json.dumps(message).encode()}
                     for node, message in messages.items()}  # fmt: skip
-        replies = {node: json.loads(reply["secure"]) for node, reply in send(contents).items() if "secure" in reply}
+        replies = {node: parse_json(reply["secure"]) for node, reply in send(contents).items() if "secure" in reply}
         found = {node: reply[name] for node, reply in replies.items() if name in reply}
         if len(found) < LEAST:
             raise FleetError("too few devices are left for a secure sum", expected=LEAST, received=len(found))

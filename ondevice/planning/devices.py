@@ -23,6 +23,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Placement
 from ondevice.core.registry import backend_for, methods, spec_of
+from ondevice.core.untrusted import read_plain
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -256,8 +257,8 @@ def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry
     if device_file is not None:
         path = Path(device_file)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_plain(path, 1 << 20).decode("utf-8")
+        except (OSError, ValueError) as error:
             message = f"{path}: the device file cannot be read"
             raise ConfigError(message, received=str(error), expected="a YAML file of devices") from None
         table |= _parse(text, str(path))
@@ -306,12 +307,12 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
 
 
 def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
-    import yaml
+    from ondevice.core.untrusted.yaml_documents import parse_yaml
 
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML", received=" ".join(str(error).split())) from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not YAML", received=str(error)) from None
     if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
         raise ConfigError(
             f"{where}: expected a device name with its settings",

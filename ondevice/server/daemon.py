@@ -48,7 +48,9 @@ class Daemon:
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
         self.rows = Helper("data")
+        self.plans = Helper("plan")  # another process: it loads frameworks, and a large file takes minutes to check
         self.model = Helper("model")
+        self.helpers = (self.rows, self.plans, self.model)
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
@@ -61,13 +63,18 @@ class Daemon:
     def start(self) -> None:
         """Put the queue in order after the daemon before, and run it."""
         # First what a killed daemon left: rows and folders agree before the first worker starts.
-        self.supervisor.recover()
-        self.store.clock.keep(at_once=True)
-        sweep(self.store)
-        link_active(self.store)
+        with self.store.reserve.given_up():
+            try:
+                self.supervisor.recover()
+                self.queue.delete_lost_events()
+                self.store.clock.keep(at_once=True)
+                sweep(self.store)
+                link_active(self.store)
+            except (OndeviceError, OSError) as error:  # a full disk: only who is served can delete something
+                _log.error("the store cannot be put in order now: %s", error)
+            self.conversions.start()
         self.supervisor.start()
         self.fleets.start()
-        self.conversions.start()
         self._keeper.start()
 
     def stop(self) -> None:
@@ -77,7 +84,7 @@ class Daemon:
         if self.supervisor.is_alive():
             self.supervisor.stop()
         self.conversions.stop()
-        for helper in (self.rows, self.model):
+        for helper in self.helpers:
             helper.close()
         try:
             self.store.clock.keep(at_once=True)
@@ -91,15 +98,20 @@ class Daemon:
         """True while the queue is being worked on; the watchdog and GET /v1/health report it."""
         return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
+    def check(self, call: str, **arguments: Any) -> Any:
+        """Check an upload in the helper that does this."""
+        return (self.rows if call == "validate" else self.plans)(call, **arguments)
+
     def _changed(self, job: str) -> None:
         self.supervisor.wake()
         self.hub.changed(job)
 
     def _keep(self) -> None:
         while not self._closing.wait(HOUSEKEEPING_S):
-            for helper in (self.rows, self.model):
+            for helper in self.helpers:
                 helper.end_if_idle()
             try:
+                self.store.reserve.fill()
                 uploads.expire(self.store)
                 self.conversions.tidy()
                 self.store.clock.keep()
@@ -131,7 +143,7 @@ def sweep(store: Store) -> None:
     A killed daemon leaves one it had put in place without writing it down. Where the database was lost, or is older
     than the folders, they are all that there is: so they are moved to `lost`, not removed.
     """
-    uploads.expire(store, left_s=0.0)  # nobody is about to give it a row: this daemon has not answered yet
+    uploads.recover(store)
     store.clock.forget_missing()
     for kind in ("datasets", "adapters", "jobs"):
         ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind

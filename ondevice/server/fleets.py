@@ -7,7 +7,6 @@ over the network. Its device is a process of its own, `ondevice fleet device`, w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -19,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.files import atomic_write
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.untrusted import read_object
 from ondevice.server.jobs import Window
 from ondevice.server.queue import in_window
 from ondevice.server.service import own_bytes
@@ -109,7 +109,8 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     if not ID.fullmatch(name) or ".." in name:
         raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
     if seat is not None:
-        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+        with private():  # it names this machine's rows and its key
+            atomic_write(path, seat.model_dump_json(indent=1) + "\n")
     elif path.is_file():
         path.unlink()
     else:
@@ -152,7 +153,7 @@ class Fleets(threading.Thread):
         found = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found[path.stem] = Seat.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+                found[path.stem] = Seat.parse(read_object(path, ConfigError), str(path))
             except (OSError, ValueError, OndeviceError) as error:
                 self.running.setdefault(path.stem, Running()).why = f"the seat cannot be read: {error}"
         return found

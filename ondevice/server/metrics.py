@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.server.queue import states_of
 from ondevice.server.store import MissingError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Metrics:
             job = None
         return {
             "uptime_s": time.monotonic() - self.began_s,
-            "jobs": states_of(daemon.queue.list()),
+            "jobs": daemon.queue.counts(),
             "event_streams": daemon.hub.readers,
             "requests": sum(list(self.requests.values())),
             "running": None

@@ -129,7 +129,7 @@ def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(ser
         assert store.path("exits", name).is_dir()
         go_on.set()
         wait_for(lambda: not store.path("exits", name).exists(), "its folder's end")
-        assert len(stages) == 1 and not conversions.list()  # of three
+        assert len(stages) == 1 and not conversions.page(10)[0]  # of three
     finally:
         conversions.stop()
 
@@ -145,7 +145,7 @@ def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
     conversions = Conversions(store, lambda: None)
     conversions.start()
     try:
-        assert [row["state"] for row in conversions.list()] == ["done", "failed"]
+        assert [row["state"] for row in conversions.page(10)[0]] == ["done", "failed"]
         assert "the daemon ended" in conversions.get("exit-1")["error"]["message"]
         assert [folder.name for folder in (store.root / "exits").iterdir()] == ["exit-2"]
     finally:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, Response
-from starlette.background import BackgroundTask
+from fastapi.responses import Response, StreamingResponse
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
 from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
-from ondevice.server.queue import ENDED
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
+PIECE_BYTES = 1 << 20
 
 
 @router.get("/adapters", response_model=list[schemas.Adapter])
@@ -23,7 +24,9 @@ def list_adapters(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
     """Return adapters, the newest first."""
-    return page_of(adapters.list_adapters(daemon.store), limit, after, request, response)
+    found, more = adapters.list_adapters(daemon.store, limit, after)
+    name_next(found, more, limit, request, response)
+    return found
 
 
 @router.post("/adapters/rollback", response_model=schemas.Active)
@@ -46,10 +49,18 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 async def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
     folder = adapter_folder(daemon.store, adapter)
-    packed = await daemon.pools.files.run(adapters.zipped, folder, daemon.store.root / "uploads")
-    return FileResponse(
-        packed, media_type="application/zip", filename=f"{adapter}.zip", background=BackgroundTask(packed.unlink)
-    )
+    packed = await daemon.pools.files.run(adapters.zipped_stream, folder, daemon.store.root / "uploads")
+    headers = {
+        "Content-Disposition": f'attachment; filename="{adapter}.zip"',
+        "Content-Length": str(os.fstat(packed.fileno()).st_size),
+    }
+    return StreamingResponse(_pieces(packed), headers=headers, media_type="application/zip")
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 @router.post("/adapters/{adapter}/activate", response_model=schemas.Active)
@@ -62,9 +73,8 @@ def activate_adapter(daemon: Serving, adapter: Id) -> dict[str, str | None]:
 @router.delete("/adapters/{adapter}", response_model=schemas.Done)
 def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
     """Delete an adapter that is not active and that no waiting or running job starts from."""
-    for job in daemon.queue.list():
-        if job.state not in ENDED and job.spec.get("adapter") == adapter:
-            raise BusyError(f"job {job.id} needs the adapter", hint="cancel the job first")
+    if job := daemon.queue.needing("adapter", adapter):
+        raise BusyError(f"job {job} needs the adapter", hint="cancel the job first")
     adapters.remove_adapter(daemon.store, adapter)
     return {"ok": True}
 

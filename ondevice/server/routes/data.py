@@ -14,8 +14,7 @@ from ondevice.data.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
-from ondevice.server.queue import ENDED
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
@@ -24,11 +23,11 @@ router = APIRouter(prefix="/v1", tags=["data"])
 @router.get("/models", response_model=schemas.ModelList)
 def list_models(daemon: Serving) -> dict[str, Any]:
     """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
-    packaged one where it is cached, random tiny ones for trying), adapters, each over its own model, and the weights of
-    artifacts that PyTorch runs."""
+    packaged one where it is cached, random tiny ones for trying), the newest thousand adapters, each over its own
+    model, and the weights of artifacts that PyTorch runs."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
-    for row in adapters.list_adapters(daemon.store):
+    for row in adapters.list_adapters(daemon.store, MOST)[0]:
         about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
         models.append({**about, **owned, "base_model": row["base_model"]})
     for one in jobs.list_artifacts(daemon.store):
@@ -40,7 +39,7 @@ def list_models(daemon: Serving) -> dict[str, Any]:
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
     """Return the method of a job of this model that names none, and the sentence that says so."""
-    return daemon.rows("choose", source=jobs.locate_model(daemon.store, model))
+    return daemon.plans("choose", source=jobs.locate_model(daemon.store, model))
 
 
 @router.post("/method", response_model=schemas.Chosen)
@@ -81,8 +80,9 @@ def list_datasets(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
     """Return data sets, the newest first."""
-    rows = daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")
-    return [_dataset(daemon, row) for row in page_of(rows, limit, after, request, response)]
+    rows, more = daemon.store.page("datasets", "-created_s, id", limit, after)
+    name_next(rows, more, limit, request, response)
+    return [_dataset(daemon, row) for row in rows]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
@@ -106,7 +106,7 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
-    shown = daemon.rows(
+    shown = daemon.plans(
         "preview",
         file=str(file),
         model=None if model is None else jobs.locate_model(daemon.store, model),
@@ -124,11 +124,11 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)
 def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
     """Delete a data set that no waiting or running job names."""
-    with daemon.store.transaction() as db:
+    with daemon.store.transaction(frees=True) as db:
         dataset_file(daemon.store, dataset)
-        for job in daemon.queue.list():
-            if job.state not in ENDED and dataset in (job.spec["dataset"], job.spec.get("eval_dataset")):
-                raise BusyError(f"job {job.id} needs the data set", hint="cancel the job first")
+        for kind in ("dataset", "eval_dataset"):
+            if job := daemon.queue.needing(kind, dataset):
+                raise BusyError(f"job {job} needs the data set", hint="cancel the job first")
         db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
     daemon.store.discard("datasets", dataset)
     return {"ok": True}
@@ -137,12 +137,11 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
 def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
     """Take a folder out of the store, at once; what a killed daemon leaves of it goes with the forgotten uploads."""
     folder = daemon.store.path(f"{kind}s", name)
-    with daemon.store.transaction():
+    with daemon.store.transaction(frees=True):
         if not folder.is_dir():
             raise MissingError(f"there is no {kind} {name}", hint=f"GET /v1/{kind}s lists them")
-        for job in daemon.queue.list():
-            if job.state not in ENDED and job.spec.get(kind) == name:
-                raise BusyError(f"job {job.id} needs the {kind}", hint="cancel the job first")
+        if job := daemon.queue.needing(kind, name):
+            raise BusyError(f"job {job} needs the {kind}", hint="cancel the job first")
         doomed = daemon.store.root / "uploads" / f".{new_id(kind)}"
         try:
             os.rename(folder, doomed)

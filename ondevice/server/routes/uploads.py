@@ -69,8 +69,9 @@ async def put_part(
 
 @router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
 async def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
-    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong."""
-    return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.rows)
+    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong; one that
+    could not be checked now, as on a full disk, stays and can be finished later."""
+    return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.check)
 
 
 @router.delete("/{upload}", response_model=schemas.Done)
