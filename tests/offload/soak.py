@@ -46,6 +46,7 @@ from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
 from tests.offload.checked_device import CheckedDevice, CheckedEvent
+from tests.offload.clocks import Clock
 from tests.offload.happens_before import CheckedRanks, Checker, checking, names
 
 TIMEOUT_S = 60.0
@@ -183,6 +184,7 @@ class Run:
         self.outcome: list[Any] = []
         self.saving: threading.Thread | None = None
         self.saved: Exception | None = None
+        self.ended: Clock = {}
         loaded = tiny_model("llama", layers=episode.layers, tied=episode.tied)
         with checker.quiet() if checker else nullcontext():
             if episode.method == "lsp":
@@ -360,7 +362,7 @@ def soak(numbers: Any, until_s: float, tell: Callable[[str], None]) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0, help="the first episode's number is a million times that")
     parser.add_argument("--episode", type=int, help="run one episode")
