@@ -162,7 +162,7 @@ def _drawn(method: str, dice: random.Random) -> dict[str, Any]:
         some["activations"] = dice.choice(("device", "host"))
         if some["project"]:
             some["weight_placement"] = dice.choice(("device", "host"))
-            some |= {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0, "learned": dice.random() < 0.5}
+            some |= {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0}
         return some
     some["loss_tiles"] = dice.choice((1, 1, 2, 3))
     some["activations"] = dice.choice(("device", "host", "host", "disk"))
