@@ -16,9 +16,9 @@ from tests.offload.soak import Episode  # noqa: E402
 
 
 def test_engines_whose_lanes_are_late_neither_hang_nor_race_nor_compute_something_else() -> None:
-    result = soak.soak(range(4), time.monotonic() + 20, print)
-    assert result["failures"] == {}
-    assert result["steps"] >= 10
+    """Two episodes with a disk, checkpoints and steps of 16 rows."""
+    result = soak.soak((120, 781), time.monotonic() + 600, print)
+    assert result["failures"] == {} and result["episodes"] == 2
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
