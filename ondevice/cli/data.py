@@ -23,6 +23,7 @@ def data(
     task: common.Task = None,
     columns: common.Columns = None,
     max_length: common.MaxLength = None,
+    strict_columns: common.StrictColumns = False,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Examples to show.")] = 3,
     json: common.Json = False,
 ) -> None:
@@ -45,7 +46,7 @@ def data(
             raise
         _without_tokens(read, rows, json, str(error.hint))
         return
-    shown = preview_rows(read, tokenizer, max_length, rows=rows)
+    shown = preview_rows(read, tokenizer, max_length, rows=rows, strict_columns=strict_columns)
     if json:
         print_json(shown.to_dict())
     else:

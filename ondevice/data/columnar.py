@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.hub import named
+from ondevice.data.hub import named, without_fills
 from ondevice.data.records import Record, Source, missing_package
 
 _ROWS = 1024
@@ -66,7 +66,7 @@ def _records(path: Path, first: Any, batches: Iterator[Any], names: dict[str, li
     while batch is not None:
         for row in batch.to_pylist():
             number += 1
-            yield Record(number, named(row, names))
+            yield Record(number, named(without_fills(row), names))
         try:
             batch = next(batches, None)
         except (pyarrow.ArrowException, OSError) as error:

@@ -5,8 +5,8 @@
 | chat            | messages: [{role, content}, ...] or conversations: [{from, value}, ...]              |
 | preference      | chosen, rejected, and maybe prompt                                                   |
 | thumbs          | prompt, completion, and label: true or false; or prompt, answer and liked            |
-| instruct        | instruction, output, and maybe input (or context, response); prompt, response; or    |
-|                 | question, answer                                                                     |
+| instruct        | instruction, output, and maybe input (or context, response); prompt, response;       |
+|                 | question, answer; or question, response; and maybe system (or system_prompt), history |
 | completion      | prompt, completion                                                                   |
 | text            | text                                                                                 |
 | classification  | text or sentence, and label                                                          |
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.records import Source, check_text, describe, read_records
-from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
+from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
 from ondevice.data.templates import TASKS, Task, find_task, label_key, plain_name, render
 
 
@@ -80,8 +81,11 @@ def rows_of(
     convert = converter(format_, chosen, [record for _, record, _ in usable], source.kind)
     items = []
     for line, record, file in usable:
+        fields = Fields(record)
         try:
-            items.append(convert(line, record, file))
+            row = convert(line, fields, file)
+            rest = {**row.rest, **fields.unread()}
+            items.append(replace(row, rest=rest if row.messages else dict.fromkeys(rest)) if rest else row)
         except BadRow as bad:
             problems.append(RowProblem(file or name, line, bad.field, bad.reason))
     problems.sort(key=lambda problem: (problem.file, problem.line))
@@ -160,7 +164,7 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
         return "chat" if isinstance(record["prompt"], list) or isinstance(record["completion"], list) else "completion"
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:
         return "multiple_choice"
-    if {"question", "answer"} <= keys:
+    if {"question", "answer"} <= keys or {"question", "response"} <= keys:
         return "instruct"
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
@@ -210,9 +214,12 @@ def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task_row(task: Task, line: int, record: dict[str, Any], file: str) -> Row:
-    rendered = render(task, task_fields(None if task.own else task.name, record))
+    fields = task_fields(None if task.own else task.name, record)
+    nested = Fields(fields) if fields is not record else Fields({})
+    rendered = render(task, nested or fields)
     return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label,
-               end=task.kind == "completion", file=file, value=rendered.value)  # fmt: skip
+               end=task.kind == "completion", file=file, value=rendered.value,
+               rest=nested.unread("prompt_fields."))  # fmt: skip
 
 
 def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
@@ -225,14 +232,24 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
 
 
 def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
+    """Read a question and its answer, behind what the system and earlier turns said: context, not trained on."""
+    from ondevice.data.conversations import history_of, system_of
+
     instruction = _text(record, "instruction", "prompt", "question")
-    filled = {key: value for key, value in record.items() if value is not None}
-    context = _text(filled, "input", "context", empty=True)
+    context = next((_text(record, key, empty=True) for key in ("input", "context") if record.get(key) is not None), "")
     answer = _text(record, "output", "response", "answer")
+    system, history = system_of(record), history_of(record)
     asked = f"{instruction}\n\n{context}" if context.strip() else instruction
     block = f"\n\n### Input:\n{context}" if context.strip() else ""
-    prompt = f"### Instruction:\n{instruction}{block}\n\n### Response:\n"
-    return Row(line, ((prompt, answer),), messages=(("user", asked), ("assistant", answer)), file=file)
+    before = "".join(
+        f"### Response:\n{text}\n\n" if role == "assistant" else f"### Instruction:\n{text}\n\n"
+        for role, text, *_ in history
+    )
+    prompt = f"{system}\n\n" if system else ""
+    prompt += f"{before}### Instruction:\n{instruction}{block}\n\n### Response:\n"
+    first = (("system", system),) if system else ()
+    messages = (*first, *history, ("user", asked), ("assistant", answer))
+    return Row(line, ((prompt, answer),), messages=messages, file=file)
 
 
 def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,11 @@ class Preview:
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: tuple[str, ...] = ()
-    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length."""
+    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length; how its
+    conversations became sequences, and what ends an answer."""
+
+    unread: dict[str, int] = field(default_factory=dict)
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -98,6 +102,7 @@ def preview(
     max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
+    strict_columns: bool = False,
 ) -> Preview:
     """Read, encode and summarise a data file; `rows` is the number of examples to decode.
 
@@ -108,11 +113,16 @@ def preview(
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
     read = read_rows(path, task=task, columns=columns, allow_empty=True)
-    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows)
+    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, strict_columns)
 
 
 def preview_rows(
-    read: Rows, tokenizer: Any, max_length_tokens: int | None = None, train_on_prompt: bool = False, rows: int = 3
+    read: Rows,
+    tokenizer: Any,
+    max_length_tokens: int | None = None,
+    train_on_prompt: bool = False,
+    rows: int = 3,
+    strict_columns: bool = False,
 ) -> Preview:
     """Encode and summarise rows that have been read; see `preview`."""
     if max_length_tokens is None:
@@ -120,7 +130,7 @@ def preview_rows(
         max_length_tokens = length.tokens
         read.notes.append(length.said)
     dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
-                     allow_empty=True)  # fmt: skip
+                     allow_empty=True, strict_columns=strict_columns)  # fmt: skip
     return summarise(read, dataset, tokenizer, examples=rows)
 
 
@@ -131,7 +141,7 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
     labels = Counter(row.label for row in rows.items if row.label is not None)
-    shown = _examples(rows, dataset.items[:examples])
+    shown = _examples(rows, _of_first_rows(dataset.items, examples))
     return Preview(
         file=rows.file,
         format=rows.format,
@@ -149,8 +159,21 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
         examples=tuple(segments(example, tokenizer) for _, example in shown),
         problems=tuple(dataset.problems),
         example_names=tuple(name for name, _ in shown) if rows.format in ("preference", "thumbs") else (),
-        notes=dataset.notes,
+        notes=(*dataset.notes, *dataset.report.said()),
+        unread=dataset.report.left,
     )
+
+
+def _of_first_rows(items: list[Item], count: int) -> list[Item]:
+    """Return the items of the first so many rows: a conversation may be several, of which each is shown."""
+    chosen: list[Item] = []
+    places: set[tuple[str, int]] = set()
+    for item in items:
+        places.add((item.file, item.line))
+        if len(places) > count:
+            break
+        chosen.append(item)
+    return chosen
 
 
 def _examples(rows: Rows, items: list[Item]) -> list[tuple[str, Example]]:
@@ -201,6 +224,7 @@ def _facts(view: Preview) -> RenderableType:
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
+        "not read": ", ".join(f"{name} ({count:,})" for name, count in view.unread.items()),
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
     table = Table.grid(padding=(0, 2))
@@ -225,7 +249,7 @@ def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableTy
 
 def _append(text: Text, segment: Segment) -> None:
     shown = _printable(segment.text)
-    if len(shown) > _SHOWN_CHARACTERS:
+    if len(shown) > _SHOWN_CHARACTERS and not segment.trained:
         half = _SHOWN_CHARACTERS // 2
         shown = f"{shown[:half]} [...] {shown[-half:]}"
     text.append(shown, style="green" if segment.trained else "dim")

@@ -71,6 +71,9 @@ class Seat(StrictConfig):
     columns: dict[str, str] | None = None
     """The columns of its rows' fields."""
 
+    strict_columns: bool = False
+    """Refuse rows with a column or a key that nothing reads."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -86,6 +89,7 @@ class Seat(StrictConfig):
             found += [f"--{name}", value] if value is not None else []
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
+        found += ["--strict-columns"] if self.strict_columns else []
         return [*found, "--insecure"] if self.insecure else found
 
 
