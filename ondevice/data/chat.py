@@ -156,7 +156,7 @@ class ChatEncoder:
         start = min(_common(asked, text), _common(text, other))
         if start < history:
             raise BadRow("messages", "the tokenizer's chat template rewrites earlier turns before it writes an answer")
-        return text, start, asked[start:].strip()
+        return text, start, asked[start:].strip() or asked[start:]
 
     def _item(
         self, row: Row, template: ChatTemplate, context: Mapping[str, Any], turns: list[Message], trained: list[bool],

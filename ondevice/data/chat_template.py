@@ -169,18 +169,22 @@ class ChatTemplate:
         return _parts(turn) if self.wants_parts and isinstance(turn.get("content"), str) else turn
 
     def _with_reasoning(self, turn: Message) -> Message:
-        if turn["role"] != "assistant":
+        """Return an answer with its reasoning where the template looks for it."""
+        wanted, content = self.reasoning_key, turn.get("content")
+        if turn["role"] != "assistant" or wanted is None or not isinstance(content, str):
             return turn
         key = next((key for key in REASONING if isinstance(turn.get(key), str) and turn[key]), None)
-        thought = _THOUGHT.fullmatch(turn["content"]) if isinstance(turn.get("content"), str) else None
-        if key is None and thought and self.reasoning_key in REASONING and "</think>" not in self.source:
-            return {**turn, "content": thought[2], self.reasoning_key: thought[1]}
-        if key is None or self.reasoning_key in (None, key) or turn.get(self.reasoning_key):
-            return {**turn, self.reasoning_key: turn[key]} if key and self.reasoning_key in REASONING else turn
-        if self.reasoning_key != "content":
-            return {**{name: value for name, value in turn.items() if name != key}, self.reasoning_key: turn[key]}
+        if key is None:
+            thought = _THOUGHT.fullmatch(content)
+            if thought is None or wanted == "content" or "</think>" in self.source:
+                return turn  # the template takes <think> marks apart itself
+            return {**turn, wanted: thought[1], "content": thought[2]}
+        if turn.get(wanted) and wanted != "content":
+            return turn
         rest = {name: value for name, value in turn.items() if name != key}
-        return {**rest, "content": f"<think>\n{turn[key]}\n</think>\n\n{turn['content']}"}
+        if wanted == "content":
+            return {**rest, "content": f"<think>\n{turn[key]}\n</think>\n\n{content}"}
+        return {**rest, wanted: turn[key]}
 
     def _shows(self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any) -> bool:
         if self.wants_parts:
