@@ -66,6 +66,11 @@ class ChatEncoder:
         context, unread = reads.context(row)
         turns = self._turns(template, row.messages, row.tools, context)
         trained = [is_trained(turn) for turn in turns]
+        if template.call_arguments is None:  # a call is written by its name and its arguments
+            calls = [call for turn in row.messages for call in keys_of(turn).get("tool_calls", ())]
+            unread.update(
+                f"messages[].tool_calls[].{key}" for call in calls for key in set(call) - {"type", "function"}
+            )
         if not any(trained):
             raise BadRow("messages", "no turn is to be trained on: all answers have weight 0 or train: false")
         if row.rejected:

@@ -124,16 +124,23 @@ class ChatTemplate:
         return "content" if "</think>" in self.source and self._shows([_USER, inside], "Qzthought") else None
 
     @cached_property
-    def marks(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        """What it writes before and behind the text of a user's turn, and of an answer's."""
+    def marks(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """What it writes before and behind the text of a user's turn and of an answer, each in the forms that rows have
+        it: with and without what stands around the whole conversation."""
+        turns = [_USER, _ANSWER, {"role": "user", "content": "Qzagain"}]
         try:
-            text = self.render([self.formed(_USER), self.formed(_ANSWER)], False)
-            before, between, behind = re.split("Qzuser|Qzanswer", text)
+            text = self.render([self.formed(turn) for turn in turns], False)
+            before, between, again, _ = re.split("Qzuser|Qzanswer|Qzagain", text)
+            _, _, behind = re.split("Qzuser|Qzanswer", self.render([self.formed(turn) for turn in turns[:2]], False))
         except (BadRow, ValueError):  # refused, or one of the words is not there once
-            return ("", ""), ("", "")
-        special = self._special.search(between)
-        end = special[0] if special else ""
-        return (before, end), (between.removeprefix(end), behind)
+            return {"user": ((), ()), "assistant": ((), ())}
+        end = next(iter(self._special.findall(between)), "")
+        asked = again.removeprefix(behind) if again.startswith(behind) else again
+        stop = next(iter(self._special.findall(behind)), "")
+        return {
+            "user": ((before, before.removeprefix(self.tokenizer.bos_token or ""), asked), (between, end)),
+            "assistant": ((between, between.removeprefix(end)), (behind, stop, self.tokenizer.eos_token or "")),
+        }
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -151,15 +158,15 @@ class ChatTemplate:
             or not self._special.search(content)
         ):
             return turn
-        before, behind = self.marks[turn["role"] == "assistant"]
-        text = content.removeprefix(self.tokenizer.bos_token or "")
-        opened = before.removeprefix(self.tokenizer.bos_token or "").strip()
-        if opened and text.lstrip().startswith(opened):
-            text = text.lstrip()[len(opened) :].lstrip("\n")
-        for end in (behind.strip(), self.tokenizer.eos_token or ""):
-            if end and text.rstrip().endswith(end):
-                text = text.rstrip().removesuffix(end)
-        return {**turn, "content": text} if text.strip() and text != content else turn
+        opens, ends = self.marks[turn["role"]]
+        text = content
+        for mark in (one.strip() for one in (*opens, self.tokenizer.bos_token or "")):
+            if mark and self._special.search(mark) and text.lstrip().startswith(mark):
+                text = text.lstrip().removeprefix(mark).lstrip()
+        for mark in (one.strip() for one in ends):
+            if mark and self._special.search(mark) and text.rstrip().endswith(mark):
+                text = text.rstrip().removesuffix(mark).rstrip()
+        return {**turn, "content": text} if text else turn
 
     def formed(self, turn: Message) -> Message:
         """Return a turn in the form that the template takes: its content, its reasoning, its calls' arguments."""
@@ -195,8 +202,8 @@ class ChatTemplate:
 @lru_cache(maxsize=8)
 def _end_marks(tokenizer: Any, source: str) -> tuple[str, ...]:
     template = ChatTemplate(tokenizer)
-    behind = template.marks[1][1].strip()
-    return tuple(mark for mark in tokenizer.all_special_tokens if behind.startswith(mark))
+    _, (_, stop, *_) = template.marks["assistant"] if template.marks["assistant"][1] else ((), ("", ""))
+    return (stop,) if stop else ()
 
 
 def end_marks(tokenizer: Any) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def chat_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     turns, rest = _answered(turns, name)
     if turns[0][0] != "system" and (system := system_of(record)):
         turns = (("system", system), *turns)
-    return Row(line, messages=turns, tools=_tools(record.get("tools")), file=file, rest=rest)
+    return Row(line, messages=turns, tools=_tools(record), file=file, rest=rest)
 
 
 SYSTEM = ("system", "system_prompt", "system_message")
@@ -107,7 +107,7 @@ def prompt_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     if turns[0][0] != "system" and (system := system_of(record)):
         turns = (("system", system), *turns)
     turns, rest = _answered((*turns, *answer), "completion")
-    return Row(line, messages=turns, tools=_tools(record.get("tools")), file=file, rest=rest)
+    return Row(line, messages=turns, tools=_tools(record), file=file, rest=rest)
 
 
 def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
@@ -137,7 +137,7 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
             else turns_of(value, name)  # fmt: skip
         # Data sets repeat the prompt at the head of both conversations, or they do not.
         both.append(_answered(answer if answer[: len(before)] == before else (*before, *answer), name)[0])
-    return Row(line, gold=0, messages=both[0], rejected=both[1], tools=_tools(record.get("tools")), file=file)
+    return Row(line, gold=0, messages=both[0], rejected=both[1], tools=_tools(record), file=file)
 
 
 def thumbs_row(line: int, record: dict[str, Any], file: str = "") -> Row:
@@ -246,10 +246,12 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    tools = _parsed(value, "tools") if value else []
+def _tools(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Read `tools`, or `functions`, as OpenAI called them first."""
+    name = "tools" if record.get("tools") else "functions"
+    tools = _parsed(record[name], name) if record.get(name) else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools", f"expected a list of objects, received {describe(tools)}")
+        raise BadRow(name, f"expected a list of objects, received {describe(tools)}")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
 
 

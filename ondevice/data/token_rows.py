@@ -115,7 +115,7 @@ def _restarts(positions: list[int], parts: list[tuple[int, int]]) -> list[tuple[
     """Return the sequences that positions count: each begins at 0 and goes up by one."""
     first, end = parts[0][0], parts[-1][1]
     begins = [place for place in range(first, end) if positions[place] == 0]
-    found = list(zip(begins, [*begins[1:], end], strict=True))
+    found = list(pairwise([*begins, end]))
     if not begins or begins[0] != first or any(positions[b:e] != list(range(e - b)) for b, e in found):
         raise BadRow("position_ids", "expected positions that count from 0, and again from 0 where a packed row begins")
     return found

@@ -1,4 +1,4 @@
-"""The public chat templates in the wheel of `trl`, which is found and not imported, and a tokenizer with their marks."""
+"""The public chat templates in the wheel of `trl`, found and not imported, and a tokenizer with their marks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-_MARK = re.compile(r"<[|｜][^<>{}'\"\s]{1,40}?[|｜]?>|<[^<>{}'\"\s/|｜]{1,30}[|｜]>|</?[a-z_]{3,30}>|\[/?[A-Z_]{3,20}\]")
+_MARK = re.compile(
+    r"<[|｜][^<>{}'\"\s]{1,40}?[|｜]?>|<[^<>{}'\"\s/|｜]{1,30}[|｜]>|</?[a-z_]{3,30}>|\[/?[A-Z_]{3,20}\]"
+)
 _WORDS = "Eight. A cat has four legs. Name a fruit. Apple. Pear. Another? weather town Ulm rain It rains."
 
 

@@ -1,7 +1,7 @@
 """Every public template, on five kinds of conversation: each answer is trained on as transformers shows that turn.
 
-What is right is computed by `apply_chat_template` on the messages, in the form that the template's authors document: text
-parts for models that see pictures, arguments as text for DeepSeek, tools as text where a template does not write them.
+What is right is computed by `apply_chat_template` on the messages, in the form that the template's authors document:
+text parts for models that see pictures, arguments as text for DeepSeek, tools as text where a template has none.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str
     expected = answers(tokenizer, messages, tools)
     examples = [item.example for item in dataset.items]
     for ids, begin in expected:
-        (example,) = [one for one in examples if list(one.ids[: len(ids)]) == ids and one.labels[len(ids) - 1] == ids[-1]]
+        (example,) = [
+            one for one in examples if list(one.ids[: len(ids)]) == ids and one.labels[len(ids) - 1] == ids[-1]
+        ]
         assert list(example.labels[begin - 1 : len(ids)]) == [IGNORE, *ids[begin:]]
     # Every answer once, and nothing else.
     assert sum(label != IGNORE for one in examples for label in one.labels) == sum(
@@ -127,7 +129,9 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str
     )
     if cell == "reasoning":  # it is trained on, or the template does not write it and that is said
         trained = "".join(tokenizer.decode([label for label in one.labels if label != IGNORE]) for one in examples)
-        thoughts = [message["reasoning_content"] for message in ROWS[cell]["messages"] if "reasoning_content" in message]
+        thoughts = [
+            message["reasoning_content"] for message in ROWS[cell]["messages"] if "reasoning_content" in message
+        ]
         left = dataset.report.left.get("messages[].reasoning_content", 0)
         assert [thought in trained for thought in thoughts] == [not left] * 2 and left in (0, 2)
 
