@@ -75,7 +75,8 @@ class ChatEncoder:
             raise BadRow("messages", "no turn is to be trained on: all answers have weight 0 or train: false")
         if row.rejected:
             other = self._turns(template, row.rejected, row.tools, context)
-            yield self._pair(row, template, context, (turns, other), (trained, [is_trained(turn) for turn in other]))
+            pair = self._pair(row, template, context, (turns, other), (trained, [is_trained(turn) for turn in other]))
+            yield replace(pair, unread=tuple(unread))
         else:
             texts = self._texts(template, turns, trained, context)
             items = [self._item(row, template, context, turns, trained, text) for text in texts]
@@ -84,7 +85,8 @@ class ChatEncoder:
             if sum(turn["role"] == "assistant" for turn in turns) > 1:
                 kind = "several" if len(items) > 1 else "one"
                 self.report.conversations.update({kind: 1, f"{kind} sequences": len(items)})
-            yield from items
+            names = tuple(+unread)
+            yield from (replace(item, unread=names) if isinstance(item, Item) else item for item in items)
         self.report.unread.update(unread)
 
     def _template(self, tools: bool) -> tuple[ChatTemplate, Reads]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,9 @@ class Item:
 
     dropped_tokens: int = 0
     """Tokens cut from the front of the prompt, or in whole turns, to fit the maximum length."""
+
+    unread: tuple[str, ...] = ()
+    """Columns and keys of the row that nothing reads."""
 
 
 @dataclass(slots=True)
@@ -268,6 +271,7 @@ def _encode_row(
     else:
         items = [_pair_item(row, tokenizer, limit, train_on_prompt)]
     report.unread.update(row.rest.keys())
+    items = [replace(item, unread=tuple(row.rest)) for item in items] if row.rest else items
     if row.end and not classes and row.gold is None:
         last = items[-1].example.ids[-1]
         ends = last in (*end_ids(tokenizer), tokenizer.eos_token_id)

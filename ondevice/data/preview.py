@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,9 @@ class Preview:
     unread: dict[str, int] = field(default_factory=dict)
     """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
 
+    example_unread: tuple[tuple[str, ...], ...] = ()
+    """Of each example, what of its row nothing reads."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
         return asdict(self)
@@ -87,7 +91,8 @@ class Preview:
 
         parts: list[RenderableType] = [_facts(self)]
         names = self.example_names or ("",) * len(self.examples)
-        parts += [_panel(number, name, shown) for number, (name, shown) in enumerate(zip(names, self.examples), 1)]
+        unread = self.example_unread or ((),) * len(self.examples)
+        parts += [_panel(*one) for one in zip(count(1), names, self.examples, unread)]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -141,7 +146,8 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
     labels = Counter(row.label for row in rows.items if row.label is not None)
-    shown = _examples(rows, _of_first_rows(dataset.items, examples))
+    chosen = _of_first_rows(dataset.items, examples)
+    shown = _examples(rows, chosen)
     return Preview(
         file=rows.file,
         format=rows.format,
@@ -161,16 +167,17 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
         example_names=tuple(name for name, _ in shown) if rows.format in ("preference", "thumbs") else (),
         notes=(*dataset.notes, *dataset.report.said()),
         unread=dataset.report.left,
+        example_unread=tuple(item.unread for item in chosen for _ in range(len(shown) // len(chosen))),
     )
 
 
-def _of_first_rows(items: list[Item], count: int) -> list[Item]:
+def _of_first_rows(items: list[Item], rows: int) -> list[Item]:
     """Return the items of the first so many rows: a conversation may be several, of which each is shown."""
     chosen: list[Item] = []
     places: set[tuple[str, int]] = set()
     for item in items:
         places.add((item.file, item.line))
-        if len(places) > count:
+        if len(places) > rows:
             break
         chosen.append(item)
     return chosen
@@ -224,7 +231,7 @@ def _facts(view: Preview) -> RenderableType:
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
-        "not read": ", ".join(f"{name} ({count:,})" for name, count in view.unread.items()),
+        "not read": ", ".join(f"{name} ({number:,})" for name, number in view.unread.items()),
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
     table = Table.grid(padding=(0, 2))
@@ -236,7 +243,8 @@ def _facts(view: Preview) -> RenderableType:
     return table
 
 
-def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableType:
+def _panel(number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]) -> RenderableType:
+    from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
@@ -244,7 +252,8 @@ def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableTy
     for segment in example:
         _append(text, segment)
     trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
-    return Panel(text, title=f"example {number}: {trained}", title_align="left")
+    parts = [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")] if unread else [text]
+    return Panel(Group(*parts), title=f"example {number}: {trained}", title_align="left")
 
 
 def _append(text: Text, segment: Segment) -> None:

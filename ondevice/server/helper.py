@@ -253,6 +253,7 @@ def preview(
     rows: int,
     artifact: str | None = None,
     columns: list[str] | None = None,
+    strict_columns: bool = False,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
     from ondevice.data import preview as preview_rows
@@ -269,6 +270,7 @@ def preview(
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
         rows=rows,
+        strict_columns=strict_columns,
     )
     return shown.to_dict() | {"file": Path(file).name}
 

@@ -192,7 +192,13 @@ class PreviewAnswer(Answer):
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: list[str]
-    """How the file was understood: a separator, a sheet, columns, the length."""
+    """How the file was understood: a separator, a sheet, columns, the length, conversations, what ends an answer."""
+
+    unread: dict[str, int]
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+
+    example_unread: list[list[str]]
+    """Of each example, what of its row nothing reads."""
 
 
 class Upload(Answer):

@@ -112,6 +112,7 @@ def preview_dataset(
     ] = None,
     column: Annotated[list[str] | None, Query(max_length=40, description="field=column, repeated.")] = None,
     train_on_prompt: bool = False,
+    strict_columns: bool = False,
     rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
 ) -> dict[str, Any]:
     """Return rows as the model sees them: lengths, labels, and examples that show what is trained on."""
@@ -127,6 +128,7 @@ def preview_dataset(
         columns=column,
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
+        strict_columns=strict_columns,
         rows=rows,
     )
     problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]
