@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ondevice.data.chat_reads import Reads
-from ondevice.data.chat_template import ChatTemplate, Message
+from ondevice.data.chat_template import ChatTemplate, Message, end_marks
 from ondevice.data.encode import IGNORE, Example, Item, Report, check_fit
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
 from ondevice.data.turn_weights import is_trained
@@ -54,7 +54,9 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, limit: int, train_on_prompt: bool, report: Report) -> None:
         self.tokenizer, self.limit, self.train_on_prompt, self.report = tokenizer, limit, train_on_prompt, report
         self._templates: dict[bool, tuple[ChatTemplate, Reads]] = {}
-        self._ends = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
+        marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        self._ends = tuple(sorted(marks, key=len, reverse=True))
+        self._stops = end_marks(tokenizer)
 
     def encode(self, row: Row) -> Iterator[Item | BadRow]:
         """Yield the examples of a row, and for an answer that cannot be one, why.
@@ -205,7 +207,7 @@ class ChatEncoder:
             texts = [self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)]
             examples = [self._example(replace(text, shared=0)) for text in texts]
         for answered, span in ((text, span) for text in texts for span in text.spans if span.trained):
-            self.report.ends[_end_mark(self._ends, answered.text[span.start : span.end])] += 1
+            self.report.ends[_end_mark(self._ends, self._stops, answered.text[span.start : span.end])] += 1
             if span.unanswered:
                 kind = f"answers without {span.unanswered!r}, with which the chat template asks for them"
                 self.report.notes[kind] += 1
@@ -280,10 +282,11 @@ def _answer_end(ends: tuple[str, ...], text: str) -> int:
     return len(bare) if bare.endswith(ends) else len(text)
 
 
-def _end_mark(ends: tuple[str, ...], answer: str) -> str:
-    """Return the special tokens that end an answer, as text; empty if none does."""
+def _end_mark(ends: tuple[str, ...], stops: tuple[str, ...], answer: str) -> str:
+    """Return the special tokens that end an answer, from the template's own end on; empty if none does."""
     marks: list[str] = []
-    while mark := next((end for end in sorted(ends, key=len, reverse=True) if end and answer.endswith(end)), ""):
+    while mark := next((end for end in ends if end and answer.endswith(end)), ""):
         marks.insert(0, mark)
         answer = answer.removesuffix(mark).rstrip()
-    return " ".join(marks)
+    first = next((place for place, mark in enumerate(marks) if mark in stops), len(marks) - 1)
+    return " ".join(marks[max(first, 0) :])
