@@ -227,7 +227,7 @@ class ChatEncoder:
         if not any(trained[1:]):
             raise BadRow("messages", "no assistant turn has a token that can be trained on")
         if self.train_on_prompt:
-            trained = [span.trained if span else right > text.shared
+            trained = [span.trained if span else right > text.shared or not text.shared
                        for span, (_, right) in zip(covered[:end], offsets, strict=False)]  # fmt: skip
         ids = list(encoded["input_ids"])[:end]
         labels = [token if flag else IGNORE for token, flag in zip(ids, trained, strict=True)]
