@@ -64,6 +64,7 @@ class ChatEncoder:
         Raises:
             BadRow: the row as a whole cannot be encoded.
         """
+        self._answered: list[tuple[str, Span]] = []
         template, reads = self._template(bool(row.tools))
         context, unread = reads.context(row)
         turns = self._turns(template, row.messages, row.tools, context)
@@ -78,7 +79,9 @@ class ChatEncoder:
         if row.rejected:
             other = self._turns(template, row.rejected, row.tools, context)
             pair = self._pair(row, template, context, (turns, other), (trained, [is_trained(turn) for turn in other]))
-            yield replace(pair, unread=tuple(unread))
+            reads.check(turns, "", context)
+            unread += reads.unread(turns, [template.render(turns, False, context)], context)
+            yield replace(pair, unread=tuple(+unread))
         else:
             texts = self._texts(template, turns, trained, context)
             items = [self._item(row, template, context, turns, trained, text) for text in texts]
@@ -90,6 +93,11 @@ class ChatEncoder:
             names = tuple(+unread)
             yield from (replace(item, unread=names) if isinstance(item, Item) else item for item in items)
         self.report.unread.update(unread)
+        for text, span in self._answered:
+            self.report.ends[_end_mark(self._ends, self._stops, text[span.start : span.end])] += 1
+            if span.unanswered:
+                kind = f"answers without {span.unanswered!r}, with which the chat template asks for them"
+                self.report.notes[kind] += 1
 
     def _template(self, tools: bool) -> tuple[ChatTemplate, Reads]:
         if tools not in self._templates:
@@ -206,11 +214,7 @@ class ChatEncoder:
             weights = [one[:system] + one[begin : len(turns)] for one, turns in zip(trained, both, strict=True)]
             texts = [self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)]
             examples = [self._example(replace(text, shared=0)) for text in texts]
-        for answered, span in ((text, span) for text in texts for span in text.spans if span.trained):
-            self.report.ends[_end_mark(self._ends, self._stops, answered.text[span.start : span.end])] += 1
-            if span.unanswered:
-                kind = f"answers without {span.unanswered!r}, with which the chat template asks for them"
-                self.report.notes[kind] += 1
+        self._answered += [(text.text, span) for text in texts for span in text.spans if span.trained]
         lost = full - max(len(example) for example, _ in examples)
         return [example for example, _ in examples], examples[0][1], lost
 

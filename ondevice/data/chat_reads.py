@@ -16,12 +16,17 @@ _KNOWN = {"role", "content", "tool_calls", *REASONING}
 _KWARGS = "chat_template_kwargs"
 
 
+TRIES = 8
+"""Conversations in which a key changes nothing, until it is taken for one that the template does not read."""
+
+
 class Reads:
-    """Answers for one template, by rendering a conversation with and without; each question is asked once."""
+    """Answers for one template, by rendering a conversation with and without; the answers are kept."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self._reads: dict[tuple[str, str], bool] = {}
+        self._reads: set[tuple[str, str]] = set()
+        self._misses = Counter[tuple[str, str]]()
         self._dropped: dict[tuple[Any, ...], tuple[int | None, Counter[str]]] = {}
 
     def context(self, row: Row) -> tuple[dict[str, Any], Counter[str]]:
@@ -63,7 +68,8 @@ class Reads:
         """Count the keys of turns and calls that change nothing in what the template writes."""
         counts = Counter(self._written(turns, context)[1])
         for turn in turns:
-            others = [key for key in turn if key not in _KNOWN and not (key in OBEYED and _obeyed(turn, key))]
+            others = [key for key, value in turn.items() if key not in _KNOWN and value not in (None, "", [], {})]
+            others = [key for key in others if not (key in OBEYED and _obeyed(turn, key))]
             for key in others:
                 counts[f"messages[].{key}"] += self._is_unread(turns, turn["role"], key, texts[-1], context)
             for call in turn.get("tool_calls", ()):
@@ -78,13 +84,16 @@ class Reads:
         return +counts
 
     def _is_unread(self, turns: Sequence[Message], role: str, path: str, text: str, context: Mapping[str, Any]) -> bool:
-        if (role, path) not in self._reads:
-            try:
-                other = self.template.render([_without(turn, role, path) for turn in turns], False, context)
-            except BadRow:  # it cannot do without
-                other = None
-            self._reads[role, path] = other != text
-        return not self._reads[role, path]
+        if (role, path) in self._reads or self._misses[role, path] >= TRIES:
+            return (role, path) not in self._reads
+        try:
+            other = self.template.render([_without(turn, role, path) for turn in turns], False, context)
+        except BadRow:  # it cannot do without
+            other = None
+        if other != text:
+            self._reads.add((role, path))
+        self._misses[role, path] += other == text
+        return other == text
 
     def _written(self, turns: Sequence[Message], context: Mapping[str, Any]) -> tuple[int | None, Counter[str]]:
         """Return the first turn that the template drops, or None, and texts beside calls that it drops."""

@@ -201,9 +201,11 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def _end_marks(tokenizer: Any, source: str) -> tuple[str, ...]:
-    template = ChatTemplate(tokenizer)
-    _, (_, stop, *_) = template.marks["assistant"] if template.marks["assistant"][1] else ((), ("", ""))
-    return (stop,) if stop else ()
+    try:
+        _, ends = ChatTemplate(tokenizer).marks["assistant"]
+    except (DataError, MissingPackageError):  # it is refused where it is needed
+        return ()
+    return tuple(end for end in ends[1:2] if end)
 
 
 def end_marks(tokenizer: Any) -> tuple[str, ...]:

@@ -368,3 +368,20 @@ def test_the_parts_of_a_conversation_stay_on_one_side_of_a_split(write: Write, q
     assert (len(train), len(held)) == (12, 6)
     assert not {item.line for item in train.items} & {item.line for item in held.items}
     assert held.figures()["unread"] == {} and json.dumps(train.figures())
+
+
+def test_a_key_that_is_read_later_is_not_named(write: Write, qwen2_5: Any) -> None:
+    polite = copy.deepcopy(qwen2_5)
+    polite.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name and m.name != 'x' %} {{ m.name }}{% endif %}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"messages": [ASKED | {"name": name}, ANSWERED]} for name in ("x", "", "Ann", "x")]
+    assert read(write, polite, *rows).report.left == {"messages[].name": 1}  # the first, in which it changes nothing
+
+
+def test_a_preference_pair_s_turns_are_checked_too(write: Write, qwen2_5: Any) -> None:
+    pair = {"chosen": [ASKED | {"mood": "dry"}, ANSWERED], "rejected": [ASKED | {"mood": "dry"}, PEAR], "score": 1.0}
+    dataset = read(write, qwen2_5, pair)
+    assert dataset.report.left == {"score": 1, "messages[].mood": 1}
+    assert [len(item.candidates) for item in dataset.items] == [2]
