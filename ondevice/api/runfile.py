@@ -187,7 +187,7 @@ class RunConfig(StrictConfig):
         from ondevice.data.templates import is_template
 
         data = self.data
-        hidden = {"path", "eval_path"} | {name for name in LATER if not getattr(data, name)}
+        hidden = {"path", "eval_path", "strict_columns"} | {name for name in LATER if not getattr(data, name)}
         hidden |= set() if data.streaming else {"shuffle_records"}
         hash_file = sha256_spread if data.streaming else sha256_file
         digest = hash_file(data.path) if data.path is not None and data.path.is_file() else None

@@ -41,6 +41,8 @@ FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The m
 TASK = "A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file"
 ROWS = "JSON, CSV, Excel, Parquet, text, a folder, or a data set's name"
 Task = Annotated[str | None, typer.Option("--task", help=f"{TASK}.")]
+STRICT = "Refuse rows with a column or a key that nothing reads"
+StrictColumns = Annotated[bool, typer.Option("--strict-columns", help=f"{STRICT}.")]
 Columns = Annotated[
     list[str] | None,
     typer.Option("--column", help="The file's column of a field: --column prompt=Question (repeat)."),
@@ -84,6 +86,7 @@ RUN_OPTIONS = (
            "Share of the rows to evaluate and not train on, as 0.1"),
     Option("--task", "data.task", str, TASK),
     Option("--column", "data.columns", dict, "The file's column of a field: --column prompt=Question (repeat)"),
+    Option("--strict-columns", "data.strict_columns", bool, STRICT),
     Option("--packing", "data.packing", bool, "Several rows in one sequence, kept apart: less padding"),
     Option("--streaming", "data.streaming", bool, "Read the file as it is trained on: for files larger than memory"),
     Option("--steps", "train.steps", int, "Optimizer steps", ("-n",)),

@@ -136,6 +136,7 @@ def evaluate(
     adapter: common.AdapterPath = None,
     rows: Annotated[int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")] = None,
     columns: common.Columns = None,
+    strict_columns: common.StrictColumns = False,
     max_length: common.MaxLength = None,
     shots: Annotated[
         int | None, typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k).")
@@ -193,6 +194,7 @@ def evaluate(
         rows=rows,
         columns=named,
         max_length_tokens=max_length,
+        strict_columns=strict_columns,
         **chosen,
     )
     if json:

@@ -13,7 +13,7 @@ from typing import Any
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import Refused, parse_json
 from ondevice.core.untrusted.columns import check_batch, rows_of
-from ondevice.data.hub import named
+from ondevice.data.hub import named, without_fills
 from ondevice.data.records import UNLIMITED, Limits, Record, Source, missing_package
 
 _ROWS = 1024
@@ -92,7 +92,7 @@ def _records(
             raise DataError(f"{path} is damaged behind row {number}: {error}") from None
         for row in rows:
             number += 1
-            yield Record(number, named(row, names))
+            yield Record(number, named(without_fills(row), names))
         try:
             batch = next(batches, None)
         except MemoryError as error:

@@ -17,6 +17,7 @@ from ondevice.data.templates import TASKS, Task, column
 FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
     "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs", "liked",
+    "system", "system_prompt", "history",
 )  # fmt: skip
 """Names that formats have for their columns."""
 
@@ -136,9 +137,12 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
         )
     fitting = [task.name for task in TASKS.values()
                if all(_any(record, names) for names in (*task.columns.values(), task.label))]  # fmt: skip
-    first, last = (_quoted(keys[0]), _quoted(keys[-1])) if keys[1:] else ("QUESTION", "ANSWER")
+    first, last = _question_and_answer(record)
     advice = [f"say what the columns are: --column prompt={first} --column completion={last} for free answers, "
               f"--column text={first} --column label={last} for classes"]  # fmt: skip
+    if system := next((key for key in keys if _words_of(key) & _SYSTEM), None):
+        told = f"--column system={_quoted(system)} --column response={last} in place of completion"
+        advice[0] += f"; with {told} the system speaks before the question"
     if fitting:
         advice.insert(0, f"the columns are those of --task {' or '.join(fitting)}")
     if len(keys) == 1 and (odd := re.search(r"[:^~#]|\s{2,}", keys[0])):
@@ -151,6 +155,32 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
         received="the keys " + ", ".join(keys) + ("" if keys[1:] else " (the first line of a table is its header)"),
         hint="; or ".join(advice),
     )
+
+
+_SYSTEM = {"system", "sys"}
+_ASKS = {"question", "instruction", "prompt", "query", "input", "user", "human", "ask", "problem", "task", "q"}
+_ANSWERS = {"answer", "response", "output", "completion", "target", "reply", "assistant", "solution", "label", "a"}
+_SAYS_LESS = {"id", "idx", "index", "uuid", "history", "source", "tools", "date", "time", "lang", "language", "context"}
+
+
+def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
+    """Return the columns that are likeliest a question and its answer: by their names, else the first and the last, but
+    never what the system says."""
+    keys = [str(key) for key in record if not _words_of(str(key)) & _SYSTEM]
+    told = [key for key in keys if not _words_of(key) & _SAYS_LESS] or keys
+    if len(told) < 2:
+        told = keys
+    if len(told) < 2:
+        return "QUESTION", "ANSWER"
+    answer = next((key for key in reversed(told) if _words_of(key) & _ANSWERS), told[-1])
+    others = [key for key in told if key != answer]
+    question = next((key for key in others if _words_of(key) & _ASKS), others[0])
+    return _quoted(question), _quoted(answer)
+
+
+def _words_of(key: str) -> set[str]:
+    """Return the words of a column's name: "systemPrompt" and "system_prompt" have two."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)}
 
 
 def _any(record: dict[str, Any], names: tuple[str, ...]) -> bool:

@@ -5,8 +5,8 @@
 | chat            | messages: [{role, content}, ...] or conversations: [{from, value}, ...]              |
 | preference      | chosen, rejected, and maybe prompt                                                   |
 | thumbs          | prompt, completion, and label: true or false; or prompt, answer and liked            |
-| instruct        | instruction, output, and maybe input (or context, response); prompt, response; or    |
-|                 | question, answer                                                                     |
+| instruct        | instruction, output, and maybe input (or context, response); prompt, response;       |
+|                 | question, answer; or question, response; and maybe system (or system_prompt), history |
 | completion      | prompt, completion                                                                   |
 | text            | text                                                                                 |
 | classification  | text or sentence, and label                                                          |
@@ -22,7 +22,7 @@ from typing import Any
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import parse_row
 from ondevice.data.records import check_text, describe
-from ondevice.data.rows import BadRow, Format, Row
+from ondevice.data.rows import BadRow, Fields, Format, Row
 from ondevice.data.templates import TASKS, Task, label_key, plain_name, render
 
 
@@ -75,7 +75,7 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
         return "chat" if isinstance(record["prompt"], list) or isinstance(record["completion"], list) else "completion"
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:
         return "multiple_choice"
-    if {"question", "answer"} <= keys:
+    if {"question", "answer"} <= keys or {"question", "response"} <= keys:
         return "instruct"
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
@@ -127,9 +127,12 @@ def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task_row(task: Task, line: int, record: dict[str, Any], file: str) -> Row:
-    rendered = render(task, task_fields(None if task.own else task.name, record))
+    fields = task_fields(None if task.own else task.name, record)
+    nested = Fields(fields) if fields is not record else Fields({})
+    rendered = render(task, nested or fields)
     return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label,
-               end=task.kind == "completion", file=file, value=rendered.value)  # fmt: skip
+               end=task.kind == "completion", file=file, value=rendered.value,
+               rest=nested.unread("prompt_fields."))  # fmt: skip
 
 
 def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
@@ -142,14 +145,24 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
 
 
 def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
+    """Read a question and its answer, behind what the system and earlier turns said: context, not trained on."""
+    from ondevice.data.conversations import history_of, system_of
+
     instruction = _text(record, "instruction", "prompt", "question")
-    filled = {key: value for key, value in record.items() if value is not None}
-    context = _text(filled, "input", "context", empty=True)
+    context = next((_text(record, key, empty=True) for key in ("input", "context") if record.get(key) is not None), "")
     answer = _text(record, "output", "response", "answer")
+    system, history = system_of(record), history_of(record)
     asked = f"{instruction}\n\n{context}" if context.strip() else instruction
     block = f"\n\n### Input:\n{context}" if context.strip() else ""
-    prompt = f"### Instruction:\n{instruction}{block}\n\n### Response:\n"
-    return Row(line, ((prompt, answer),), messages=(("user", asked), ("assistant", answer)), file=file)
+    before = "".join(
+        f"### Response:\n{text}\n\n" if role == "assistant" else f"### Instruction:\n{text}\n\n"
+        for role, text, *_ in history
+    )
+    prompt = f"{system}\n\n" if system else ""
+    prompt += f"{before}### Instruction:\n{instruction}{block}\n\n### Response:\n"
+    first = (("system", system),) if system else ()
+    messages = (*first, *history, ("user", asked), ("assistant", answer))
+    return Row(line, ((prompt, answer),), messages=messages, file=file)
 
 
 def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import Encoder
+from ondevice.data.encode import Encoder, Item
 from ondevice.data.reading import Reading, about, each_row
-from ondevice.data.rows import BadRow, Rows
+from ondevice.data.rows import Rows
 
 PERCENTILE = 99
 WINDOW_TOKENS = 512
@@ -51,10 +51,7 @@ def length_of(
         if rows.format == "text":  # the beginning of a text says whether it is longer than a window
             row = replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),))
         encoder = encoder or Encoder(rows, row, tokenizer, max_length_tokens=_UNCUT)
-        try:
-            items = encoder.items(row)
-        except BadRow:
-            continue
+        items = [one for one in encoder.encoded(row) if isinstance(one, Item)]
         lengths += [max(len(example) for example in (item.example, *item.candidates)) for item in items]
     return choose(lengths, rows.format, step > 1, percentile, most_tokens)
 

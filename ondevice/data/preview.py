@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import IGNORE, Encoder, Example, Item
+from ondevice.data.encode import IGNORE, Encoder, Example, Item, refuse_unread
 from ondevice.data.lengths import length_of
 from ondevice.data.reading import Reading, about, each_row, open_reading
-from ondevice.data.rows import AnswerTooLong, BadRow, Row, RowProblem, Rows
+from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +73,14 @@ class Preview:
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: tuple[str, ...] = ()
-    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length."""
+    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length; how its
+    conversations became sequences, and what ends an answer."""
+
+    unread: dict[str, int] = field(default_factory=dict)
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+
+    example_unread: tuple[tuple[str, ...], ...] = ()
+    """Of each example, what of its row nothing reads."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -84,7 +92,8 @@ class Preview:
 
         parts: list[RenderableType] = [_facts(self)]
         names = self.example_names or ("",) * len(self.examples)
-        parts += [_panel(number, name, shown) for number, (name, shown) in enumerate(zip(names, self.examples), 1)]
+        unread = self.example_unread or ((),) * len(self.examples)
+        parts += [_panel(*one) for one in zip(count(1), names, self.examples, unread)]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -99,6 +108,7 @@ def preview(
     max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
+    strict_columns: bool = False,
 ) -> Preview:
     """Read, encode and summarise a data file; `rows` is the number of examples to decode.
 
@@ -109,7 +119,7 @@ def preview(
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
     read = open_reading(path, task=task, columns=columns)
-    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows)
+    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, strict_columns=strict_columns)
 
 
 def preview_rows(
@@ -119,6 +129,7 @@ def preview_rows(
     train_on_prompt: bool = False,
     rows: int = 3,
     most_problems: int | None = None,
+    strict_columns: bool = False,
 ) -> Preview:
     """Encode and summarise rows; see `preview`. Of a file that is being read, one row is in memory at a time.
 
@@ -134,6 +145,7 @@ def preview_rows(
     usable = bad = truncated = trained = sequences = 0
     full, too_long, labels = array("q"), array("q"), Counter[str]()
     shown: list[tuple[Item, Row]] = []
+    shown_rows = 0
 
     def note(problem: RowProblem, problems: list[RowProblem]) -> None:
         problems.append(problem)
@@ -153,24 +165,32 @@ def preview_rows(
         usable += 1
         if row.label is not None:
             labels[row.label] += 1
-        try:
-            items = encoder.items(row)
-        except BadRow as problem:
-            note(RowProblem(row.file or about_rows.file, row.line, problem.field, problem.reason), unfit)
-            if isinstance(problem, AnswerTooLong):
-                too_long.append(problem.length_tokens)
-            continue
+        items = []
+        for one in encoder.encoded(row):
+            if isinstance(one, Item):
+                items.append(one)
+                continue
+            note(RowProblem(row.file or about_rows.file, row.line, one.field, one.reason), unfit)
+            if isinstance(one, AnswerTooLong):
+                too_long.append(one.length_tokens)
         sequences += len(items)
         for item in items:
             full.append(max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens)
             truncated += item.dropped_tokens > 0
             trained += item.example.trained_tokens
-        shown += [(item, row) for item in items[: max(0, rows - len(shown))]]
+        # A conversation may be several sequences, and each is shown; of the windows of a text the first few.
+        most = len(items) if about_rows.format != "text" else max(0, rows - len(shown))
+        if items and shown_rows < rows:
+            shown += [(item, row) for item in items[:most]]
+            shown_rows += 1
     encoder = encoder or Encoder(about_rows, Row(0), tokenizer, max_length_tokens=max_length_tokens)
     full += too_long
+    report = encoder.report
+    if strict_columns:
+        refuse_unread(about_rows.file, report)
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
-    examples = [pair for item, row in shown for pair in _examples(about_rows.format, item, row)]
+    examples = [(*pair, item) for item, row in shown for pair in _examples(about_rows.format, item, row)]
     return Preview(
         file=about_rows.file,
         format=about_rows.format,
@@ -185,10 +205,12 @@ def preview_rows(
         trained_tokens=trained,
         suggested_max_length_tokens=None if about_rows.format == "text" or not full else round_up(lengths["p99"]),
         labels=dict(labels.most_common()),
-        examples=tuple(segments(example, tokenizer) for _, example in examples),
+        examples=tuple(segments(example, tokenizer) for _, example, _ in examples),
         problems=tuple(sorted(unread + unfit, key=lambda problem: problem.line)[:most_problems]),
-        example_names=tuple(name for name, _ in examples) if about_rows.format in ("preference", "thumbs") else (),
-        notes=(*read.notes, *(read.later if isinstance(read, Reading) else ())),
+        example_names=tuple(name for name, _, _ in examples) if about_rows.format in ("preference", "thumbs") else (),
+        notes=(*read.notes, *(read.later if isinstance(read, Reading) else ()), *report.said()),
+        unread=report.left,
+        example_unread=tuple(item.unread for _, _, item in examples),
     )
 
 
@@ -238,6 +260,7 @@ def _facts(view: Preview) -> RenderableType:
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
+        "not read": ", ".join(f"{name} ({number:,})" for name, number in view.unread.items()),
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
     table = Table.grid(padding=(0, 2))
@@ -249,7 +272,8 @@ def _facts(view: Preview) -> RenderableType:
     return table
 
 
-def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableType:
+def _panel(number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]) -> RenderableType:
+    from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
@@ -257,12 +281,13 @@ def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableTy
     for segment in example:
         _append(text, segment)
     trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
-    return Panel(text, title=f"example {number}: {trained}", title_align="left")
+    parts = [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")] if unread else [text]
+    return Panel(Group(*parts), title=f"example {number}: {trained}", title_align="left")
 
 
 def _append(text: Text, segment: Segment) -> None:
     shown = _printable(segment.text)
-    if len(shown) > _SHOWN_CHARACTERS:
+    if len(shown) > _SHOWN_CHARACTERS and not segment.trained:
         half = _SHOWN_CHARACTERS // 2
         shown = f"{shown[:half]} [...] {shown[-half:]}"
     text.append(shown, style="green" if segment.trained else "dim")

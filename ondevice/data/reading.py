@@ -4,7 +4,7 @@ first of them are wanted, which takes the same memory whatever the file's size."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.formats import converter, fits, infer
 from ondevice.data.records import UNLIMITED, Limits, Record, Source, read_records
-from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
+from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
 from ondevice.data.templates import Task, find_task
 
 REPORT_RECORDS = 5000
@@ -262,7 +262,10 @@ class Reading:
                 if isinstance(record, BadRow):
                     raise record
                 assert self._convert is not None  # noqa: S101  the first pass saw this record
-                yield self._convert(line, self._rename(record), file)
+                fields = Fields(self._rename(record))
+                row = self._convert(line, fields, file)
+                rest = {**row.rest, **fields.unread()}
+                yield replace(row, rest=rest if row.messages else dict.fromkeys(rest)) if rest else row
             except BadRow as bad:
                 problem(RowProblem(file or self.name, line, bad.field, bad.reason))
 

@@ -23,7 +23,7 @@ from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
-from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
+from ondevice.data.encode import IGNORE, Dataset, Example, Report, refuse_preferences
 from ondevice.data.reading import named_task, rows_of
 from ondevice.data.records import Record, Source, check_source, json_lines, read_begin, read_file, read_lines
 from ondevice.data.rows import RowProblem, Rows, count_reasons
@@ -124,6 +124,7 @@ class Stream:
         """Tokens that the rows are answered with, where a loss is over them: rows with others are left out."""
         self.left_out: Counter[str] = Counter()
         self.cut = self.cut_tokens = 0
+        self.report = Report()
         self._windows: dict[int, list[Example]] = {}
         self._orders: dict[tuple[int, ...], np.ndarray] = {}
         self._leaders: list[Record] = []
@@ -148,7 +149,8 @@ class Stream:
             "cut": self.cut,
             "cut_tokens": self.cut_tokens,
             "max_length_tokens": self.first.max_length_tokens,
-            "notes": [*self.first.notes, note],
+            "notes": [*self.first.notes, *self.report.said(), note],
+            "unread": self.report.left,
             "streamed": True,
         }
 
@@ -163,6 +165,7 @@ class Stream:
         if values.get("identity") == identity:
             self.ends, self.ended = values["ends"], values["ended"]
             self.left_out, self.cut, self.cut_tokens = Counter(values["left_out"]), values["cut"], values["cut_tokens"]
+            self.report = Report(**{name: Counter(counts) for name, counts in values.get("report", {}).items()})
 
     def example(self, place: int) -> Example:
         """Return the sequence at `place` of the run, counted from 0 over all epochs.
@@ -232,6 +235,7 @@ class Stream:
             return dataset
         self.ends.append(before + len(dataset.items))
         self.left_out.update(count_reasons(dataset.problems))
+        self.report.add(dataset.report)
         self.cut += dataset.truncated
         self.cut_tokens += sum(item.dropped_tokens for item in dataset.items)
         self._save()
@@ -253,7 +257,7 @@ class Stream:
             return
         path, identity = self._kept
         values = {"identity": identity, "ends": self.ends, "ended": self.ended, "left_out": dict(self.left_out),
-                  "cut": self.cut, "cut_tokens": self.cut_tokens}  # fmt: skip
+                  "cut": self.cut, "cut_tokens": self.cut_tokens, "report": self.report.to_dict()}  # fmt: skip
         atomic_write(path, json.dumps(values))
 
 

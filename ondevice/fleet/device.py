@@ -59,7 +59,7 @@ class DeviceSettings:
     Attributes:
         folder: of its own copy of the fleet.
         data: its rows; they stay here.
-        task, columns: how they are read; the charter's task by default.
+        task, columns, strict_columns: how they are read; the charter's task by default.
         model: the base model under this device's name for it; the charter's by default.
         artifact: an exported program instead of the model.
         batch_size: rows a step, where the program does not decide it.
@@ -72,6 +72,7 @@ class DeviceSettings:
     data: str
     task: str | None = None
     columns: dict[str, str] | None = None
+    strict_columns: bool = False
     model: str | None = None
     artifact: str | None = None
     batch_size: int = 4
@@ -328,6 +329,7 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
         max_length_tokens=length,
         train_on_prompt=bool(charter.data.get("train_on_prompt")),
         columns=settings.columns,
+        strict_columns=settings.strict_columns,
     )
     size = settings.batch_size
     if isinstance(charter, Charter):

@@ -76,6 +76,9 @@ class Seat(StrictConfig):
     epsilon: float | None = Field(default=None, ge=0)
     """Its privacy budget: it stops at it. 8 in a fleet with noise."""
 
+    strict_columns: bool = False
+    """Refuse rows with a column or a key that nothing reads."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -93,6 +96,7 @@ class Seat(StrictConfig):
             found += ["--epsilon", str(self.epsilon)]
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
+        found += ["--strict-columns"] if self.strict_columns else []
         return [*found, "--insecure"] if self.insecure else found
 
 

@@ -271,6 +271,7 @@ def preview(
     rows: int,
     artifact: str | None = None,
     columns: list[str] | None = None,
+    strict_columns: bool = False,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
     from ondevice.data import preview_rows
@@ -285,7 +286,7 @@ def preview(
     read = open_reading(
         file, task=task, columns=named, limits=FROM_OUTSIDE, most_records=PREVIEW_ROWS, alive=_alive
     )  # fmt: skip
-    shown = preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, PROBLEMS)
+    shown = preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, PROBLEMS, strict_columns)
     return shown.to_dict() | {"file": Path(file).name}
 
 

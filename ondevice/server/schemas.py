@@ -195,6 +195,8 @@ class PreviewRequest(Documented):
     column: list[str] | None = Field(default=None, max_length=40)
     """Entries of the form field=column."""
     train_on_prompt: bool = False
+    strict_columns: bool = False
+    """Refuse rows with a column or a key that nothing reads."""
     rows: int = Field(default=3, ge=0, le=50)
     """Examples to decode."""
 
@@ -221,7 +223,13 @@ class PreviewAnswer(Answer):
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: list[str]
-    """How the file was understood: a separator, a sheet, columns, the length."""
+    """How the file was understood: a separator, a sheet, columns, the length, conversations, what ends an answer."""
+
+    unread: dict[str, int]
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+
+    example_unread: list[list[str]]
+    """Of each example, what of its row nothing reads."""
 
 
 class Upload(Answer):

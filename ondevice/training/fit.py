@@ -208,6 +208,7 @@ def read_rows_of(
             max_length_tokens=max_length_tokens,
             train_on_prompt=data.train_on_prompt,
             classes=classes,
+            strict_columns=data.strict_columns,
         )
 
     if data.streaming and not options.rows:
@@ -234,6 +235,7 @@ def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task
             train_on_prompt=data.train_on_prompt,
             allow_empty=True,
             classes=classes,
+            strict_columns=data.strict_columns,
         ),
         task=data.task or task,
         columns=data.columns,

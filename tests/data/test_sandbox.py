@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 
 from ondevice.core.errors import ModelError
 from ondevice.data import Row, Rows, encode, sandbox
-from ondevice.data.chat import apply_template
+from ondevice.data.chat_template import apply_template
 from ondevice.models.generate import tokenize
 
 MOST_MIB = 96
@@ -139,6 +139,6 @@ def test_every_template_is_rendered_by_the_one_function(root: Any) -> None:
         for path in (root / folder).rglob("*.py")
         if ".apply_chat_template(" in path.read_text()
     ]
-    assert callers == ["chat.py"]
+    assert callers == ["chat_template.py"]
     fake = SimpleNamespace(apply_chat_template=lambda turns, **named: repr((turns, named)))
     assert apply_template(fake, [1], tools=[]) == repr(([1], {"tokenize": False, "tools": []}))

@@ -115,6 +115,7 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
         columns=body.column,
         max_length_tokens=body.max_length_tokens,
         train_on_prompt=body.train_on_prompt,
+        strict_columns=body.strict_columns,
         rows=body.rows,
     )
     problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]

@@ -27,9 +27,7 @@ export async function showPreview(place, dataset, options, signal) {
 
 function previewParts(found) {
   const lengths = found.lengths_tokens;
-  const labels = Object.entries(found.labels ?? {})
-    .map(([label, count]) => `${label}: ${number(count)}`)
-    .join(", ");
+  const labels = counted(found.labels);
   return [
     terms(
       [
@@ -41,6 +39,7 @@ function previewParts(found) {
           `half up to ${number(lengths.p50)}, 95% up to ${number(lengths.p95)}, the longest ${number(lengths.max)}`,
         ],
         ["Trained tokens", number(found.trained_tokens)],
+        ["Not read", counted(found.unread) || null],
         ["Labels", labels],
         ["Rows cut to the length", found.truncated ? number(found.truncated) : null],
         ["Rows left out, too long", found.too_long ? number(found.too_long) : null],
@@ -61,11 +60,20 @@ function previewParts(found) {
           {},
           found.example_names[index] ? h("strong", {}, found.example_names[index]) : null,
           h("p", { class: "example", dir: "auto" }, segments.map(piece)),
+          found.example_unread[index]?.length
+            ? h("p", { class: "soft" }, `Not read: ${found.example_unread[index].join(", ")}`)
+            : null,
         ),
       ),
     ),
     found.problems.length ? rowProblems(found.problems) : null,
   ].filter(Boolean);
+}
+
+function counted(counts) {
+  return Object.entries(counts ?? {})
+    .map(([name, count]) => `${name}: ${number(count)}`)
+    .join(", ");
 }
 
 /** A screen reader hears where the trained part begins and ends. */

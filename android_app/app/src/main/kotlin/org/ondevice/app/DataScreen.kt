@@ -264,6 +264,10 @@ class DataScreen(host: MainActivity) : Screen(host) {
         parts += ui.fact(string(R.string.lengths), string(R.string.lengths_value, preview.medianTokens, preview.longestTokens, preview.maxLengthTokens))
         parts += ui.fact(string(R.string.trained_tokens), Words.number(preview.trainedTokens))
         if (preview.labels.isNotEmpty()) parts += ui.fact(string(R.string.labels), preview.labels.entries.joinToString { "${it.key} ${it.value}" })
+        if (preview.unread.isNotEmpty()) {
+            val named = preview.unread.entries.joinToString(", ") { (name, count) -> "$name ($count)" }
+            parts += ui.notice(string(R.string.not_read, named), Tone.PLAIN)
+        }
         if (preview.truncated > 0) parts += ui.notice(host.resources.getQuantityString(R.plurals.truncated, preview.truncated, preview.truncated))
         if (preview.problems.isNotEmpty()) {
             val count = preview.problems.size
