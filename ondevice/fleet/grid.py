@@ -7,7 +7,8 @@ would call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,16 @@ from types import SimpleNamespace
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.app import Message, Metadata
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID
+from flwr.common.serde import message_from_proto
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
@@ -29,6 +35,8 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 
 from ondevice.core.errors import ConfigError
 from ondevice.fleet.certificates import DEVICES
+
+log = logging.getLogger("ondevice.fleet")
 
 
 def in_memory() -> LinkStateFactory:
@@ -84,7 +92,11 @@ def open_grid(state: LinkState) -> Iterator[HttpGrid]:
 
 
 class OwnGrid(HttpGrid):
-    """Flower's grid, with its Runtime API's handlers instead of a client of that API."""
+    """Flower's grid, with its Runtime API's handlers instead of a client of that API.
+
+    Replies are taken in another way than Flower's: its grid waits up to two hours for the content
+    of one reply, fails with a content that cannot be read, and believes who a reply says it is of.
+    """
 
     def __init__(self, state: LinkState, task: Task) -> None:
         super().__init__(token="unused: there is no API between")
@@ -93,8 +105,37 @@ class OwnGrid(HttpGrid):
             "PushMessages": runtime_handlers.push_messages,
             "PullMessages": runtime_handlers.pull_messages,
             "PushObject": runtime_handlers.push_object,
-            "PullObject": runtime_handlers.pull_object,
-            "ConfirmMessageReceived": runtime_handlers.confirm_message_received,
         }
-        calls = {name: partial(handler, state=state, task=task) for name, handler in handlers.items()}
+        calls = {name: partial(call, state=state, task=task) for name, call in handlers.items()}
         self._client = SimpleNamespace(**calls)  # type: ignore[assignment]
+        self._state = state
+        self._coming: dict[str, tuple[Metadata, list[str]]] = {}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies to these messages whose content has come; others wait or are lost."""
+        # Flower has forgotten a message whose reply's head it gave: asked again, it says so.
+        asked = set(message_ids) - {head.reply_to_message_id for head, _ in self._coming.values()}
+        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        for head, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            parts = [part.object_id for part in iterate_object_tree(tree)]
+            # The head was checked when it came: who sent it, and which message it replies to.
+            self._coming[tree.object_id] = (message_from_proto(head).metadata, parts)
+        replies = [self._take(number) for number in list(self._coming)]
+        return [reply for reply in replies if reply is not None]
+
+    def _take(self, number: str) -> Message | None:
+        metadata, parts = self._coming[number]
+        contents = {part: self._state.get_object(metadata.run_id, part) for part in parts}
+        if b"" in contents.values():  # its device is still sending; what is late is deleted by Flower
+            return None
+        del self._coming[number]
+        self._state.object_store.delete(number)
+        try:
+            reply = inflate_object_from_contents(number, contents)  # type: ignore[arg-type]
+            if not isinstance(reply, Message):
+                raise TypeError(f"expected a message, received {type(reply).__name__}")
+        except Exception as error:  # a device can send anything
+            log.warning("device %s: a reply cannot be read: %r", metadata.src_node_id, error)
+            return None
+        reply.__dict__["_metadata"] = metadata
+        return reply

@@ -106,43 +106,29 @@ def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk
 @pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_a_first_order_fleet_over_the_network_ends_with_one_adapter(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_first_order_devices_rejoin_a_server_that_was_started_again(ondevice: CommandLine, tmp_path: Path) -> None:
     python()
     port, link = str(free_port()), ("--host", "localhost", "--insecure")
     done = ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--method",
                     "lora", "--out", tmp_path / "server", "--json")  # fmt: skip
     assert done.code == 0, done.err
     command = [sys.executable, "-m", "ondevice", "fleet"]
-    devices = [
-        subprocess.Popen(
-            [
-                *command,
-                "device",
-                "--data",
-                str(rows(tmp_path / f"r-{number}.jsonl")),
-                "--batch-size",
-                "2",
-                "--out",
-                str(tmp_path / f"device-{number}"),
-                "--port",
-                port,
-                *link,
-            ]
-        )
-        for number in (1, 2)
-    ]
+    devices = []
+    for number in (1, 2):
+        data, out = rows(tmp_path / f"r-{number}.jsonl"), tmp_path / f"device-{number}"
+        arguments = ["device", "--data", str(data), "--batch-size", "2", "--out", str(out), "--port", port, *link]
+        devices.append(subprocess.Popen([*command, *arguments]))
     try:
-        server = subprocess.run(
-            [*command, "server", str(tmp_path / "server"), "--rounds", "2", "--devices", "2", "--port", port, *link,
-             "--json"], capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        for count in ("1", "2"):
+            arguments = ["server", str(tmp_path / "server"), "--rounds", count, "--devices", "2", "--port", port, *link]
+            server = subprocess.run([*command, *arguments, "--json"], capture_output=True, text=True, check=False)
+            assert server.returncode == 0, server.stderr
+            result = json.loads(server.stdout)
+            assert (result["rounds"], result["devices"], result["hashes_equal"]) == (int(count), 2, True)
     finally:
         for device in devices:
             device.terminate()
             device.wait()
-    assert server.returncode == 0, server.stderr
-    result = json.loads(server.stdout)
-    assert (result["rounds"], result["devices"], result["hashes_equal"]) == (2, 2, True)
     assert open_to_others(tmp_path / "server") == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.fleet.averaging.store import AdapterStore
+from ondevice.fleet.device import DeviceSettings, answering
 from ondevice.fleet.store import Store
 from ondevice.server.fleets import Seat, write_seat
 from tests.cli.command import CommandLine
@@ -53,6 +55,13 @@ def test_keys_are_private_from_the_moment_they_are_written(tmp_path: Path) -> No
 
     make(tmp_path / "keys", ("localhost",), 2)
     assert open_to_others(tmp_path / "keys") == []
+
+
+def test_the_socket_of_a_devices_process_is_in_a_folder_that_only_its_user_enters(tmp_path: Path) -> None:
+    with answering(DeviceSettings(folder=str(tmp_path / "device"), data="")) as file:
+        socket = Path(json.loads(file.read_text())["socket"])
+        assert socket.is_socket()
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_seat_is_private(tmp_path: Path) -> None:
