@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast apk android-test fleet-test browser lint format docs site bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast test-processors apk android-test fleet-test browser lint format docs site bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -41,6 +41,10 @@ test: model
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
 	@$(RUN) -m pytest -m "not slow and not model" $(ARGS)
+
+## make test-processors  the numerical tests with the instructions of other processors, one after the other
+test-processors: model
+	@ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m tests.processors $(ARGS)
 
 ## make apk        the Android app, signed with a debug key: android_app/build/ondevice-debug.apk
 apk:

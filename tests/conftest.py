@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     model."""
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+    if os.environ.get("ONDEVICE_TESTS_ORDER") == "reversed":  # files last to first: no test needs one before it
+        items.sort(key=lambda item: item.path, reverse=True)
     _skip(items, "gpu", _has_cuda, "no CUDA device")
     _skip(
         items,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
-import yaml
 from pydantic import Field, PrivateAttr
 
 from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import DEFAULT_METHOD, method_config, methods, spec_of
 from ondevice.core.registry import method as registry_method
+from ondevice.core.untrusted import yaml_documents
 
 if TYPE_CHECKING:
     from ondevice.data.objects import Given
@@ -97,6 +97,13 @@ class RunConfig(StrictConfig):
         """The sentence that says which method was chosen; empty where the run file or a flag names it."""
         return self._chosen
 
+    def with_method(self, name: str) -> Self:
+        """Return the run with another method in place of one that was chosen; its own settings stay."""
+        given = self.method.model_dump(exclude_unset=True, exclude={"name"})
+        changed = self.model_copy(update={"method": method_config(name, given)})
+        changed._chosen = f"method {name}: {registry_method(name).summary}"
+        return changed
+
     def for_training(self) -> Self:
         """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
         settings that are `auto`, and the schedule."""
@@ -122,7 +129,7 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
-        from ondevice.data.formats import named_task
+        from ondevice.data.reading import named_task
         from ondevice.data.records import check_source
 
         if self.data.path is None and not given:
@@ -216,12 +223,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists() and str(path) in presets():
         path = PRESETS / f"{path}.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml_documents.read_yaml(path)
     except FileNotFoundError:
         known = ", ".join(presets())
         raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable YAML", received=str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
     return values

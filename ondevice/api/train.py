@@ -64,6 +64,14 @@ def train(
     """
     from ondevice.planning.fits import plan_within
     from ondevice.planning.precision import with_precision
+    from ondevice.training.decisions import (
+        LENGTH,
+        METHOD_NAME,
+        placement_of,
+        recorded_decisions,
+        with_decisions,
+        with_placement,
+    )
 
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config, loaded = _resolve(config, model, tokenizer)
@@ -72,7 +80,9 @@ def train(
     if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": kept.batch_size})
         config = config.model_copy(update={"train": loop})
-    config = config.for_training()
+    recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
+    decided: dict[str, Any] = {METHOD_NAME: config.method.name} if config.chosen else {}
+    config = with_decisions(config, recorded).for_training()
     placement, notes = place(config), ()
     if config.train.objective != "loss" and placement.spec.order != "zeroth":
         names = ", ".join(spec.name for spec in methods() if spec.order == "zeroth")
@@ -95,16 +105,22 @@ def train(
         if dims.classes:
             raise ConfigError("an encoder takes one row a sequence", received="data.packing", hint="leave it out")
     said = placement.precision(config.model.dtype)
-    if placement.spec.precision:
+    if key := placement.spec.precision:
+        is_open = key not in config.method.model_fields_set
         config, said = with_precision(config, placement)
+        decided |= {f"method.{key}": getattr(config.method, key)} if is_open else {}
     said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)
+        decided[LENGTH] = config.data.max_length_tokens
     options = Options(resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded)
-    with plan_within(config, placement, force, loaded.dims if loaded else None) as plan:
+    dims = loaded.dims if loaded else None
+    with plan_within(config, placement, force, dims, with_placement(config, recorded)) as plan:
         if placement.spec.resolve is not None:
             why = (plan.request.why,) if plan.request.why else ()
+            decided |= placement_of(config, plan.request.method)
             options = replace(options, resolved=plan.request.method, said=(*options.said, *why))
+        options = replace(options, decided=decided)
         return train_model(config, placement, options)
 
 

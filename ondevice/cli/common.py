@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-import yaml
 from rich.console import Console
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Option
 from ondevice.core.registry import method_names, methods
+from ondevice.core.untrusted.yaml_documents import parse_yaml
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -230,9 +230,9 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
         if not separator or not key:
             raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
         try:
-            values[key.strip()] = value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error).replace("\n", " ")) from None
+            values[key.strip()] = value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error)) from None
         if value is None and text.strip():
             from ondevice.api.runfile import NULL
 

@@ -33,9 +33,10 @@ def data(
     if file is None:
         raise ConfigError("no data is given", expected="--data FILE, or a file as the first word")
     from ondevice.data import preview_rows, read_rows
+    from ondevice.data.reading import open_reading
 
-    # The rows first: what is wrong with them is said before a tokenizer is loaded, which takes seconds.
-    read = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
+    # The file first: what is wrong with it is said before a tokenizer is loaded, which takes seconds.
+    read = open_reading(file, task=task, columns=common.columns_of(columns))
     from ondevice.models import load_tokenizer
 
     try:
@@ -43,7 +44,8 @@ def data(
     except MissingPackageError as error:
         if model is not None:
             raise
-        _without_tokens(read, rows, json, str(error.hint))
+        whole = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
+        _without_tokens(whole, rows, json, str(error.hint))
         return
     shown = preview_rows(read, tokenizer, max_length, rows=rows)
     if json:

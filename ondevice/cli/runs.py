@@ -153,7 +153,7 @@ def evaluate(
     """Compute loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a
     benchmark."""
     from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
-    from ondevice.data.formats import named_task
+    from ondevice.data.reading import named_task
     from ondevice.data.records import check_source
 
     source = common.model_of(first, model)

@@ -67,6 +67,8 @@ def token(
         else:
             for item in tokens:
                 out.print(f"{item['id']}  {item['name']}", markup=False)
+        if revoke is not None and not tokens:
+            err.print("No token is left: the daemon answers nobody until `ondevice serve token` makes a new one.")
         return
     secret = security.create_token(opened, name)
     if json:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
 from ondevice.data.formats import format_of
 from ondevice.data.records import describe, read_records
-from ondevice.data.rows import BadRow, RowProblem
+from ondevice.data.rows import BadRow
 from ondevice.data.templates import TASKS, Task, column
 
 FIELDS = (
@@ -37,53 +37,50 @@ def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-Numbered = list[tuple[int, dict[str, Any], str]]
-"""(line, fields, file) of records."""
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+"""A record to one whose columns have the names that formats know; raises BadRow where a column is missing."""
 
 
-def rename(
-    records: Numbered,
-    columns: Mapping[str, str] | None,
-    task: Task | None,
-    problems: list[RowProblem],
-    notes: list[str],
-    name: str,
-) -> tuple[Numbered, frozenset[str]]:
-    """Give the columns the names that formats know; return the records and the names that the user gave.
+def renaming(
+    first: dict[str, Any] | None, columns: Mapping[str, str] | None, task: Task | None, notes: list[str]
+) -> tuple[Change, frozenset[str]]:
+    """Return how the columns of a file are renamed, and the names that the user gave; add a note that says so.
 
-    Records without a named column are left out and become problems. Without `columns` the file's own names are taken
-    without regard to case, if they then fit a format.
+    Without `columns`, the names in the `first` record are taken without regard to case, if they then fit a format.
 
     Raises:
         ConfigError: `columns` names no field of a format or of the task.
-        DataError: no record has a named column.
     """
     if not columns:
-        found = _without_case(records[0][1])
-        if found:
-            notes.append("columns are named without regard to case: " + ", ".join(found.values()))
-        return [(line, _moved(record, found, None), file) for line, record, file in records], frozenset()
+        names = {} if first is None or task is not None or _fits(first) else _without_case(first)
+        if names:
+            notes.append("columns are named without regard to case: " + ", ".join(names.values()))
+        return lambda record: _moved(record, names, None) if names else record, frozenset()
     _check_fields(columns, task)
-    renamed: Numbered = []
-    for line, record, file in records:
+    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
+
+    def change(record: dict[str, Any]) -> dict[str, Any]:
         if isinstance(record.get("prompt_fields"), dict):
             record = record["prompt_fields"] | {
                 key: record[key] for key in record if key not in ("prompt_fields", "task")
             }
-        try:
-            renamed.append((line, _moved(record, columns, task), file))
-        except BadRow as bad:
-            problems.append(RowProblem(file or name, line, bad.field, bad.reason))
-    if records and not renamed:
-        _, fields, _ = records[0]
-        fields = fields.get("prompt_fields", fields)
-        missing = next((source for source in columns.values() if not _has(fields, source)), "")
-        near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
-        raise DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
-                        hint=hint)  # fmt: skip
-    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
-    return renamed, frozenset(columns)
+        return _moved(record, columns, task)
+
+    return change, frozenset(columns)
+
+
+def no_column(fields: dict[str, Any], columns: Mapping[str, str], name: str) -> DataError:
+    """Build the error of a file in which no record has the columns that the user named; `fields` is its first."""
+    fields = fields.get("prompt_fields", fields)
+    missing = next((source for source in columns.values() if not _has(fields, source)), "")
+    near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
+    return DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
+                     hint=hint)  # fmt: skip
+
+
+def _fits(record: dict[str, Any]) -> bool:
+    return "prompt_fields" in record or format_of(record) is not None
 
 
 def _moved(record: dict[str, Any], columns: Mapping[str, str], task: Task | None) -> dict[str, Any]:

@@ -7,9 +7,9 @@ arguments as an object, as chat templates take them.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from ondevice.core.untrusted import parse_row
 from ondevice.data.records import check_text, describe
 from ondevice.data.rows import BadRow, Row, Turn
 
@@ -112,8 +112,8 @@ def turns_of(value: Any, name: str) -> tuple[Turn, ...]:
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = parse_row(value)
+        except ValueError:
             raise BadRow(name, "expected a JSON list of turns in the cell") from None
     if not isinstance(value, list) or not value:
         raise BadRow(name, f"expected a list of turns, received {describe(value)}")
@@ -185,8 +185,8 @@ def _parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_row(value)
+    except ValueError:
         raise BadRow(where, f"expected JSON, received {describe(value)}") from None
 
 

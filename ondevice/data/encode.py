@@ -142,41 +142,19 @@ def encode(
         DataError: no row could be encoded, the tokenizer is not a fast one, or chat rows without a
             chat template.
     """
-    if max_length_tokens < 2:
-        raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
-                        received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
-    # A base model has no template; rows of one question and one answer do without.
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    first = rows.items[0] if rows.items else Row(0)
-    if first.messages and not first.pairs and not has_template:
-        raise DataError(
-            f"{rows.file} has chat rows, and the tokenizer has no chat template",
-            expected="a tokenizer with a chat template, as instruction-tuned models have",
-            received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
-            hint="use an instruction-tuned model, or write the rows as prompt and completion",
-        )
-    framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+    encoder = Encoder(rows, rows.items[0] if rows.items else Row(0), tokenizer, max_length_tokens=max_length_tokens,
+                      train_on_prompt=train_on_prompt, classes=classes)  # fmt: skip
     dataset = Dataset(
         format=rows.format,
         max_length_tokens=max_length_tokens,
-        template="chat template" if first.messages and has_template else framed,
+        template=encoder.template,
         notes=tuple(rows.notes),
         metric=rows.metric,
         values=rows.values,
     )
-    if has_template and any(row.messages for row in rows.items):
-        from ondevice.data.chat import chat_item
     for row in rows.items:
         try:
-            if classes:
-                dataset.items.append(_class_item(row, tokenizer, max_length_tokens, classes))
-            elif rows.format == "text":
-                dataset.items.extend(_windows(row, tokenizer, max_length_tokens))
-            else:
-                make = chat_item if row.messages and has_template else _pair_item
-                dataset.items.append(make(row, tokenizer, max_length_tokens, train_on_prompt))
+            dataset.items.extend(encoder.items(row))
         except BadRow as bad:
             dataset.problems.append(RowProblem(row.file or rows.file, row.line, bad.field, bad.reason))
             if isinstance(bad, AnswerTooLong):
@@ -191,6 +169,59 @@ def encode(
         raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
     dataset.problems = sorted(rows.problems + dataset.problems, key=lambda problem: problem.line)
     return dataset
+
+
+class Encoder:
+    """Tokenizes the rows of a file, one at a time; arguments and errors are those of `encode`.
+
+    Args:
+        rows: what is known of all rows; its `items` are not looked at.
+        first: the first row, which decides how all are framed.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        first: Row,
+        tokenizer: Any,
+        *,
+        max_length_tokens: int,
+        train_on_prompt: bool = False,
+        classes: int = 0,
+    ) -> None:
+        if max_length_tokens < 2:
+            raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
+                            received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
+        # A base model has no template; rows of one question and one answer do without.
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        if first.messages and not first.pairs and not self.has_template:
+            raise DataError(
+                f"{rows.file} has chat rows, and the tokenizer has no chat template",
+                expected="a tokenizer with a chat template, as instruction-tuned models have",
+                received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
+                hint="use an instruction-tuned model, or write the rows as prompt and completion",
+            )
+        framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+        self.template = "chat template" if first.messages and self.has_template else framed
+        self.format, self.tokenizer, self.classes = rows.format, tokenizer, classes
+        self.max_length_tokens, self.train_on_prompt = max_length_tokens, train_on_prompt
+
+    def items(self, row: Row) -> list[Item]:
+        """Tokenize a row: one item, or one a window of running text.
+
+        Raises:
+            BadRow: it cannot be trained on.
+        """
+        if self.classes:
+            return [_class_item(row, self.tokenizer, self.max_length_tokens, self.classes)]
+        if self.format == "text":
+            return list(_windows(row, self.tokenizer, self.max_length_tokens))
+        make = _pair_item
+        if row.messages and self.has_template:
+            from ondevice.data.chat import chat_item as make
+        return [make(row, self.tokenizer, self.max_length_tokens, self.train_on_prompt)]
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:
@@ -305,8 +336,8 @@ def read_dataset(
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
-    from ondevice.data.formats import read_rows
     from ondevice.data.objects import Given, as_rows, tokens
+    from ondevice.data.reading import read_rows
 
     if isinstance(path, Given):
         if path.tokenized:

@@ -12,8 +12,8 @@ from typing import Any
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.encode import Dataset, Example, Item
-from ondevice.data.formats import rows_of
 from ondevice.data.hub import named
+from ondevice.data.reading import rows_of
 from ondevice.data.records import Record, Source
 from ondevice.data.rows import BadRow, RowProblem, Rows
 from ondevice.data.templates import find_task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode
-from ondevice.data.formats import read_rows
+from ondevice.data.encode import IGNORE, Encoder, Example, Item
 from ondevice.data.lengths import length_of
-from ondevice.data.rows import RowProblem, Rows
+from ondevice.data.reading import Reading, about, each_row, open_reading
+from ondevice.data.rows import AnswerTooLong, BadRow, Row, RowProblem, Rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -107,59 +108,95 @@ def preview(
     Raises:
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
-    read = read_rows(path, task=task, columns=columns, allow_empty=True)
+    read = open_reading(path, task=task, columns=columns)
     return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows)
 
 
 def preview_rows(
-    read: Rows, tokenizer: Any, max_length_tokens: int | None = None, train_on_prompt: bool = False, rows: int = 3
+    read: Rows | Reading,
+    tokenizer: Any,
+    max_length_tokens: int | None = None,
+    train_on_prompt: bool = False,
+    rows: int = 3,
+    most_problems: int | None = None,
 ) -> Preview:
-    """Encode and summarise rows that have been read; see `preview`."""
+    """Encode and summarise rows; see `preview`. Of a file that is being read, one row is in memory at a time.
+
+    Args:
+        most_problems: of the first bad rows, by their lines; None lists all.
+    """
     if max_length_tokens is None:
         length = length_of(read, tokenizer)
         max_length_tokens = length.tokens
         read.notes.append(length.said)
-    dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
-                     allow_empty=True)  # fmt: skip
-    return summarise(read, dataset, tokenizer, examples=rows)
+    unread: list[RowProblem] = []
+    unfit: list[RowProblem] = []
+    usable = bad = truncated = trained = sequences = 0
+    full, too_long, labels = array("q"), array("q"), Counter[str]()
+    shown: list[tuple[Item, Row]] = []
 
+    def note(problem: RowProblem, problems: list[RowProblem]) -> None:
+        problems.append(problem)
+        if most_problems is not None and len(problems) > 2 * most_problems:
+            problems.sort(key=lambda one: one.line)
+            del problems[most_problems:]
 
-def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
-    """Summarise a file that `read_rows` and `encode` have been through, with its first rows decoded."""
-    full = [max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens
-            for item in dataset.items] + dataset.too_long_tokens  # fmt: skip
+    def note_unread(problem: RowProblem) -> None:
+        nonlocal bad
+        bad += 1
+        note(problem, unread)
+
+    about_rows, encoder = about(read), None
+    for row in each_row(read, note_unread):
+        encoder = encoder or Encoder(about_rows, row, tokenizer, max_length_tokens=max_length_tokens,
+                                     train_on_prompt=train_on_prompt)  # fmt: skip
+        usable += 1
+        if row.label is not None:
+            labels[row.label] += 1
+        try:
+            items = encoder.items(row)
+        except BadRow as problem:
+            note(RowProblem(row.file or about_rows.file, row.line, problem.field, problem.reason), unfit)
+            if isinstance(problem, AnswerTooLong):
+                too_long.append(problem.length_tokens)
+            continue
+        sequences += len(items)
+        for item in items:
+            full.append(max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens)
+            truncated += item.dropped_tokens > 0
+            trained += item.example.trained_tokens
+        shown += [(item, row) for item in items[: max(0, rows - len(shown))]]
+    encoder = encoder or Encoder(about_rows, Row(0), tokenizer, max_length_tokens=max_length_tokens)
+    full += too_long
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
-    labels = Counter(row.label for row in rows.items if row.label is not None)
-    shown = _examples(rows, dataset.items[:examples])
+    examples = [pair for item, row in shown for pair in _examples(about_rows.format, item, row)]
     return Preview(
-        file=rows.file,
-        format=rows.format,
-        task=rows.task,
-        template=dataset.template,
-        rows=len(rows.items) + len(rows.problems),
-        sequences=len(dataset.items),
-        max_length_tokens=dataset.max_length_tokens,
-        truncated=dataset.truncated,
-        too_long=len(dataset.too_long_tokens),
+        file=about_rows.file,
+        format=about_rows.format,
+        task=about_rows.task,
+        template=encoder.template,
+        rows=usable + bad,
+        sequences=sequences,
+        max_length_tokens=max_length_tokens,
+        truncated=truncated,
+        too_long=len(too_long),
         lengths_tokens=lengths | {"max": max(full, default=0)},
-        trained_tokens=sum(item.example.trained_tokens for item in dataset.items),
-        suggested_max_length_tokens=None if rows.format == "text" or not full else round_up(lengths["p99"]),
+        trained_tokens=trained,
+        suggested_max_length_tokens=None if about_rows.format == "text" or not full else round_up(lengths["p99"]),
         labels=dict(labels.most_common()),
-        examples=tuple(segments(example, tokenizer) for _, example in shown),
-        problems=tuple(dataset.problems),
-        example_names=tuple(name for name, _ in shown) if rows.format in ("preference", "thumbs") else (),
-        notes=dataset.notes,
+        examples=tuple(segments(example, tokenizer) for _, example in examples),
+        problems=tuple(sorted(unread + unfit, key=lambda problem: problem.line)[:most_problems]),
+        example_names=tuple(name for name, _ in examples) if about_rows.format in ("preference", "thumbs") else (),
+        notes=(*read.notes, *(read.later if isinstance(read, Reading) else ())),
     )
 
 
-def _examples(rows: Rows, items: list[Item]) -> list[tuple[str, Example]]:
-    """List the examples of the rows with what they are; a preference pair has two."""
-    if rows.format == "preference":
-        names = ("chosen", "rejected")
-        return [pair for item in items for pair in zip(names, item.candidates, strict=True)]
-    thumbs = {(row.file, row.line): f"thumbs {row.label}" for row in rows.items} if rows.format == "thumbs" else {}
-    return [(thumbs.get((item.file, item.line), ""), item.example) for item in items]
+def _examples(format_: str, item: Item, row: Row) -> list[tuple[str, Example]]:
+    """List the examples of a row with what they are; a preference pair has two."""
+    if format_ == "preference":
+        return list(zip(("chosen", "rejected"), item.candidates, strict=True))
+    return [(f"thumbs {row.label}" if format_ == "thumbs" else "", item.example)]
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:

@@ -21,14 +21,13 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
 from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
-from ondevice.data.formats import named_task, rows_of
-from ondevice.data.records import Record, Source, check_source, check_text_file, json_lines
+from ondevice.data.reading import named_task, rows_of
+from ondevice.data.records import Record, Source, check_source, json_lines, read_begin, read_file, read_lines
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 
-BEGIN_BYTES = 1 << 18
-"""Read to see what kind of text a file is."""
 TRIES = 16
 """Windows that are read for the first row that can be used: a mistake is told before all of a large file is read."""
 WINDOWS = 2
@@ -54,25 +53,12 @@ def open_records(path: Path, skip: int = 0) -> Source:
         DataError: as `check_stream`; or the file is empty, or no text in UTF-8.
     """
     kind = check_stream(path)
-    if kind == "columnar":
-        from ondevice.data.columnar import read_columnar
-
-        source = read_columnar(path)
-        return Source(kind, islice(source.records, skip, None), source.notes)
-    with path.open("rb") as file:
-        begin = file.read(BEGIN_BYTES)
-    check_text_file(path, begin)
-    start = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not start:
-        raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(begin)} bytes")
-    if kind == "table":
-        from ondevice.data.tables import stream_table
-
-        source = stream_table(path, path.open("rb"), begin)
-        return Source(kind, islice(source.records, skip, None), source.notes)
-    if start[:1] == b"[":
-        raise _no_stream(path, "a JSON list is read whole")
-    return Source(kind, json_lines(_lines(path), skip))
+    if kind == "json":
+        if read_begin(path)[:1] == b"[":
+            raise _no_stream(path, "a JSON list is read whole")
+        return Source(kind, json_lines(read_lines(path), skip))
+    source = read_file(path, kind)
+    return Source(kind, islice(source.records, skip, None), source.notes)
 
 
 def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None) -> Rows:
@@ -102,12 +88,6 @@ def _no_stream(path: Path, why: str) -> DataError:
         received=path.name,
         hint="write it as JSON lines, or leave data.streaming out",
     )
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            yield line if number else line.removeprefix(b"\xef\xbb\xbf")
 
 
 class Stream:
@@ -177,7 +157,7 @@ class Stream:
         identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
         self._kept = path, identity
         try:
-            values = json.loads(path.read_text(encoding="utf-8")) if recall else {}
+            values = read_json(path) if recall else {}
         except (OSError, ValueError):  # lost or damaged: the windows are counted again
             values = {}
         if values.get("identity") == identity:

@@ -12,11 +12,14 @@ from pydantic import Field, model_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import Rule
 from ondevice.fleet.messages import MOST_NUMBERS, VERSION, Task
 from ondevice.fleet.secure import MOST_ROWS
 from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
+
+MOST_CHARTER_BYTES = 1 << 20
 
 
 class Agreement(StrictConfig):
@@ -170,8 +173,8 @@ class CommonCharter(StrictConfig):
             FleetError: it is no charter, or of another version.
         """
         try:
-            return cls.parse(json.loads(data), "charter")
-        except (ValueError, RecursionError, ConfigError) as error:
+            return cls.parse(parse_json(data, most_bytes=MOST_CHARTER_BYTES), "charter")
+        except (ValueError, ConfigError) as error:
             said = getattr(error, "message", str(error))
             raise FleetError(f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]) from None
 

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.confine import shed
@@ -147,7 +147,7 @@ def join(
             authority=None if link.insecure else link.file(CERTIFICATES[0]),
             key=None if link.insecure or key is None else str(key.absolute()),
         )
-        command = [sys.executable, "-P", "-m", "ondevice.fleet.node", node.to_json()]
+        command = python_command("-m", "ondevice.fleet.node", node.to_json())
         # The process ends if no server admits it; the server may not have begun. A device waits for its server.
         while True:
             while not _listens(link):  # the process takes seconds to find that out

@@ -6,11 +6,11 @@ A request names a stage. Devices stand in objects by their number, in decimal di
 from __future__ import annotations
 
 import base64
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.keys import MOST_KEY_BYTES, MOST_SIGNATURE_BYTES
 from ondevice.fleet.messages import MOST_NUMBERS
@@ -158,8 +158,8 @@ def _object(data: Any) -> dict[str, Any]:
     if not isinstance(data, bytes) or len(data) > MOST_STAGE_BYTES:
         raise Refusal(Code.MALFORMED, "not a message of a secure sum", expected=f"at most {MOST_STAGE_BYTES} bytes")
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
+        values = parse_json(data, most_bytes=MOST_STAGE_BYTES)
+    except ValueError:
         values = None
     if not isinstance(values, dict):
         raise Refusal(Code.MALFORMED, "not a message of a secure sum", expected="a JSON object")

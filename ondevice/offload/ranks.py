@@ -113,6 +113,10 @@ class Ranks:
                 cores.bind(parts[here.index(self.rank)])
                 self.sharing = 1
 
+    def settings(self, config: Any) -> Any:
+        """Return rank 0's settings: a choice that each rank made by itself might be another on each."""
+        return config if self.single else self.calls.broadcast(config)
+
     def share(self, unit: Unit) -> Unit:
         """Return what this rank keeps and updates of `unit`."""
         return shares.share(unit, self.rank, self.world)

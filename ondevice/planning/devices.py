@@ -281,12 +281,12 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
 
 
 def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
-    import yaml
+    from ondevice.core.untrusted.yaml_documents import parse_yaml
 
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML", received=" ".join(str(error).split())) from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not YAML", received=str(error)) from None
     if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
         raise ConfigError(
             f"{where}: expected a device name with its settings",

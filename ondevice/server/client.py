@@ -85,7 +85,7 @@ class Client(Transport):
 
     def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
         """Return rows as the model sees them, or `artifact`, by its own tokenizer."""
-        return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
+        return self.ask("POST", f"/v1/datasets/{quote(dataset)}/preview", {"model": model, **options})
 
     def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
         """Send a file (rows; a zip) or a folder (as a zip) in parts; return `{"kind", "id"}` of the thing in the store.

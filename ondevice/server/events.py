@@ -22,6 +22,7 @@ from typing import Any
 
 from anyio import to_thread
 
+from ondevice.core.untrusted import parse_json, read_json
 from ondevice.server.queue import ENDED, Queue
 from ondevice.server.store import Store
 from ondevice.server.worker import ATTEMPT, RUN
@@ -75,11 +76,14 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
 def parse(line: bytes) -> dict[str, Any] | None:
     """Parse one line to an object with its kind under `event`; None for half a line that a power cut left."""
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         json.dumps(values, allow_nan=False)
     except ValueError:
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("event"), str) else None
+    if not isinstance(values, dict) or not isinstance(values.get("event"), str):
+        return None
+    counts = [values[name] for name in ("step", "steps") if name in values]
+    return values if all(isinstance(count, int | None) for count in counts) else None
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
@@ -91,7 +95,7 @@ def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
             progress["backend"] = event.get("backend", "")
         case "step":
             progress |= {name: event[name] for name in _FIGURES if event.get(name) is not None}
-            progress["step"] = event.get("step", 0) + 1
+            progress["step"] = (event.get("step") or 0) + 1
             progress.setdefault("first_loss", event.get("loss"))
         case "evaluate":
             progress["evaluation"] = {
@@ -118,7 +122,7 @@ def _read(path: Any, offset: int) -> bytes:
 
 def _read_json(path: Any) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -7,12 +7,10 @@ over the network. Its device is a process of its own, `ondevice fleet device`, w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +21,10 @@ from typing import Any
 from pydantic import Field
 
 from ondevice.artifact.files import atomic_write, private
+from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.untrusted import read_object
 from ondevice.server.jobs import Window
 from ondevice.server.queue import in_window
 from ondevice.server.service import own_bytes
@@ -160,7 +160,7 @@ class Fleets(threading.Thread):
         found = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found[path.stem] = Seat.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+                found[path.stem] = Seat.parse(read_object(path, ConfigError), str(path))
             except (OSError, ValueError, OndeviceError) as error:
                 self.running.setdefault(path.stem, Running()).why = f"the seat cannot be read: {error}"
         return found
@@ -202,7 +202,7 @@ class Fleets(threading.Thread):
         path = own / "device.log"
         with open(path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb") as log:
             running.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)],
+                python_command("-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=child_environment(),
             )  # fmt: skip

@@ -104,6 +104,7 @@ class Options:
         loaded: a model that is loaded already, in place of `model.source`'s.
         resolved: the method's settings with what was left to this machine decided, for the session alone; None: those
             of the run.
+        decided: the run's own choices by dotted key, for the log.
     """
 
     resume: bool = False
@@ -117,6 +118,7 @@ class Options:
     eval_rows: Given | None = None
     loaded: LoadedModel | None = None
     resolved: Any = None
+    decided: dict[str, Any] = field(default_factory=dict)
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -290,6 +292,7 @@ def fit(
         model_source=model.source,
         model_sha256=model.sha256,
         said=list(options.said),
+        decided=options.decided,
         data=figures,
     )
     if rows.stream is not None:

@@ -9,7 +9,7 @@ from ondevice.core.registry import metal, methods, spec_of
 from ondevice.models.choice import choose_method
 from ondevice.planning import precision
 from ondevice.planning.devices import place
-from ondevice.planning.precision import bfloat16_ratio, with_precision
+from ondevice.planning.precision import has_bfloat16_units, with_precision
 
 
 @pytest.mark.parametrize(
@@ -38,23 +38,34 @@ def test_a_run_says_the_method_only_where_it_was_chosen() -> None:
     assert RunConfig.load(None, {"model.source": "tiny:gpt2"}).method != chosen.method
 
 
-def test_a_cpu_that_is_slow_in_bfloat16_computes_in_float32(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 25.0)
+def test_a_cpu_without_bfloat16_units_computes_in_float32(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "has_bfloat16_units", lambda: False)
     for name in (spec.name for spec in methods() if spec.precision):
         settings = {"model.source": "tiny:llama", "model.device": "cpu", "method.name": name}
         config = RunConfig.load(None, settings)
         taken, said = with_precision(config, place(config))
         assert taken.method.compute == "float32" and said[0] == "precision: float32 on the CPU"
-        assert "25 times as long" in said[1] and "method.compute=bfloat16" in said[1]
+        assert "method.compute=bfloat16" in said[1]
         asked = RunConfig.load(None, settings | {"method.compute": "bfloat16"})
         assert with_precision(asked, place(asked))[0].method.compute == "bfloat16"
-        monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 0.5)
+        monkeypatch.setattr(precision, "has_bfloat16_units", lambda: True)
         assert with_precision(config, place(config))[0].method.compute == "bfloat16"
-        monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 25.0)
+        monkeypatch.setattr(precision, "has_bfloat16_units", lambda: False)
 
 
-def test_the_calibration_is_a_measurement() -> None:
-    assert 0.001 < bfloat16_ratio() < 1000
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, True),
+        ({"amx_bf16": True}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, False),
+        ({"neon": True}, False),
+    ],
+)
+def test_the_precision_follows_the_flags_of_the_processor(monkeypatch, flags, expected) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: flags, raising=False)
+    assert has_bfloat16_units() is expected
 
 
 def test_mlx_without_metal_says_what_it_is_for() -> None:

@@ -72,7 +72,7 @@ def test_a_seat_is_private(tmp_path: Path) -> None:
 def test_a_fleets_file_is_private_while_it_is_open_and_an_older_one_becomes_so(tmp_path: Path) -> None:
     with Store.create(tmp_path / "fleet", charter()) as store:
         store.set_fact("name", "value")
-        assert open_to_others(tmp_path / "fleet") == []  # with SQLite's files beside it
+        assert open_to_others(tmp_path / "fleet") == []  # with SQLite's own files
     file = tmp_path / "fleet" / Store.file_name
     file.chmod(0o644)
     with Store.open(tmp_path / "fleet") as store:

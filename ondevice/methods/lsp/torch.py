@@ -237,4 +237,4 @@ def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None
     """
     ranks, where = join(device or "cpu", config.timeout_s)
     kind = LspSession if ranks.single else Follower if ranks.rank else Leader
-    return kind(loaded, config, where, seed, ranks)
+    return kind(loaded, ranks.settings(config), where, seed, ranks)

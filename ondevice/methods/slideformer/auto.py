@@ -76,13 +76,13 @@ def resolve_request(request: Any, rates: Rates | None, host_bytes: int | None) -
 
 
 def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
-    """Return the settings that every rank has memory for: of each number the least that any of them chose."""
+    """Return rank 0's settings, with numbers that every rank has memory for: of each the least that any chose."""
     if ranks.single:
         return config
     mine = {"window": config.slots, "resident_layers": config.kept_layers, "gradient_buffers": config.buffers}
     mine |= {"resident_tables": config.keeps_tables}
     every = ranks.calls.every(mine)
-    return config.model_copy(update={name: min(other[name] for other in every) for name in mine})
+    return ranks.settings(config).model_copy(update={name: min(other[name] for other in every) for name in mine})
 
 
 def assumed(device: Any, config: SlideformerConfig) -> Rates:

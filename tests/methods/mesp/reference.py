@@ -9,6 +9,7 @@ import torch
 
 from ondevice.core.registry import method_config, open_session
 from tests.methods.reference import in_double, plain_loss
+from tests.methods.rounding import modelled_errors
 
 
 def session(loaded: Any, seed: int = 3, device: str | None = None, gradients: str = "manual", **settings: Any) -> Any:
@@ -74,6 +75,21 @@ def exact(
     loss = plain_loss(output.logits, torch.from_numpy(labels))
     loss.backward()
     return loss.item(), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def exact_and_rounding(
+    loaded: Any, tensors: dict[str, np.ndarray], opened: Any, ids: np.ndarray, labels: np.ndarray
+) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
+    """Return loss and gradients as `exact` does, and the relative error that float32 is modelled to make in each."""
+    losses: list[float] = []
+
+    def gradients() -> dict[str, np.ndarray]:
+        loss, values = exact(loaded, tensors, opened.config.scale, ids, labels)
+        losses.append(loss)
+        return values
+
+    values, rounding = modelled_errors(gradients, errors)
+    return losses[0], values, rounding
 
 
 FLOOR = 1e-4

@@ -23,12 +23,14 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+import ondevice  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.ranks import SINGLE, check_rows, join, launched  # noqa: E402
 from ondevice.offload.shares import Joined  # noqa: E402
 from ondevice.training.checkpoint import read_state  # noqa: E402
+from ondevice.training.events import read_log  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402
 from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
@@ -282,6 +284,25 @@ def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path
     lines = (run / "events.jsonl").read_text().splitlines()
     assert [line.count('"event":"step"') for line in lines].count(1) == 4
     assert sum('"event":"resume"' in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("method", ["slideformer", "lsp"])
+def test_ranks_that_measure_other_things_compute_alike(method: str, tmp_path: Path, warm: Warm) -> None:
+    """Rank 0 decides for all, at the first start; nobody is asked again when the run is resumed."""
+    data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    command = [str(warm.python), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port"]
+    for steps, resumed in ((2, 0), (4, 1)):
+        words = [str(free_port()), "-m", "tests.api.flipped", method, str(data), str(run), str(steps), str(resumed)]
+        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    events = [entry.event for entry in read_log(run / "events.jsonl").entries]
+    assert [event.step for event in events if event.kind == "step"] == [0, 1, 2, 3]
+    alone = tmp_path / "alone"
+    settings = {"model.source": "tiny:llama", "model.device": "cpu", "data.path": str(data), "train.out": str(alone)}
+    settings |= {"method.name": method, "train.steps": 4, "train.batch_size": 2}
+    ondevice.train(settings | {"method.compute": events[0].decided["method.compute"]})
+    straight = [entry.event.loss for entry in read_log(alone / "events.jsonl").entries if entry.event.kind == "step"]
+    assert [event.loss for event in events if event.kind == "step"] == pytest.approx(straight, rel=2e-3)
 
 
 def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

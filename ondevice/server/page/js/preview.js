@@ -1,6 +1,6 @@
 /** Rows as the model sees them: what is trained on, what is only read, how long they are. */
 
-import { at, get } from "./api.js";
+import { at, post } from "./api.js";
 import { h, terms } from "./dom.js";
 import { rowProblems } from "./errors.js";
 import { number } from "./format.js";
@@ -11,14 +11,12 @@ import { number } from "./format.js";
  * @returns the API's answer
  */
 export async function showPreview(place, dataset, options, signal) {
-  const query = new URLSearchParams(
-    Object.entries(options)
-      .filter(([, value]) => value !== null && value !== undefined && value !== "")
-      .flatMap(([key, value]) => [value].flat().map((one) => [key, one])),
+  const asked = Object.fromEntries(
+    Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== ""),
   );
   place.replaceChildren(h("p", { class: "soft", role: "status" }, "The rows are being read…"));
   try {
-    const found = await get(`${at("/v1/datasets", dataset)}/preview?${query}`, signal);
+    const found = await post(at("/v1/datasets", dataset, "/preview"), asked, signal);
     place.replaceChildren(...previewParts(found));
     return found;
   } catch (error) {

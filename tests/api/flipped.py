@@ -1,0 +1,39 @@
+"""`... -m tests.api.flipped METHOD ROWS OUT STEPS FLIP`: a start of a run whose machine measures another thing on every
+rank and at every start. FLIP is 0 or 1; a start with 1 resumes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import count
+
+import ondevice
+from ondevice.methods.slideformer import auto
+from ondevice.planning import precision
+
+
+def flip(first: int) -> None:
+    """Let each measurement give another value at each call, beginning with that of `first`."""
+    calls = count(first)
+    precision.has_bfloat16_units = lambda: next(calls) % 2 == 0
+    resolve = auto.resolve_request
+
+    def resolve_request(request, rates, host_bytes):
+        config, why = resolve(request, rates, host_bytes)
+        if not request.method.is_auto:
+            return config, why
+        return config.model_copy(update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}), why
+
+    auto.resolve_request = resolve_request
+
+
+def main(method: str, rows: str, out: str, steps: str, start: str) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    flip(rank + int(start))
+    settings = {"model.source": "tiny:llama", "model.device": "cpu", "data.path": rows, "train.out": out}
+    settings |= {"method.name": method, "train.steps": int(steps), "train.batch_size": 2}
+    ondevice.train(settings, resume=start == "1")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
