@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ondevice.core.errors import MissingPackageError
+from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.data.encode import IGNORE, Example, Item, check_fit
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn
 
@@ -116,13 +116,38 @@ def _tool_turns(
     return written, []
 
 
-def _render(tokenizer: Any, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]], ask: bool) -> str:
-    named = {"tools": list(tools)} if tools else {}
+def apply_template(tokenizer: Any, turns: Sequence[Any], **named: Any) -> str:
+    """Render turns by the tokenizer's chat template, under the limits of `sandbox`; whoever renders calls this.
+
+    Args:
+        named: as for `apply_chat_template`.
+
+    Raises:
+        MissingPackageError: jinja2 is not installed.
+        ModelError: the template would take too much memory or time.
+    """
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **named)
+        from ondevice.data import sandbox
+
+        sandbox.install()
     except ImportError:
         hint = "pip install jinja2"
         raise MissingPackageError("chat templates need the package 'jinja2'", hint=hint) from None
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **named))
+    except sandbox.TemplateLimitError as error:
+        raise ModelError(
+            "the model's chat template takes too much to render", expected="a template that writes the turns",
+            received=str(error), hint="take the tokenizer of the model's own publisher",
+        ) from None  # fmt: skip
+
+
+def _render(tokenizer: Any, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]], ask: bool) -> str:
+    named = {"tools": list(tools)} if tools else {}
+    try:
+        return apply_template(tokenizer, turns, add_generation_prompt=ask, **named)
+    except (MissingPackageError, ModelError):
+        raise
     except Exception as error:  # a template is a program of its own and raises what it likes
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BadRow("messages", f"the tokenizer's chat template refuses the turns: {reason}") from None

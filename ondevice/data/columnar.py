@@ -37,8 +37,8 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
     try:
         schema, batches = _open(path, limits)
         first = next(batches, None)
-    except MemoryError:  # also an ArrowException
-        raise
+    except MemoryError as error:  # also an ArrowException: a damaged file may state any size
+        raise _needs_memory(path, error) from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(f"cannot read {path}: {reason}", expected="a Parquet or Arrow file") from None
@@ -59,8 +59,8 @@ def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
         widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         count = max(1, min(_ROWS, _BATCH_BYTES // max(1, widest)))
         # One thread: each more would decode a column besides, and take a stack.
-        batches = (batch for batch in file.iter_batches(count, use_threads=False) if batch.num_rows)
-        return file.schema_arrow, (check_batch(batch, size) for batch in batches)
+        batches = file.iter_batches(count, use_threads=False)
+        return file.schema_arrow, (check_batch(batch, size) for batch in batches if batch.num_rows)
     from pyarrow import ipc
 
     with path.open("rb") as stream:
@@ -95,10 +95,18 @@ def _records(
             yield Record(number, named(row, names))
         try:
             batch = next(batches, None)
-        except MemoryError:
-            raise
+        except MemoryError as error:
+            raise _needs_memory(path, error) from None
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path} is damaged behind row {number}: {str(error).partition(chr(10))[0]}") from None
+
+
+def _needs_memory(path: Path, error: MemoryError) -> DataError:
+    """Build the error of a file that is damaged or too large: a column's stated size is all that is known of it."""
+    reason = str(error).partition("\n")[0]
+    return DataError(
+        f"{path} states columns of more memory than there is", received=reason, hint="save it as JSON lines"
+    )
 
 
 def _names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:

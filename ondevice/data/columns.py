@@ -52,10 +52,12 @@ def renaming(
         ConfigError: `columns` names no field of a format or of the task.
     """
     if not columns:
-        names = {} if first is None or task is not None or _fits(first) else _without_case(first)
-        if names:
-            notes.append("columns are named without regard to case: " + ", ".join(names.values()))
-        return lambda record: _moved(record, names, None) if names else record, frozenset()
+        names = {} if first is None else _without_case(first)
+        if not names:
+            return lambda record: record, frozenset()
+        notes.append("columns are named without regard to case: " + ", ".join(names.values()))
+        fields = {source: field for field, source in names.items()}  # a row may lack some of them
+        return lambda record: {fields.get(key, key): value for key, value in record.items()}, frozenset()
     _check_fields(columns, task)
     notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
 
@@ -77,10 +79,6 @@ def no_column(fields: dict[str, Any], columns: Mapping[str, str], name: str) -> 
     hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
     return DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
                      hint=hint)  # fmt: skip
-
-
-def _fits(record: dict[str, Any]) -> bool:
-    return "prompt_fields" in record or format_of(record) is not None
 
 
 def _moved(record: dict[str, Any], columns: Mapping[str, str], task: Task | None) -> dict[str, Any]:

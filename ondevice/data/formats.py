@@ -51,6 +51,11 @@ def infer(
     raise no_format(first, unknown, name)
 
 
+def fits(record: dict[str, Any]) -> bool:
+    """Return True if a record's own keys say what it is."""
+    return "prompt_fields" in record or format_of(record) is not None
+
+
 def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Format | None:
     """Return the format that a record's keys fit; of the columns that the user `named` alone, where they fit one."""
     if named and (found := format_of({key: record[key] for key in record if key in named})) is not None:

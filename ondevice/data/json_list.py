@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.core.untrusted import check_nesting, parse_row
+from ondevice.core.untrusted import MOST_DEPTH, check_depth, parse_row
 from ondevice.data.records import UNLIMITED, Limits, Record, describe, unique_keys
 from ondevice.data.rows import BadRow
 
@@ -163,9 +163,10 @@ def _element(path: Path, text: _Text, place: int, decoder: json.JSONDecoder, lim
     while True:
         try:
             value, end = decoder.raw_decode(text.held, place)
-            check_nesting(value, text.held, place, end)
             whole = not isinstance(value, int | float)  # a number may go on: 3, 3.2, 3.25
             if whole or text.ended or len(text.held) - end >= NEAR_END:
+                if text.held.count("[", place, end) + text.held.count("{", place, end) > MOST_DEPTH:
+                    check_depth(value)
                 return value, end
         except json.JSONDecodeError as error:
             # The end of the held text cuts strings and words, and is not the end of the file.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.formats import converter, infer
+from ondevice.data.formats import converter, fits, infer
 from ondevice.data.records import UNLIMITED, Limits, Record, Source, read_records
 from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.templates import Task, find_task
@@ -229,8 +229,6 @@ class Reading:
     def __init__(
         self, again: Callable[[], Source], name: str, chosen: Task | None, columns: Mapping[str, str] | None
     ) -> None:
-        from ondevice.data.columns import no_column, renaming
-
         source = again()
         self.name, self.task, self.notes = name, chosen, list(source.notes)
         self.later: list[str] = []
@@ -240,12 +238,19 @@ class Reading:
         self._convert: Callable[[int, dict[str, Any], str], Row] | None = None
         usable = _usable(source)
         first = next(usable, None)
-        self._rename, named = renaming(first, columns, chosen, self.notes)
+        self._rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
+        named: frozenset[str] = frozenset()
+        if columns or (first is not None and chosen is None and not fits(first)):
+            from ondevice.data.columns import renaming
+
+            self._rename, named = renaming(first, columns, chosen, self.notes)
         if first is None:
             return
         renamed = self._renamed(chain([first], usable))
         leader = next(renamed, None)
         if leader is None:
+            from ondevice.data.columns import no_column
+
             raise no_column(first, columns or {}, name)
         self.format, self.task = infer(chain([leader], renamed), leader, chosen, named, name)
         self._convert = converter(self.format, self.task, lambda: self._renamed(_usable(again())), source.kind)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import FleetError, MissingPackageError
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.keys import Signed, fingerprint, verify
 from ondevice.fleet.numbers import LIMIT, Numbers
@@ -262,7 +263,7 @@ class Secrets:
         """Return the shares that a neighbour sent; None if they cannot be read."""
         _, symmetric, _ = primitives()
         try:
-            source, target, seed, key = json.loads(symmetric.decrypt(self._sealing_key(peer), data))
+            source, target, seed, key = parse_json(symmetric.decrypt(self._sealing_key(peer), data))
             shares = (base64.b64decode(seed, validate=True), base64.b64decode(key, validate=True))
         except Exception:
             return None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from ondevice.core.untrusted import parse_json
+from ondevice.core.untrusted import Refused, parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.keys import MOST_KEY_BYTES, MOST_SIGNATURE_BYTES
 from ondevice.fleet.messages import MOST_NUMBERS
@@ -159,7 +159,7 @@ def _object(data: Any) -> dict[str, Any]:
         raise Refusal(Code.MALFORMED, "not a message of a secure sum", expected=f"at most {MOST_STAGE_BYTES} bytes")
     try:
         values = parse_json(data, most_bytes=MOST_STAGE_BYTES)
-    except ValueError:
+    except Refused:
         values = None
     if not isinstance(values, dict):
         raise Refusal(Code.MALFORMED, "not a message of a secure sum", expected="a JSON object")

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def serve(
     try:
         import uvicorn
 
-        from ondevice.server.connections import Connection, Crowd, connection_limit
+        from ondevice.server.connections import HEAD_S, Connection, Crowd, connection_limit
         from ondevice.server.daemon import Daemon
     except ImportError as error:
         raise missing(error) from None
@@ -88,6 +89,7 @@ def serve(
         server_header=False,
         proxy_headers=False,
         http=Connection,
+        loop="asyncio",
         timeout_graceful_shutdown=DRAIN_S,
         ws="none",
     )
@@ -107,6 +109,9 @@ def serve(
             return await super().on_tick(counter)
 
         async def startup(self, sockets: list[Any] | None = None) -> None:
+            if tls_cert is not None:  # before it a connection is not one of the crowd; asyncio's own limit is a minute
+                loop: Any = asyncio.get_running_loop()
+                loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)
             await super().startup(sockets)
             if self.started:
                 _ready(ready, daemon, host, address)

@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import re
+import socket
 import sqlite3
 import ssl
 import subprocess
@@ -22,6 +23,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.server import security
 from ondevice.server.app import BODY_BYTES, CSP
 from ondevice.server.client import Client, RefusedError
+from ondevice.server.connections import HEAD_S
 from ondevice.server.serve import serve
 from ondevice.server.store import MissingError, Store
 from ondevice.server.uploads import PART_BYTES
@@ -381,6 +383,8 @@ def test_tls(tmp_path) -> None:
         cookie = str(connection.getresponse().getheader("Set-Cookie"))
         assert cookie.startswith(f"__Host-ondevice_session_{port}=") and "Secure" in cookie and "Path=/" in cookie
         connection.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=2 * HEAD_S) as silent:
+            assert silent.recv(1) == b""  # no handshake came
         with pytest.raises(Exception, match="does not answer"):
             Client(daemon.address).health()  # an unknown certificate
 

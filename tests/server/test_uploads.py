@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -15,12 +16,21 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.core.errors import ArtifactError, BusyError, ConfigError, OndeviceError, StorageError, TrainingError
+from ondevice.core.errors import (
+    ArtifactError,
+    BusyError,
+    ConfigError,
+    DeviceError,
+    OndeviceError,
+    StorageError,
+    TrainingError,
+)
 from ondevice.server import adapters, clock, jobs, uploads
 from ondevice.server.daemon import sweep
 from ondevice.server.routes import system
 from ondevice.server.store import MissingError, Store
 from ondevice.server.unpack import unpack
+from tests.server.running import DaemonProcess, wait_for
 
 
 def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
@@ -94,6 +104,32 @@ def test_an_upload_whose_check_is_killed_can_be_finished_after_the_next_start(
     assert uploads.get(store, name)["received_bytes"] == 2
     assert uploads.finish(store, name, nothing_wrong)["kind"] == "dataset"
     assert list((store.root / "uploads").iterdir()) == []
+
+
+def test_a_daemon_that_is_killed_while_it_checks_has_the_upload_after_its_start(tmp_path) -> None:
+    content = b'{"prompt": "a", "completion": "b"}\n' * 200_000
+    store = tmp_path / "store"
+    with DaemonProcess(store) as daemon:
+        client, size = daemon.client, len(content)
+        name = client.ask("POST", "/v1/uploads", {"kind": "dataset", "name": "a.jsonl", "bytes": size})["id"]
+        client.ask("PUT", f"/v1/uploads/{name}", content, query={"offset": 0})
+
+        def finish() -> None:
+            with pytest.raises(DeviceError):
+                client.ask("POST", f"/v1/uploads/{name}/finish")
+
+        asking = threading.Thread(target=finish)
+        asking.start()
+        wait_for(lambda: (store / "uploads" / f".{name}.taken" / "made").is_dir(), "the check")
+        daemon.kill()
+        asking.join(60)
+        assert (store / "uploads" / f".{name}.taken").is_dir(), "it was killed in the check"
+    with DaemonProcess(store) as daemon:
+        client = daemon.client
+        assert client.ask("GET", f"/v1/uploads/{name}")["received_bytes"] == size
+        placed = client.ask("POST", f"/v1/uploads/{name}/finish")["id"]
+        assert client.ask("GET", f"/v1/datasets/{placed}")["rows"] == 200_000
+        assert list((store / "uploads").iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [BusyError("busy"), TrainingError("died"), StorageError("full")])

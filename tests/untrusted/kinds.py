@@ -222,7 +222,7 @@ def build_template(folder: Path) -> None:
 
 
 def read_template(folder: Path) -> None:
-    from ondevice.data.formats import read_rows
+    from ondevice.data.reading import read_rows
 
     read_rows(folder / "rows.jsonl", task=str(folder / "task.yaml"))
 
@@ -461,7 +461,7 @@ def build_saved(folder: Path) -> None:
 
 def read_data(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
-        from ondevice.data.formats import read_rows
+        from ondevice.data.reading import read_rows
         from ondevice.data.records import read_records
 
         for _ in read_records(folder / name).records:

@@ -10,7 +10,7 @@ checks this).
 from ondevice.core.untrusted.documents import (
     MOST_BYTES,
     MOST_DEPTH,
-    check_nesting,
+    check_depth,
     parse_json,
     parse_row,
     read_json,
@@ -25,7 +25,7 @@ __all__ = [
     "Refused",
     "MOST_BYTES",
     "MOST_DEPTH",
-    "check_nesting",
+    "check_depth",
     "parse_json",
     "parse_row",
     "read_json",

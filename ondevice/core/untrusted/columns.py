@@ -37,7 +37,7 @@ def rows_of(batch: Any) -> list[dict[str, Any]]:
     """
     try:
         return batch.to_pylist()
-    except (ValueError, ArithmeticError, MemoryError, TypeError, NotImplementedError) as error:
+    except (ValueError, ArithmeticError, TypeError, NotImplementedError) as error:
         raise Refused(f"a value cannot be read: {type(error).__name__}: {error}") from None
 
 

@@ -63,14 +63,9 @@ def parse_row(text: str, pairs: Pairs | None = None) -> Any:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise Refused("it is nested too deeply") from None
-    check_nesting(value, text)
-    return value
-
-
-def check_nesting(value: Any, text: str, begin: int = 0, end: int | None = None) -> None:
-    """Raise Refused if a value that was read from `text[begin:end]` is nested too deeply."""
-    if text.count("[", begin, end) + text.count("{", begin, end) > MOST_DEPTH:
+    if text.count("[") + text.count("{") > MOST_DEPTH:
         check_depth(value)
+    return value
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:

@@ -139,8 +139,9 @@ class TensorFile:
             self.entries = read_header(self.path).tensors
             self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - held while the model is
         except (OSError, ValueError) as error:
+            state = "truncated" if str(error).startswith("truncated") else "damaged"
             raise ModelError(
-                f"{self.path} is damaged",
+                f"{self.path} is {state}",
                 expected="a whole safetensors file",
                 received=str(error),
                 hint="copy the model again, or delete the folder where it was converted",
