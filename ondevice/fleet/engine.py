@@ -59,11 +59,13 @@ class SlowPost(Post):
         if numbers is None:
             came, self.released = self.released, []
         for sent, reply in super().take(numbers):
-            if reply is not None and not reply.has_error() and "late" in reply.content["fleet"]:
+            fate: Any = {} if reply is None or reply.has_error() else reply.content["fleet"]
+            if reply is not None and "late" in fate:
+                del fate["late"]  # a real device does not say so
                 self.held[sent.node] = (replace(sent, overdue=True), reply)
                 came.append((sent, None))
             else:
-                came.append((sent, reply))
+                came.append((sent, None if "away" in fate else reply))
         return came
 
 
