@@ -54,6 +54,19 @@ def storage_errors(path: str | Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def private() -> Iterator[None]:
+    """Let only this user read and write what is created inside: files are 0600, folders 0700.
+
+    The mask is the process's, so what other threads create meanwhile is private too.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def atomic_write(path: str | Path, content: bytes | str) -> None:
     """Replace the file at `path` by `content` (text as UTF-8), all at once.
 

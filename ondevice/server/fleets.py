@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.files import atomic_write
+from pydantic import Field
+
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
@@ -71,6 +73,9 @@ class Seat(StrictConfig):
     columns: dict[str, str] | None = None
     """The columns of its rows' fields."""
 
+    epsilon: float | None = Field(default=None, ge=0)
+    """Its privacy budget: it stops at it. 8 in a fleet with noise."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -84,6 +89,8 @@ class Seat(StrictConfig):
         for name in ("certificates", "key", "model", "task"):
             value = getattr(self, name)
             found += [f"--{name}", value] if value is not None else []
+        if self.epsilon is not None:
+            found += ["--epsilon", str(self.epsilon)]
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
         return [*found, "--insecure"] if self.insecure else found
@@ -109,7 +116,8 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     if not ID.fullmatch(name) or ".." in name:
         raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
     if seat is not None:
-        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+        with private():  # it names this machine's rows and its key
+            atomic_write(path, seat.model_dump_json(indent=1) + "\n")
     elif path.is_file():
         path.unlink()
     else:

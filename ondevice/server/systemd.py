@@ -70,7 +70,7 @@ RemoveIPC=yes
 LockPersonality=yes
 KeyringMode=private
 SystemCallArchitectures=native
-SystemCallFilter=@system-service
+SystemCallFilter=@system-service landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SystemCallFilter=~@privileged @obsolete
 SystemCallErrorNumber=EPERM
 # Of devices, those of an NVIDIA GPU and the usual ones (null, zero, random). Memory may be made executable:

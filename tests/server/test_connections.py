@@ -25,9 +25,9 @@ from ondevice.server.store import Store
 from ondevice.server.uploads import PART_BYTES
 from tests.server.running import DaemonProcess, wait_for
 
-CONTROL = ("/v1/health", "/v1/jobs", "/v1/system", "/v1/datasets", "/v1/metrics", "/")
+CONTROL = ("/v1/health", "/v1/jobs?limit=100", "/v1/system", "/v1/datasets", "/v1/metrics", "/")
 SLOWEST_S = 0.5
-SOCKETS, QUESTIONS, PARTS = 2100, 60, 60
+SOCKETS, QUESTIONS, JOBS, PARTS = 2100, 60, 10_000, 60
 HALVES = (
     b"GET /v1/jobs HTTP/1.1\r\nHost: localhost\r\n",
     b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
@@ -126,6 +126,12 @@ def test_control_answers_beside_60_questions(daemon) -> None:
 
 @pytest.mark.slow
 def test_control_answers_beside_all_of_it_at_once(daemon) -> None:
+    store = Store(daemon.store)
+    spec = json.dumps({"dataset": "data-1", "model": "tiny:llama", "config": {}, "limits": {}})
+    with store.transaction() as db:
+        query = "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'done', 0, ?, 0)"
+        db.executemany(query, [(f"job-{number}", spec) for number in range(JOBS)])
+    store.close()
     with slow_sockets(daemon), waiting_questions(daemon) as statuses:
         times = control_times_s(daemon)
         answered = len(statuses)
