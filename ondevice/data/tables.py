@@ -161,6 +161,11 @@ def _check_parts(path: Path, limits: Limits) -> None:
     """Refuse a book whose parts are too large, by the sizes in its directory: zipfile reads no more than they say."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
+    size_bytes = path.stat().st_size
+    for entry in entries:
+        # zipfile makes room for what is stated before it reads a part that is stored as it is.
+        if max(entry.compress_size, entry.file_size * (entry.compress_type == zipfile.ZIP_STORED)) > size_bytes:
+            raise DataError(f"{path} is damaged: {entry.filename} states more bytes than the file has")
     limits.check_unpacked(path, sum(entry.file_size for entry in entries), "CSV")
     for entry in entries:
         if entry.file_size > limits.whole_bytes and not entry.filename.startswith("xl/worksheets/"):

@@ -171,7 +171,7 @@ class DeviceEntry(StrictConfig):
     kind: Kind
     """`phone`: one app among others. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
 
-    memory_gib: float = Field(gt=0)
+    memory_gib: float = Field(gt=0, le=1 << 20)
     """Physical memory in GiB."""
 
     usable_fraction: float = Field(gt=0, le=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_device_file_adds_and_replaces(tmp_path: Path) -> None:
         ("- a\n- b", "expected a device name"),
         (MINE.replace("memory_gib", "memory_gb"), "did you mean 'memory_gib'"),
         (MINE.replace("0.4", "1.4"), "my-phone: 'usable_fraction'"),
+        (re.sub(r"memory_gib: [0-9.]+", "memory_gib: .inf", MINE), "my-phone: 'memory_gib'"),
+        (re.sub(r"memory_gib: [0-9.]+", "memory_gib: 1.0e+308", MINE), "my-phone: 'memory_gib'"),
     ],
 )
 def test_a_wrong_device_file_is_explained(tmp_path: Path, text: str, message: str) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError, OndeviceError
+from ondevice.core.errors import ArtifactError, ConfigError, DataError, OndeviceError
 from ondevice.core.untrusted import Refused, check_name, inside, parse_header, parse_json, read_object, read_plain
 from ondevice.core.untrusted.yaml_documents import parse_yaml
+from ondevice.data import read_rows
 from ondevice.models.source import check_folder
 from ondevice.training.checkpoint import read_meta
-from tests.untrusted.kinds import build_artifact, build_checkpoints, build_sharded
+from tests.untrusted.kinds import build_artifact, build_checkpoints, build_sharded, build_xlsx
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,19 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         read_plain(tmp_path / "pipe", 10)
     with pytest.raises(ConfigError, match="not readable"):
         read_object(tmp_path / "pipe", ConfigError)
+
+
+def test_a_part_of_a_book_that_states_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("openpyxl")
+    build_xlsx(tmp_path)
+    path = tmp_path / "rows.xlsx"
+    read_rows(path)
+    data = bytearray(path.read_bytes())
+    start = data.index(b"PK\x01\x02")  # the first entry of the directory; its sizes are at 20 and 24
+    data[start + 20 : start + 28] = (3 << 30).to_bytes(4, "little") * 2
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="more bytes than the file has"):
+        read_rows(path)
 
 
 def header(entries: dict[str, object], size: int = 16) -> bytes:
