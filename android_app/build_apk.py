@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tools import bundle, dex, fetch, resources
+from tools import bundle, dex, fetch, locked, resources
 from tools.steps import BUILD, BuildError, missing_tools, tool
 
 FLAVOURS = ("cpu", "qnn")
@@ -30,6 +30,7 @@ def build(prepare: bool, flavour: str) -> Path | None:
     for name in missing_tools(("aapt2", "java", "mvn")) if prepare else missing_tools():
         tool(name)
     BUILD.mkdir(exist_ok=True)
+    locked.fetch_all(tests=prepare)
     fetch.chain()
     runtime = fetch.runtime(flavour)
     base = resources.link(flavour, fetch.RUNTIME / "runtime.json")

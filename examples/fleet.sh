@@ -19,11 +19,12 @@ devices=()
 stop() { [ ${#devices[@]} -eq 0 ] || kill "${devices[@]}" 2>/dev/null || true; wait; }
 trap stop EXIT
 
-say "1/4  Begin the fleet: its charter, which every device checks"
-ondevice fleet begin --model "$MODEL" --task sst2 --max-length 64 --queries 4 $MORE --out "$OUT/server"
-
-say "2/4  Certificates for the server, a key for each device"
+say "1/4  Certificates for the server, a key for each device"
 ondevice fleet certificates "$OUT/keys" --host localhost --devices 3
+
+say "2/4  Begin the fleet: its charter, which every device checks and which names their keys"
+ondevice fleet begin --model "$MODEL" --task sst2 --max-length 64 --queries 4 --device-keys "$OUT/keys/devices" $MORE \
+  --out "$OUT/server"
 
 say "3/4  Three devices with rows of their own, and $ROUNDS rounds"
 for number in 1 2 3; do

@@ -1,4 +1,4 @@
-"""Bring what the chain needs: jars from Maven Central, and an ExecuTorch runtime for Android.
+"""Bring what the chain needs: jars from Maven Central (`locked`), and an ExecuTorch runtime for Android.
 
 The runtime is, in this order: the file that EXECUTORCH_AAR names; `org.pytorch:executorch-android` from Maven
 Central; where that cannot be had, the same classes and libraries as the npm package `react-native-executorch`
@@ -19,7 +19,8 @@ import xml.etree.ElementTree as ET
 import zipfile
 from pathlib import Path
 
-from tools.steps import APP_ROOT, BUILD, FETCHED, BuildError, digest, is_fresh, maven, run, tool, write_atomically
+from tools import locked
+from tools.steps import APP_ROOT, BUILD, FETCHED, BuildError, digest, is_fresh, run, tool, write_atomically
 
 RUNTIME = BUILD / "runtime"
 ABIS = ("arm64-v8a", "x86_64")
@@ -42,21 +43,28 @@ def properties() -> dict[str, str]:
 
 def chain() -> None:
     """dx, ASM, the framework, fbjni and nativeloader under build/fetched."""
-    poms = [APP_ROOT / "pom.xml", APP_ROOT / "tools" / "pom.xml"]
-    wanted = digest(poms)
-    names = ("dx.jar", "asm.jar", "asm-tree.jar", "android.jar", "fbjni.aar", "nativeloader.jar")
-    stamp = FETCHED / ".chain"
-    if is_fresh(stamp, wanted, *(FETCHED / name for name in names)):
+    versions = properties()
+    wanted = {
+        "dx.jar": ("com/jakewharton/android/repackaged", "dalvik-dx", versions["dx.version"]),
+        "asm.jar": ("org/ow2/asm", "asm", versions["asm.version"]),
+        "asm-tree.jar": ("org/ow2/asm", "asm-tree", versions["asm.version"]),
+        "android.jar": ("org/robolectric", "android-all", versions["android.version"]),
+        "fbjni.aar": ("com/facebook/fbjni", "fbjni", versions["fbjni.version"]),
+        "nativeloader.jar": ("com/facebook/soloader", "nativeloader", versions["nativeloader.version"]),
+    }
+    stamp, now = FETCHED / ".chain", digest([APP_ROOT / "pom.xml", locked.LIST, Path(__file__)])
+    if is_fresh(stamp, now, *(FETCHED / name for name in wanted)):
         return
-    print("apk: fetching the chain from Maven Central (140 MB the first time)", flush=True)
-    maven("-f", "tools/pom.xml", "-Pchain", "dependency:copy", what="fetching the chain from Maven Central")
-    write_atomically(stamp, wanted)
+    for name, (group, artifact, version) in wanted.items():
+        file = locked.fetch(f"{group}/{artifact}/{version}/{artifact}-{version}{Path(name).suffix}")
+        write_atomically(FETCHED / name, file.read_bytes())
+    write_atomically(stamp, now)
 
 
 def runtime(flavour: str) -> dict:
     """executorch.jar and jni/<abi>/*.so under build/runtime; what they are, as runtime.json says."""
     given = os.environ.get("EXECUTORCH_AAR", "")
-    poms = [APP_ROOT / "pom.xml", APP_ROOT / "tools" / "pom.xml", Path(__file__)]
+    poms = [APP_ROOT / "pom.xml", locked.LIST, Path(__file__)]
     wanted = digest([*poms, Path(given)] if given and Path(given).is_file() else poms, flavour, given)
     stamp, about = RUNTIME / ".stamp", RUNTIME / "runtime.json"
     if is_fresh(stamp, wanted, about, RUNTIME / "executorch.jar", *(RUNTIME / "jni" / abi for abi in ABIS[:1])):
@@ -122,13 +130,11 @@ def _maven(folder: Path) -> dict | None:
     version = properties()["executorch.version"]
     name = f"org.pytorch:executorch-android:{version}"
     try:
-        maven("-f", "tools/pom.xml", "-Pcpu", "dependency:copy", what=f"fetching {name}")
-    except BuildError as error:
-        if "Could not find artifact" not in str(error) and "was not found" not in str(error):
-            raise
+        aar = locked.fetch(f"org/pytorch/executorch-android/{version}/executorch-android-{version}.aar")
+    except locked.NotThere:
         print(f"apk: {name} is not on the Maven Central that this machine reaches", flush=True)
         return None
-    unpack_aar(FETCHED / "executorch.aar", folder, "executorch.jar")
+    unpack_aar(aar, folder, "executorch.jar")
     return {"source": "Maven Central", "name": name, "executorch": version}
 
 
@@ -157,18 +163,18 @@ def _npm(folder: Path) -> dict:
 def _qnn(folder: Path) -> dict:
     print(QNN_NOTE, flush=True)
     versions = properties()
-    runtime_name = f"org.pytorch:executorch-android-qnn:{versions['executorch.version']}"
-    qnn_name = f"com.qualcomm.qti:qnn-runtime:{versions['qnn.version']}"
+    version, qnn = versions["executorch.version"], versions["qnn.version"]
+    runtime_name = f"org.pytorch:executorch-android-qnn:{version}"
+    qnn_name = f"com.qualcomm.qti:qnn-runtime:{qnn}"
     try:
-        maven("-f", "tools/pom.xml", "-Pqnn", "dependency:copy", what="fetching the QNN flavour")
+        aar = locked.fetch(f"org/pytorch/executorch-android-qnn/{version}/executorch-android-qnn-{version}.aar")
+        libraries = locked.fetch(f"com/qualcomm/qti/qnn-runtime/{qnn}/qnn-runtime-{qnn}.aar")
     except BuildError as error:
-        missing = re.findall(r"((?:org\.pytorch|com\.qualcomm\.qti):[\w.:-]+)", str(error))
         raise BuildError(
-            f"FLAVOUR=qnn: expected {runtime_name} and {qnn_name} on Maven Central\n"
-            f"received: {', '.join(sorted(set(missing))) or 'an error'} cannot be fetched from here\n"
-            "try: a machine that reaches the whole of Maven Central, or FLAVOUR=cpu\n\n" + str(error)
+            f"FLAVOUR=qnn: expected {runtime_name} and {qnn_name} from Maven Central\n{error}\n"
+            "or: FLAVOUR=cpu, or EXECUTORCH_AAR=FILE with a build of your own"
         ) from None
-    unpack_aar(FETCHED / "executorch-qnn.aar", folder, "executorch.jar")
-    unpack_aar(FETCHED / "qnn-runtime.aar", folder, "qnn-runtime.jar")
-    info = {"source": "Maven Central", "name": runtime_name, "executorch": versions["executorch.version"]}
+    unpack_aar(aar, folder, "executorch.jar")
+    unpack_aar(libraries, folder, "qnn-runtime.jar")
+    info = {"source": "Maven Central", "name": runtime_name, "executorch": version}
     return info | {"qnn": qnn_name}

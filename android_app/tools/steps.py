@@ -60,8 +60,10 @@ def run(command: list[str | Path], *, what: str, cwd: Path | None = None) -> str
 
 
 def maven(*arguments: str | Path, what: str) -> str:
-    """Maven, quiet and without questions, in this folder."""
-    return run([tool("mvn"), "-q", "-B", *arguments], what=what, cwd=APP_ROOT)
+    """Maven, quiet and without questions, in this folder; offline, since `locked` has fetched what it needs."""
+    repository = os.environ.get("MAVEN_REPOSITORY")
+    place = [f"-Dmaven.repo.local={repository}"] if repository else []
+    return run([tool("mvn"), "-q", "-B", "-o", *place, *arguments], what=what, cwd=APP_ROOT)
 
 
 def digest(paths: Iterable[Path], *words: str) -> str:

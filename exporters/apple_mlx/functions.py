@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.core.untrusted import inside, well_formed
 
 try:
     import mlx.core as mx
@@ -42,7 +43,8 @@ class ImportedFunctions:
                 received="no such folder",
                 hint="export the model again on this machine",
             )
-        self.loaded = {stage: import_function(folder / entry["file"]) for stage, entry in listed.items()}
+        with well_formed(artifact / "program.json", ArtifactError, hint="copy the artifact again"):
+            self.loaded = {stage: import_function(inside(folder, entry["file"])) for stage, entry in listed.items()}
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the outputs of `stage` by name.

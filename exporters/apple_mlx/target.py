@@ -14,8 +14,9 @@ import numpy as np
 from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, GeneratorInfo, Manifest, ProgramSpec, write_manifest
-from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.core.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
 from ondevice.core.registry import method_config, open_session, spec_of
+from ondevice.core.untrusted import read_object
 from ondevice.exporters.base import (
     DEFAULT_STEPS,
     Exporter,
@@ -157,9 +158,17 @@ class AppleMlx(Exporter):
         """
         from ondevice.exporters.apple_mlx.functions import ImportedFunctions
 
-        listed = json.loads((Path(folder) / manifest.program).read_text(encoding="utf-8"))["functions"]
+        listed = self._program(Path(folder), manifest)["functions"]
         program: StagesProgram = self.program(method_config(manifest.method["name"], manifest.method))
         return program.open(Path(folder), manifest, ImportedFunctions(Path(folder), listed), streamed)
+
+    def _program(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
+        """Return the program's description with the fields that are read here."""
+        path, hint = folder / manifest.program, "copy the artifact again"
+        program = read_object(path, ArtifactError, hint=hint)
+        if not isinstance(program.get("functions"), dict) or not isinstance(program.get("dtype"), str):
+            raise ArtifactError(f"{path}: fields 'functions' and 'dtype'", expected="an object and a name", hint=hint)
+        return program
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         """Return the artifact's functions against Python's own stages over the model's own files."""
@@ -168,7 +177,7 @@ class AppleMlx(Exporter):
         request.refuse_directions(manifest.target)
         source, session = request.model or manifest.model.source, self.open(folder, manifest)
         config = method_config(manifest.method["name"], manifest.method)
-        dtype = json.loads((folder / manifest.program).read_text(encoding="utf-8"))["dtype"]
+        dtype = self._program(folder, manifest)["dtype"]
         files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
         check_model(files, source, manifest)
         reference, steps = open_session(files, config, session.seed, backend="mlx"), request.steps or DEFAULT_STEPS

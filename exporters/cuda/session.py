@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
 from ondevice.core.session import ProgramSession
+from ondevice.core.untrusted import read_object, well_formed
 
 try:
     import torch
@@ -15,6 +15,7 @@ except ImportError:
     raise MissingPackageError("torch is not installed", hint="pip install 'ondevice-train[cuda]'") from None
 
 from ondevice.core.registry import method_config, open_session, spec_of
+from ondevice.models.open import artifact_tokenizer
 from ondevice.models.packed import load_packed
 from ondevice.models.source import SourceInfo
 
@@ -45,19 +46,19 @@ class TorchProgramSession(ProgramSession):
     """
 
     def __init__(self, folder: Path, manifest: Manifest, device: str | None = None) -> None:
-        from transformers import AutoTokenizer
-
         folder = Path(folder)
-        program = json.loads((folder / manifest.program).read_text(encoding="utf-8"))
+        program = read_object(folder / manifest.program, ArtifactError, hint="copy the artifact again")
         if program.get("format") != FORMAT:
             raise ArtifactError(
                 f"{folder / manifest.program} is of another version", expected=FORMAT, received=program.get("format"),
                 hint="export the model again",
             )  # fmt: skip
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.manifest, self.dtype, self.seed = manifest, program["dtype"], manifest.generator.seed
+        self.manifest, self.seed = manifest, manifest.generator.seed
+        with well_formed(folder / manifest.program, ArtifactError, hint="copy the artifact again"):
+            self.dtype = program["dtype"]
         self.config = method_config(manifest.method["name"], manifest.method)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
+        tokenizer = artifact_tokenizer(folder)
         info = SourceInfo(
             manifest.model.source, folder / "model", manifest.model.revision, known_sha256=manifest.model.sha256
         )

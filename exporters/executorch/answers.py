@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ondevice.core.errors import MissingPackageError, VerificationError
+from ondevice.core.errors import ArtifactError, MissingPackageError, VerificationError
+from ondevice.core.untrusted import read_object
 from ondevice.exporters.executorch.answer_model import AnswerModel, Norm, flatten, linear
 from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
 from ondevice.exporters.executorch.writer import beside, check_tokens
@@ -180,7 +181,7 @@ def verify_answers(folder: Path, loaded: LoadedModel) -> dict[str, float]:
         VerificationError: as `check_answers`.
     """
     load_operators()
-    described = json.loads((folder / ANSWERS_FILE).read_text(encoding="utf-8"))
+    described = read_object(folder / ANSWERS_FILE, ArtifactError, hint="export the model again")
     linears = [pair["linear"] for pair in described["layout"]]
     model = AnswerModel(loaded, described["context_tokens"], linears, described["rank"]).eval()
     _round(model, described["weights"])

@@ -19,6 +19,7 @@ from ondevice.artifact.weights import MappedWeights
 from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
 from ondevice.core.program import LOWEST
 from ondevice.core.session import IGNORE, StepResult
+from ondevice.core.untrusted import Refused, inside
 from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class BlocksSession(ExecutorchSession):
             for port in method.inputs:
                 if port.role == "frozen":
                     for layer in range(self.spec.layers if "{layer}" in port.name else 1):
-                        name = port.name.format(layer=layer)
+                        name = port.name.replace("{layer}", str(layer))
                         array = self.weights.tensor(name, port.shape, port.dtype)
                         self._frozen_tensors[name] = torch.from_numpy(array)
         self._product = self._largest_product()
@@ -309,12 +310,14 @@ class BlocksSession(ExecutorchSession):
             if name not in self._methods:
                 self._load(name)
             return self._methods[name]
-        path = self.folder / file.format(layer=layer)
         try:
+            path = inside(self.folder, file.replace("{layer}", str(layer)))
             program = load_runtime().load_program(str(path))
             return program.load_method(name)
-        except RuntimeError as error:
-            raise ArtifactError(f"the runtime cannot load {path}", received=str(error), hint=RELOAD) from None
+        except (RuntimeError, Refused) as error:
+            raise ArtifactError(
+                f"the runtime cannot load {file} of layer {layer}", received=str(error), hint=RELOAD
+            ) from None
 
     def _range(self, name: str, layer: int) -> np.ndarray:
         """A layer's part of a state tensor, in its memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.core.untrusted import read_object, well_formed
 from ondevice.exporters.executorch.session import load_runtime
 from ondevice.exporters.executorch.writer import check_room
 
@@ -61,12 +61,13 @@ class PackedWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         try:
-            self.described = json.loads((self.folder / ANSWERS_FILE).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            self.described = read_object(self.folder / ANSWERS_FILE, ArtifactError)
+        except FileNotFoundError as error:
             raise ArtifactError(f"{folder} holds no program that answers", received=str(error)) from None
-        if not isinstance(self.described, dict) or self.described.get("format") != FORMAT:
+        if self.described.get("format") != FORMAT:
             raise ArtifactError(f"{folder}: {ANSWERS_FILE} is of another version", expected=f"format {FORMAT}")
-        self.context_tokens, self.chunk = self.described["context_tokens"], self.described["chunk_tokens"]
+        with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
+            self.context_tokens, self.chunk = self.described["context_tokens"], self.described["chunk_tokens"]
         self.read = 0
         load_operators()
         try:
@@ -88,7 +89,8 @@ class PackedWriter:
         """
         from ondevice.exporters.executorch.answer_model import LoraPlace, flatten
 
-        rank, pairs = self.described["rank"], [LoraPlace(**entry) for entry in self.described["layout"]]
+        with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
+            rank, pairs = self.described["rank"], [LoraPlace(**entry) for entry in self.described["layout"]]
         if adapter is not None:
             known = {pair.linear: pair for pair in pairs}
             beyond = [name for name in adapter.linears if name not in known]

@@ -11,6 +11,7 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, ModelError
+from ondevice.data.chat_template import apply_template
 from ondevice.models.sample import draw, sample
 from ondevice.models.text import Ending, pieces
 from ondevice.planning.devices import resolve_device
@@ -213,7 +214,7 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
     if tokenizer.chat_template:
         mark = "\u2603"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        text = apply_template(tokenizer, turns)
         behind = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
         ends |= set(behind[:1]) & set(tokenizer.all_special_ids)
     return frozenset(ends)

@@ -43,6 +43,7 @@ def evaluate(
     revision: str | None = None,
     dtype: str = "float32",
     device: str = "auto",
+    strict_columns: bool = False,
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter.
 
@@ -60,7 +61,9 @@ def evaluate(
         max_length_tokens = length_of(read, opened.tokenizer, percentile=100, most_tokens=most).tokens
     assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
     classes = 0 if opened.loaded is None else opened.loaded.dims.classes
-    dataset = encode(read, opened.tokenizer, max_length_tokens=max_length_tokens, classes=classes)
+    dataset = encode(
+        read, opened.tokenizer, max_length_tokens=max_length_tokens, classes=classes, strict_columns=strict_columns
+    )
     generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
     result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
     if result is None:

@@ -59,7 +59,12 @@ def _rows(config: RunConfig) -> Dataset | None:
         return None
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
     return read_dataset(
-        data.path, tokenizer, task=data.task, columns=data.columns, max_length_tokens=max(config.export.lengths_tokens)
+        data.path,
+        tokenizer,
+        task=data.task,
+        columns=data.columns,
+        max_length_tokens=max(config.export.lengths_tokens),
+        strict_columns=data.strict_columns,
     )
 
 

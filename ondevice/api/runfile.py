@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
-import yaml
 from pydantic import Field, PrivateAttr
 
 from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import DEFAULT_METHOD, method_config, methods, spec_of
 from ondevice.core.registry import method as registry_method
+from ondevice.core.untrusted import yaml_documents
 
 if TYPE_CHECKING:
     from ondevice.data.objects import Given
@@ -129,7 +129,7 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
-        from ondevice.data.formats import named_task
+        from ondevice.data.reading import named_task
         from ondevice.data.records import check_source
 
         if self.data.path is None and not given:
@@ -187,7 +187,7 @@ class RunConfig(StrictConfig):
         from ondevice.data.templates import is_template
 
         data = self.data
-        hidden = {"path", "eval_path"} | {name for name in LATER if not getattr(data, name)}
+        hidden = {"path", "eval_path", "strict_columns"} | {name for name in LATER if not getattr(data, name)}
         hidden |= set() if data.streaming else {"shuffle_records"}
         hash_file = sha256_spread if data.streaming else sha256_file
         digest = hash_file(data.path) if data.path is not None and data.path.is_file() else None
@@ -223,12 +223,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists() and str(path) in presets():
         path = PRESETS / f"{path}.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml_documents.read_yaml(path)
     except FileNotFoundError:
         known = ", ".join(presets())
         raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable YAML", received=str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
     return values

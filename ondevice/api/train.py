@@ -177,7 +177,7 @@ def _with_length(
     if given is None:
         return with_length(config, loaded=loaded, when=when)
     if given.tokenized:
-        from ondevice.data.objects import tokens
+        from ondevice.data.token_rows import tokens
 
         data = config.data.model_copy(update={"max_length_tokens": tokens(given, None).max_length_tokens})
         return config.model_copy(update={"data": data}), ()

@@ -21,6 +21,7 @@ from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, VerificationError
+from ondevice.core.untrusted import TensorHeader, parse_header, read_object, read_plain
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
@@ -225,6 +226,8 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 MLX_LM_WEIGHTS_NAME = "adapters.safetensors"
 PEFT_PREFIX = "base_model.model."
+MOST_ADAPTER_BYTES = 8 << 30
+"""A whole adapter is read into memory; the largest that we know has 1.4 GB."""
 _KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 DIGEST_KEY = "ondevice.tensors_sha256"
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
@@ -236,12 +239,9 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = "give the folder that holds adapter_config.json"
         expected, received = CONFIG_NAME, "no such file"
         raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
-    if not isinstance(config, dict) or "peft_type" not in config:
-        received = ", ".join(sorted(config)[:6]) if isinstance(config, dict) else type(config).__name__
+    config = read_object(path, ArtifactError, hint="copy it again")
+    if "peft_type" not in config:
+        received = ", ".join(sorted(config)[:6])
         hint = "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
         raise ArtifactError(f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint)
     return config
@@ -261,18 +261,16 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 hint="load it with PEFT where you trust it and save_pretrained(safe_serialization=True)",
             )
         raise ArtifactError(f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file")
-    data = path.read_bytes()
+    header, arrays = stored_tensors(path)
     tensors = {}
-    for stored, entry in stored_tensors(data, path):
+    for stored, array in arrays.items():
         name = stored.removeprefix(PEFT_PREFIX)
         match = _KEY.fullmatch(name)
         if match is None:
             expected = f"{PEFT_PREFIX}<linear>.lora_A.weight or .lora_B.weight"
             raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
-        array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         tensors[f"{match['linear']}.lora_{match['side']}.weight"] = array
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    recorded = header.get("__metadata__", {}).get(DIGEST_KEY)
+    recorded = header.metadata.get(DIGEST_KEY)
     if recorded is not None and recorded != digest(tensors):
         raise ArtifactError(
             f"{path} has changed since it was written",
@@ -283,20 +281,23 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def stored_tensors(data: bytes, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Parse a safetensors file into (name, {`dtype`, `shape`, `data`}); ArtifactError if it is none."""
-    import safetensors
-
+def stored_tensors(path: Path) -> tuple[TensorHeader, dict[str, np.ndarray]]:
+    """Read a safetensors file: its header, and its tensors as float32; ArtifactError if it is not a whole one."""
     try:
-        return safetensors.deserialize(data)
-    except (safetensors.SafetensorError, ValueError) as error:
+        data = read_plain(path, MOST_ADAPTER_BYTES)
+        header = parse_header(data)
+    except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged or no safetensors file", received=str(error), hint="copy it again"
         ) from None
+    arrays = {
+        name: _to_float32(place.dtype, data[place.start : place.end], path, name).reshape(place.shape)
+        for name, place in header.tensors.items()
+    }
+    return header, arrays
 
 
-def to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
-    """Convert a stored tensor's bytes to a flat float32 array."""
+def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
     if dtype == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.core.errors import CheckpointError, StorageError
+from ondevice.core.untrusted import read_header
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (27|28|122)\b", re.IGNORECASE)
@@ -51,6 +52,19 @@ def storage_errors(path: str | Path) -> Iterator[None]:
         if full or _FULL_WORDS.search(str(error)):
             raise _full(path, error) from error
         raise
+
+
+@contextmanager
+def private() -> Iterator[None]:
+    """Let only this user read and write what is created inside: files are 0600, folders 0700.
+
+    The mask is the process's, so what other threads create meanwhile is private too.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
@@ -387,25 +401,23 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, np.ndarray]:
     Raises:
         DamagedError: if the file is not whole.
     """
-    kinds = {kind: name for name, kind in _NAMES.items()}
+    kinds = {kind: np.dtype(name) for name, kind in _NAMES.items()}
     tensors = {}
     try:
+        places = read_header(path).tensors
         with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(file.read(size))
-            for name, entry in header.items():
-                start, end = entry["data_offsets"]
-                if mapped and end > start:
-                    kind = np.dtype(kinds[entry["dtype"]])
-                    tensors[name] = np.memmap(path, kind, "c", 8 + size + start, tuple(entry["shape"])).view(np.ndarray)
+            for name, place in places.items():
+                if place.dtype not in kinds:
+                    raise ValueError(f"'{name}' is of dtype {place.dtype}")
+                kind = kinds[place.dtype]
+                if mapped and place.end > place.start:
+                    tensors[name] = np.memmap(path, kind, "c", place.start, place.shape).view(np.ndarray)
                     continue
-                file.seek(8 + size + start)
-                array = np.empty(entry["shape"], dtype=kinds[entry["dtype"]])
-                if array.nbytes != end - start or file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
+                file.seek(place.start)
+                array = np.empty(place.shape, dtype=kind)
+                if file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
                     raise ValueError(f"'{name}' is cut off")
                 tensors[name] = array
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{path}: not a whole safetensors file: {error}") from None
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from ondevice.artifact.files import sha256_file
 from ondevice.core.config import StrictConfig, path_of
 from ondevice.core.errors import ArtifactError
+from ondevice.core.untrusted import inside, read_object
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -281,14 +283,9 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
             received="no such file",
             hint="`ondevice export` writes one",
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(
-            f"{path} is not readable JSON", received=str(error), hint="export the artifact again"
-        ) from None
+    values = read_object(path, ArtifactError, hint="export the artifact again")
     # The version first: fields of another one would be reported as mistakes of this file.
-    version = values.get("schema_version") if isinstance(values, dict) else None
+    version = values.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArtifactError(
             f"{path} is of another version",
@@ -302,9 +299,41 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ArtifactError(f"{path}: field '{field}': {first['msg']}", hint="export the artifact again") from None
+    _check_places(manifest, Path(folder))
     if check_files:
         _check_files(manifest, Path(folder))
     return manifest
+
+
+def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield each field that names a file, with the name: all that a session opens."""
+    spec = manifest.program_spec
+    yield "program", manifest.program
+    for field, name in (("weights", spec.weights), ("frozen", spec.frozen)):
+        if name is not None:
+            yield f"program_spec.{field}", name
+    for tensor in spec.state:
+        if tensor.first is not None:
+            yield f"program_spec.state.{tensor.name}.first", tensor.first
+    for method, entry in spec.methods.items():
+        if entry.program is not None:
+            yield f"program_spec.methods.{method}.program", entry.program
+
+
+def _check_places(manifest: Manifest, folder: Path) -> None:
+    """Refuse a file that is outside the artifact: the manifest decides what a session opens."""
+    for field, name in [*(("files", name) for name in manifest.files), *_named_files(manifest)]:
+        try:
+            inside(folder, name)
+            if name.replace("{layer}", "0") not in manifest.files:
+                raise ValueError("the manifest has no hash of this file")
+        except ValueError as error:
+            raise ArtifactError(
+                f"{folder / MANIFEST_NAME}: field '{field}': {error}",
+                expected="files inside the artifact",
+                received=name[:200],
+                hint="do not use this artifact; export the model again",
+            ) from None
 
 
 def _check_files(manifest: Manifest, folder: Path) -> None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.artifact.adapter import CONFIG_NAME, check_tensors, stored_tensors, targets_of, to_float32
+from ondevice.artifact.adapter import CONFIG_NAME, check_tensors, stored_tensors, targets_of
 from ondevice.artifact.adapter import MLX_LM_WEIGHTS_NAME as WEIGHTS_NAME
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.errors import ArtifactError
+from ondevice.core.untrusted import read_object
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -89,12 +90,10 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path, ArtifactError, hint="copy it again")
     except FileNotFoundError:
         raise ArtifactError(f"{path.parent} lacks a file", expected=CONFIG_NAME, received="no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
-    kind = config.get("fine_tune_type", "lora") if isinstance(config, dict) else type(config).__name__
+    kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         hint = "only plain LoRA can be used; fuse such an adapter with mlx_lm.fuse"
         raise ArtifactError(f"{path}: field 'fine_tune_type'", expected="lora", received=kind, hint=hint)
@@ -104,9 +103,8 @@ def _config(path: Path) -> dict[str, Any]:
 def _tensors(path: Path) -> dict[str, np.ndarray]:
     """Read the tensors under PEFT's names and in its layout."""
     tensors = {}
-    for stored, entry in stored_tensors(path.read_bytes(), path):
+    for stored, array in stored_tensors(path)[1].items():
         match = _KEY.fullmatch(stored)
-        array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         if match is None or array.ndim != 2:
             expected = "<linear>.lora_a or .lora_b, of 2 dimensions"
             raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)

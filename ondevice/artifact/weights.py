@@ -5,7 +5,6 @@ Every tensor begins at a multiple of `ALIGNMENT_BYTES`, so that a runtime may us
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from ondevice.artifact.files import PADDING, write_tensors
 from ondevice.core.errors import ArtifactError
+from ondevice.core.untrusted import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,32 +39,21 @@ class MappedWeights:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[np.dtype, tuple[int, ...], int, int]] = {}
+        self._places: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
         try:
-            size = self.path.stat().st_size
+            tensors = read_header(self.path).tensors
             with self.path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= size - 8:
-                    raise ValueError(f"a header of {length} bytes in a file of {size}")
-                header = json.loads(file.read(length))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            start = 8 + length
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    first, last = (start + offset for offset in entry["data_offsets"])
-                    self._places[name] = (np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), first, last)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{self.path}: no whole safetensors file: {error}", hint=_HINT) from None
-        for name, (dtype, shape, first, last) in self._places.items():
-            if last > size:
-                raise ArtifactError(
-                    f"{self.path} is truncated at '{name}'", expected=f"{last} bytes", received=f"{size}", hint=_HINT
-                )
-            if first % ALIGNMENT_BYTES and not name.startswith(PADDING):
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{self.path}: not a whole safetensors file: {error}", hint=_HINT) from None
+        for name, place in tensors.items():
+            if place.dtype not in DTYPES:
+                expected = ", ".join(DTYPES)
+                raise ArtifactError(f"{self.path}: dtype of '{name}'", expected=expected, received=place.dtype)
+            if place.start % ALIGNMENT_BYTES and not name.startswith(PADDING):
                 expected = f"a multiple of {ALIGNMENT_BYTES} bytes"
-                raise ArtifactError(f"{self.path}: '{name}' is not aligned", expected=expected, received=first)
-            if last - first != math.prod(shape) * dtype.itemsize:
-                raise ArtifactError(f"{self.path}: '{name}' has another size than its shape {list(shape)}", hint=_HINT)
+                raise ArtifactError(f"{self.path}: '{name}' is not aligned", expected=expected, received=place.start)
+            self._places[name] = (np.dtype(DTYPES[place.dtype]), place.shape, place.start)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -93,5 +82,5 @@ class MappedWeights:
 
     def whole(self, name: str) -> np.ndarray:
         """Return the tensor as the file has it."""
-        dtype, shape, first, _ = self._places[name]
+        dtype, shape, first = self._places[name]
         return np.frombuffer(self._map, dtype, math.prod(shape), first).reshape(shape)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-import yaml
 from rich.console import Console
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Option
 from ondevice.core.registry import method_names, methods
+from ondevice.core.untrusted.yaml_documents import parse_yaml
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -41,6 +41,8 @@ FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The m
 TASK = "A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file"
 ROWS = "JSON, CSV, Excel, Parquet, text, a folder, or a data set's name"
 Task = Annotated[str | None, typer.Option("--task", help=f"{TASK}.")]
+STRICT = "Refuse rows with a column or a key that nothing reads"
+StrictColumns = Annotated[bool, typer.Option("--strict-columns", help=f"{STRICT}.")]
 Columns = Annotated[
     list[str] | None,
     typer.Option("--column", help="The file's column of a field: --column prompt=Question (repeat)."),
@@ -84,6 +86,7 @@ RUN_OPTIONS = (
            "Share of the rows to evaluate and not train on, as 0.1"),
     Option("--task", "data.task", str, TASK),
     Option("--column", "data.columns", dict, "The file's column of a field: --column prompt=Question (repeat)"),
+    Option("--strict-columns", "data.strict_columns", bool, STRICT),
     Option("--packing", "data.packing", bool, "Several rows in one sequence, kept apart: less padding"),
     Option("--streaming", "data.streaming", bool, "Read the file as it is trained on: for files larger than memory"),
     Option("--steps", "train.steps", int, "Optimizer steps", ("-n",)),
@@ -232,9 +235,9 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
         if not separator or not key:
             raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
         try:
-            values[key.strip()] = value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error).replace("\n", " ")) from None
+            values[key.strip()] = value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error)) from None
         if value is None and text.strip():
             from ondevice.api.runfile import NULL
 

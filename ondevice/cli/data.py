@@ -23,6 +23,7 @@ def data(
     task: common.Task = None,
     columns: common.Columns = None,
     max_length: common.MaxLength = None,
+    strict_columns: common.StrictColumns = False,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Examples to show.")] = 3,
     json: common.Json = False,
 ) -> None:
@@ -33,9 +34,11 @@ def data(
     if file is None:
         raise ConfigError("no data is given", expected="--data FILE, or a file as the first word")
     from ondevice.data import preview_rows, read_rows
+    from ondevice.data.encode import Report, refuse_unread
+    from ondevice.data.reading import open_reading
 
-    # The rows first: what is wrong with them is said before a tokenizer is loaded, which takes seconds.
-    read = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
+    # The file first: what is wrong with it is said before a tokenizer is loaded, which takes seconds.
+    read = open_reading(file, task=task, columns=common.columns_of(columns))
     from ondevice.models import load_tokenizer, read_dims
 
     try:
@@ -43,10 +46,13 @@ def data(
     except MissingPackageError as error:
         if model is not None:
             raise
-        _without_tokens(read, rows, json, str(error.hint))
+        whole = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
+        if strict_columns:
+            refuse_unread(str(file), Report(unread=unread_columns(whole)))
+        _without_tokens(whole, rows, json, str(error.hint))
         return
     vocabulary = None if model is None else read_dims(model, revision).vocab
-    shown = preview_rows(read, tokenizer, max_length, rows=rows, vocabulary=vocabulary)
+    shown = preview_rows(read, tokenizer, max_length, rows=rows, strict_columns=strict_columns, vocabulary=vocabulary)
     if json:
         print_json(shown.to_dict())
     else:
@@ -55,11 +61,17 @@ def data(
         raise typer.Exit(1)
 
 
+def unread_columns(read: Rows) -> Counter[str]:
+    """Count the columns that no format reads; which of them a chat template does is not known without a tokenizer."""
+    return Counter(name for row in read.items for name in row.rest)
+
+
 def _without_tokens(read: Rows, count: int, json: bool, hint: str) -> None:
     """Show rows as texts, where no package is installed that could tokenize them."""
     labels = dict(Counter(row.label for row in read.items if row.label is not None).most_common(20))
     values = {"file": read.file, "format": read.format, "task": read.task, "rows": len(read.items) + len(read.problems),
-              "usable": len(read.items), "labels": labels, "notes": read.notes}  # fmt: skip
+              "usable": len(read.items), "labels": labels, "notes": read.notes,
+              "unread": dict(unread_columns(read))}  # fmt: skip
     if json:
         print_json(values | {"problems": [problem.to_dict() for problem in read.problems]})
     else:

@@ -13,13 +13,19 @@ from ondevice.cli.fleet_carry import carry
 from ondevice.cli.fleet_flower import LocalSteps, begin, certificates, device, server
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Many devices train one adapter and send only numbers."
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Devices.")]
 RoundCount = Annotated[int | None, typer.Option("--rounds", min=1, help="Rounds.")]
 Dirichlet = Annotated[float | None, typer.Option("--dirichlet", help="Split the rows by label, as 0.1; else evenly.")]
 Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
+
+
+@app.callback()
+def private_files(context: typer.Context) -> None:
+    """Many devices train one adapter and send only numbers."""
+    from ondevice.artifact.files import private
+
+    context.with_resource(private())  # adapters, keys, and paths of rows
 
 
 @app.command()

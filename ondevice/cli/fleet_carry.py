@@ -9,7 +9,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, print_json, table
-from ondevice.cli.fleet_flower import Artifact, Copy, Folder
+from ondevice.cli.fleet_flower import Artifact, Copy, Epsilon, Folder
 from ondevice.core.errors import ConfigError
 
 carry = typer.Typer(
@@ -97,9 +97,12 @@ def carry_answer(
     to: Annotated[Path | None, typer.Option("--to", help="File for the answer.")] = None,
     task: common.Task = None,
     columns: common.Columns = None,
+    strict_columns: common.StrictColumns = False,
     model: common.Model = None,
     artifact: Artifact = None,
     batch_size: common.BatchSize = None,
+    key: Annotated[Path | None, typer.Option("--key", help="This device's private key: it signs the answer.")] = None,
+    epsilon: Epsilon = None,
     qr: QR = False,
     json: common.Json = False,
 ) -> None:
@@ -118,9 +121,12 @@ def carry_answer(
             data=data or "",
             task=task,
             columns=common.columns_of(columns),
+            strict_columns=strict_columns,
             model=model,
             artifact=None if artifact is None else str(artifact),
             batch_size=batch_size or 4,
+            key=None if key is None else str(key.absolute()),
+            epsilon=epsilon,
         )
     )
     values: dict[str, Any] = {"answer": None}
@@ -135,7 +141,7 @@ def carry_answer(
         if data is None or to is None:
             raise ConfigError("the file has a task", expected="--data with rows, and --to for the answer")
         answer = end.take({"task": parcel.task}, parcel.device)["answer"]
-        (written,) = files_of(Parcel(device=parcel.device, answer=answer))
+        (written,) = files_of(Parcel(device=parcel.device, answer=answer, signed=end.signed(answer)))
         atomic_write(to, written)
         values |= {"answer": str(to), "bytes": len(written)}
         if qr:

@@ -11,13 +11,17 @@ from ondevice.cli import common
 from ondevice.cli.common import err, overrides, print_json, table
 
 LocalSteps = Annotated[int | None, typer.Option("--local-steps", min=1, help="Steps of a device before it answers.")]
-Host = Annotated[str, typer.Option("--host", help="Address of the SuperLink.")]
-Port = Annotated[int, typer.Option("--port", help="Port of the SuperLink.")]
+Host = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
+Port = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
 Certificates = Annotated[
     Path | None,
     typer.Option("--certificates", help="Folder with ca.crt, and for the server server.pem and server.key."),
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")]
+Epsilon = Annotated[
+    float | None,
+    typer.Option("--epsilon", min=0, help="Privacy budget: this device stops at it. 8 in a fleet with noise."),
+]
 Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice fleet begin`.")]
 Copy = Annotated[Path, typer.Option("--out", "-o", help="Folder of this device's copy of the fleet.")]
 Artifact = Annotated[Path | None, typer.Option("--artifact", help="An exported program instead of the model.")]
@@ -32,6 +36,10 @@ def begin(
     config: common.Config = None,
     model: common.Model = None,
     local_steps: LocalSteps = None,
+    device_keys: Annotated[
+        Path | None,
+        typer.Option("--device-keys", help="Folder of the devices' public keys (*.pub): the charter names them."),
+    ] = None,
     settings: common.Settings = None,
     json: common.Json = False,
     *,
@@ -43,6 +51,7 @@ def begin(
 
     flags = overrides(settings, model__source=common.model_of(first, model), fleet__local_steps=local_steps)
     run = FleetRun.load(config, flags | method_options | run_options)
+    run.check_device_keys(device_keys)
     from ondevice.fleet.open import open_task
     from ondevice.fleet.store import Store
 
@@ -55,7 +64,7 @@ def begin(
         AdapterStore.create(run.train.out, charter, arrays).close()
         elements = sum(value.size for value in arrays.values())
     else:
-        charter = run.charter(session, source)
+        charter = run.charter(session, source, device_keys)
         Store.create(run.train.out, charter).close()
         elements = charter.size
     values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": elements}
@@ -75,8 +84,9 @@ def server(
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Run a fleet's rounds over Flower: a SuperLink and a ServerApp. Started again, it goes on from the last round."""
-    from ondevice.fleet.flower import Link, serve
+    """Listen for devices and run a fleet's rounds over Flower. Started again, it goes on from the last round."""
+    from ondevice.fleet.flower import serve
+    from ondevice.fleet.link import Link
     from ondevice.fleet.status import status as status_of
     from ondevice.training.checkpoint import RunLock
 
@@ -96,6 +106,7 @@ def device(
     first: common.FirstModel = None,
     task: common.Task = None,
     columns: common.Columns = None,
+    strict_columns: common.StrictColumns = False,
     model: common.Model = None,
     artifact: Artifact = None,
     batch_size: common.BatchSize = None,
@@ -107,11 +118,13 @@ def device(
     certificates: Certificates = None,
     key: Annotated[Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")] = None,
     insecure: Insecure = False,
+    epsilon: Epsilon = None,
 ) -> None:
-    """Take part in a fleet over Flower: a SuperNode and a ClientApp, until it is stopped."""
+    """Take part in a fleet over Flower, until it is stopped."""
     from ondevice.data.records import check_source
     from ondevice.fleet.device import DeviceSettings
-    from ondevice.fleet.flower import Link, join
+    from ondevice.fleet.flower import join
+    from ondevice.fleet.link import Link
 
     check_source(data)
     settings = DeviceSettings(
@@ -119,10 +132,13 @@ def device(
         data=str(Path(data).absolute()),
         task=task,
         columns=common.columns_of(columns),
+        strict_columns=strict_columns,
         model=common.model_of(first, model),
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
         gives_subspace=gives_subspace,
+        key=None if key is None else str(key.absolute()),
+        epsilon=epsilon,
     )
     raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key, _line))
 

@@ -136,6 +136,7 @@ def evaluate(
     adapter: common.AdapterPath = None,
     rows: Annotated[int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")] = None,
     columns: common.Columns = None,
+    strict_columns: common.StrictColumns = False,
     max_length: common.MaxLength = None,
     shots: Annotated[
         int | None, typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k).")
@@ -153,7 +154,7 @@ def evaluate(
     """Compute loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a
     benchmark."""
     from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
-    from ondevice.data.formats import named_task
+    from ondevice.data.reading import named_task
     from ondevice.data.records import check_source
 
     source = common.model_of(first, model)
@@ -193,6 +194,7 @@ def evaluate(
         rows=rows,
         columns=named,
         max_length_tokens=max_length,
+        strict_columns=strict_columns,
         **chosen,
     )
     if json:

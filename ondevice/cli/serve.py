@@ -67,6 +67,8 @@ def token(
         else:
             for item in tokens:
                 out.print(f"{item['id']}  {item['name']}", markup=False)
+        if revoke is not None and not tokens:
+            err.print("No token is left: the daemon answers nobody until `ondevice serve token` makes a new one.")
         return
     secret = security.create_token(opened, name)
     if json:
@@ -90,6 +92,8 @@ def fleet(
     batch_size: common.BatchSize = None,
     task: common.Task = None,
     columns: common.Columns = None,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", min=0, help="Privacy budget: it stops at it.")] = None,
+    strict_columns: common.StrictColumns = False,
     window: Annotated[str | None, typer.Option("--window", help="When it may train, as 22:00-06:00.")] = None,
     memory_limit: Annotated[str | None, typer.Option("--memory-limit", help="Of its processes: 6GiB.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take part no more; its copy of the fleet stays.")] = False,
@@ -113,7 +117,8 @@ def fleet(
             "data": str(Path(data).absolute()), "host": host, "port": port, "insecure": insecure, "model": model,
             "certificates": certificates and str(certificates.absolute()), "key": key and str(key.absolute()),
             "batch_size": batch_size or 4, "memory_bytes": bytes_of(memory_limit), "window": window_of(window),
-            "task": task, "columns": common.columns_of(columns),
+            "task": task, "columns": common.columns_of(columns), "epsilon": epsilon,
+            "strict_columns": strict_columns,
         }  # fmt: skip
         seat = Seat.parse(values, "flags")
     path = write_seat(root, name, seat)

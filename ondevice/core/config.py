@@ -243,6 +243,10 @@ class DataConfig(StrictConfig):
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt (user turns)."""
 
+    strict_columns: bool = False
+    """Refuse rows with a column, or a key of a turn, that neither the format nor the chat template reads. Without it
+    they are named with their count."""
+
     @model_validator(mode="after")
     def _one_validation(self) -> DataConfig:
         if self.validation_split and self.eval_path is not None:

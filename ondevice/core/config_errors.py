@@ -14,19 +14,24 @@ if TYPE_CHECKING:
     from ondevice.core.config import StrictConfig
 
 
+MOST_PROBLEMS, MOST_LETTERS = 20, 300
+"""Of an error: a document from outside may have thousands of unknown keys, or one of a million letters."""
+
+
 def explain(
     error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None,
     hint: str,
 ) -> ConfigError:  # fmt: skip
     """Return pydantic's error in words that name each key by its place in a run file; see `StrictConfig.parse`."""
-    problems, first = [], error.errors()[0]
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"])
+    found = error.errors()
+    problems, first = [], found[0]
+    for item in found[:MOST_PROBLEMS]:
+        path = ".".join(str(part) for part in item["loc"])[:MOST_LETTERS]
         if old := _old_key(model, item["loc"], item["input"]):
             problems.append(f"{where}: {old}")
         elif item["type"] == "extra_forbidden":
             # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
-            keys, key = _all_keys(model), str(item["loc"][-1])
+            keys, key = _all_keys(model), str(item["loc"][-1])[:MOST_LETTERS]
             for name, owners in (elsewhere() if elsewhere else {}).items():
                 keys.setdefault(name, set()).update(owners)
             near = nearest(key, sorted(keys))
@@ -34,8 +39,15 @@ def explain(
             owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
             problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
         else:
-            problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
-    return ConfigError("; ".join(problems), received=repr(first["input"]), hint=hint)
+            problems.append(f"{where}: '{path}': {item['msg']} (received {_short(item['input'])})")
+    if len(found) > MOST_PROBLEMS:
+        problems.append(f"and {len(found) - MOST_PROBLEMS} more")
+    return ConfigError("; ".join(problems), received=_short(first["input"]), hint=hint)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
 
 def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:

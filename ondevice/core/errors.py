@@ -23,6 +23,7 @@ class OndeviceError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None) -> None:
+        message = _printable(message)
         super().__init__(message)
         self.message = message
         self.expected = expected
@@ -37,18 +38,26 @@ class OndeviceError(Exception):
             lines.append(f"  received: {self.received}")
         if self.hint:
             lines.append(f"  try: {self.hint}")
-        return "\n".join(lines)
+        return _printable("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as the JSON object that `--json` prints."""
         return {
             "error": type(self).__name__,
             "message": self.message,
-            "expected": None if self.expected is None else str(self.expected),
-            "received": None if self.received is None else str(self.received),
-            "try": self.hint,
+            "expected": None if self.expected is None else _printable(str(self.expected)),
+            "received": None if self.received is None else _printable(str(self.received)),
+            "try": None if self.hint is None else _printable(self.hint),
             "exit_code": self.exit_code,
         }
+
+
+def _printable(text: str) -> str:
+    """Return `text` with escapes for half surrogate pairs, which no terminal and no socket takes.
+
+    They are in what a damaged file holds, and an error quotes it.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class ConfigError(OndeviceError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import pkgutil
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Backend, MethodSpec
 from ondevice.core.target import TargetSpec
+from ondevice.core.untrusted import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -149,10 +149,10 @@ def network_method(folder: Path) -> MethodSpec | None:
     """Find the method whose own architecture a folder's network has, by the `model_type` of its config.json."""
     # Asked of any source that the user names: whatever is not a folder of ours is simply not one.
     try:
-        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        name = read_json(folder / "config.json").get("model_type")
     except (OSError, ValueError, AttributeError):
         return None
-    spec = method(name) if name in _places() else None
+    spec = method(name) if isinstance(name, str) and name in _places() else None
     return spec if spec is not None and spec.network is not None else None
 
 

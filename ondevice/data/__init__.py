@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ondevice.data.batching import Batch, Batches, pad_examples, pad_id_of, split_rows
 from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode, read_dataset
-from ondevice.data.formats import read_rows
 from ondevice.data.lengths import Length, length_of
 from ondevice.data.preview import Preview, preview, preview_rows
+from ondevice.data.reading import read_rows
 from ondevice.data.rows import Row, RowProblem, Rows
 from ondevice.data.scoring import exact_match, f1_score, first_line, pick_candidate
 from ondevice.data.templates import TASKS, find_task

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.encode import IGNORE, Dataset, Example, Item
+from ondevice.data.encode import IGNORE, Dataset, Example, Item, Report
 
 ROUND_TO_TOKENS = 8
 
@@ -218,7 +218,8 @@ def split_rows(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Data
     sides: tuple[list[Item], list[Item]] = ([], [])
     for item, place in zip(dataset.items, places):
         sides[numbers[place] in held].append(item)
-    return replace(dataset, items=sides[0]), replace(dataset, items=sides[1], problems=[], too_long_tokens=[], notes=())
+    return replace(dataset, items=sides[0]), replace(dataset, items=sides[1], problems=[], too_long_tokens=[], notes=(),
+                                                     report=Report())  # fmt: skip
 
 
 def pad_id_of(tokenizer: Any) -> int:

@@ -1,128 +1,296 @@
-"""Chat rows as examples, through the tokenizer's own template: the tokens of the assistant's turns are trained on."""
+"""Conversations as examples, through the tokenizer's own template: each answer as the model will see it.
+
+An answer's text is what the template writes with that answer last; its context is what the template asks with, given
+the turns before. A template that only appends writes one text for all answers: one example with several trained spans.
+One that rewrites history (drops earlier reasoning) writes a text for each answer: one example for each of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from ondevice.core.errors import MissingPackageError
-from ondevice.data.encode import IGNORE, Example, Item, check_fit
-from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn
+from ondevice.data.chat_reads import Reads
+from ondevice.data.chat_template import ChatTemplate, Message, end_marks
+from ondevice.data.encode import IGNORE, Example, Item, Report, check_fit
+from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
+from ondevice.data.turn_weights import is_trained
 
 
-def chat_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
-    """Encode a chat row. To fit, whole turns go, from the oldest after the system turn; the last exchange stays whole.
-    The rejected answer of a preference pair is a candidate, behind the same turns."""
-    system, begin = int(row.messages[0][0] == "system"), 0
-    users = [index for index, turn in enumerate(row.messages) if turn[0] == "user" and index > system]
-    both = [row.messages, row.rejected] if row.rejected else [row.messages]
-    rendered = [render_chat(tokenizer, turns, row.tools) for turns in both]
-    full = max(len(ids) for ids, _, _ in rendered)
-    while max(len(ids) for ids, _, _ in rendered) > limit:
-        begin = next((index for index in users if index > begin), 0)
-        if not begin:
-            ids, _, start = rendered[0]
-            check_fit(len(ids) - start, limit, start, full)
-            reason = f"the last turns have {len(ids)} tokens; with max_length_tokens={limit} they do not fit whole"
-            raise AnswerTooLong(reason, full)
-        rendered = [render_chat(tokenizer, turns[:system] + turns[begin:], row.tools) for turns in both]
-    examples = []
-    for ids, trained, _ in rendered:
+class Span(NamedTuple):
+    """The characters of one answer, with its end-of-turn token."""
+
+    start: int
+    end: int
+    trained: bool
+    unanswered: str = ""
+    """What the template asks with and does not write before the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A conversation up to turn `last`, as the template writes it, and its answers."""
+
+    text: str
+    spans: tuple[Span, ...]
+    last: int
+    shared: int = 0
+    """Characters that the text before it has, too."""
+
+
+class ChatEncoder:
+    """Encodes conversations; `report` counts what it saw.
+
+    Args:
+        tokenizer: with a chat template.
+        limit: most tokens of an example. To fit, whole turns go, from the oldest after the system turn; the last
+            exchange stays whole.
+        train_on_prompt: label the turns of others, too, once each.
+        report: to count in.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int, train_on_prompt: bool, report: Report) -> None:
+        self.tokenizer, self.limit, self.train_on_prompt, self.report = tokenizer, limit, train_on_prompt, report
+        self._templates: dict[bool, tuple[ChatTemplate, Reads]] = {}
+        marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        self._ends = tuple(sorted(marks, key=len, reverse=True))
+        self._stops = end_marks(tokenizer)
+
+    def encode(self, row: Row) -> Iterator[Item | BadRow]:
+        """Yield the examples of a row, and for an answer that cannot be one, why.
+
+        Raises:
+            BadRow: the row as a whole cannot be encoded.
+        """
+        self._answered: list[tuple[str, Span]] = []
+        template, reads = self._template(bool(row.tools))
+        context, unread = reads.context(row)
+        turns = self._turns(template, row.messages, row.tools, context)
+        trained = [is_trained(turn) for turn in turns]
+        if template.call_arguments is None:  # a call is written by its name and its arguments
+            calls = [call for turn in row.messages for call in keys_of(turn).get("tool_calls", ())]
+            unread.update(
+                f"messages[].tool_calls[].{key}" for call in calls for key in set(call) - {"type", "function"}
+            )
+        if not any(trained):
+            raise BadRow("messages", "no turn is to be trained on: all answers have weight 0 or train: false")
+        if row.rejected:
+            other = self._turns(template, row.rejected, row.tools, context)
+            pair = self._pair(row, template, context, (turns, other), (trained, [is_trained(turn) for turn in other]))
+            reads.check(turns, "", context)
+            unread += reads.unread(turns, [template.render(turns, False, context)], context)
+            yield replace(pair, unread=tuple(+unread))
+        else:
+            texts = self._texts(template, turns, trained, context)
+            items = [self._item(row, template, context, turns, trained, text) for text in texts]
+            reads.check(turns[: texts[-1].last + 1], texts[-1].text, context)
+            unread += reads.unread(turns[: texts[-1].last + 1], [text.text for text in texts], context)
+            if sum(turn["role"] == "assistant" for turn in turns) > 1:
+                kind = "several" if len(items) > 1 else "one"
+                self.report.conversations.update({kind: 1, f"{kind} sequences": len(items)})
+            names = tuple(+unread)
+            yield from (replace(item, unread=names) if isinstance(item, Item) else item for item in items)
+        self.report.unread.update(unread)
+        for text, span in self._answered:
+            self.report.ends[_end_mark(self._ends, self._stops, text[span.start : span.end])] += 1
+            if span.unanswered:
+                kind = f"answers without {span.unanswered!r}, with which the chat template asks for them"
+                self.report.notes[kind] += 1
+
+    def _template(self, tools: bool) -> tuple[ChatTemplate, Reads]:
+        if tools not in self._templates:
+            template = ChatTemplate(self.tokenizer, tools)
+            self._templates[tools] = template, Reads(template)
+        return self._templates[tools]
+
+    def _turns(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        context: dict[str, Any],
+    ) -> list[Message]:
+        """Return turns as the template takes them; tools that it takes go into `context`."""
+        turns = []
+        for message in messages:
+            turn = {"role": message[0], "content": message[1], **keys_of(message)}
+            if "developer" not in template.source:
+                turn["role"] = message[0]
+            plain = template.without_marks(turn)
+            self.report.notes["turns that held the chat template's own marks, which are written once"] += plain != turn
+            turns.append(plain)
+        if tools and template.shows_tools:
+            context["tools"] = list(tools)
+        written = written_tools(template, turns, tools)
+        self.report.notes["conversations with tools as text, which the chat template does not write"] += (
+            written != turns
+        )
+        return [template.formed(turn) for turn in written]
+
+    def _texts(
+        self, template: ChatTemplate, turns: list[Message], trained: list[bool], context: Mapping[str, Any]
+    ) -> list[Text]:
+        """Render each answer, and put answers together whose texts are the beginning of the next one's.
+
+        Raises:
+            BadRow: the template refuses the turns, or writes another history before an answer than it asks with.
+        """
+        texts: list[Text] = []
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            text, start, unanswered = self._answer(template, turns[: number + 1], context)
+            span = Span(start, _answer_end(self._ends, text), trained[number], unanswered)
+            before = texts[-1] if texts else Text("", (), -1)
+            if before.spans and text.startswith(before.text[: before.spans[-1].end]):
+                texts[-1] = replace(before, text=text, spans=(*before.spans, span), last=number)
+            else:
+                texts.append(Text(text, (span,), number, _common(before.text, text)))
+        if self.train_on_prompt and len(texts) > 1 and not all(span.trained for text in texts for span in text.spans):
+            raise BadRow("messages", "train_on_prompt cannot leave out a turn of weight 0 that the template rewrites")
+        kept = []
+        for text in texts:  # what follows the last trained answer is not context either
+            spans = text.spans
+            while spans and not spans[-1].trained:
+                spans = spans[:-1]
+            if spans:
+                last = [n for n, turn in enumerate(turns[: text.last + 1]) if turn["role"] == "assistant"]
+                kept.append(replace(text, spans=spans, last=last[len(spans) - len(text.spans) - 1]))
+        return kept
+
+    def _answer(self, template: ChatTemplate, turns: list[Message], context: Mapping[str, Any]) -> tuple[str, int, str]:
+        """Render the turns up to an answer; return the text, where the answer begins, and what the template asks with
+        but does not write there."""
+        asked = template.render(turns[:-1], True, context)
+        text = template.render(turns, False, context)
+        if text.startswith(asked):
+            return text, len(asked), ""
+        history = _common(asked, template.render(turns[:-1], False, context))
+        # Another answer shows where the head that both have ends: the answer may begin as the question's end does.
+        other = template.render([*turns[:-1], template.formed({"role": "assistant", "content": "Qz"})], False, context)
+        start = min(_common(asked, text), _common(text, other))
+        if start < history:
+            raise BadRow("messages", "the tokenizer's chat template rewrites earlier turns before it writes an answer")
+        return text, start, asked[start:].strip() or asked[start:]
+
+    def _item(
+        self, row: Row, template: ChatTemplate, context: Mapping[str, Any], turns: list[Message], trained: list[bool],
+        text: Text,
+    ) -> Item | BadRow:  # fmt: skip
+        try:
+            (example,), prompt, lost = self._fit(template, context, [turns[: text.last + 1]], [trained], [text])
+        except AnswerTooLong as problem:
+            return problem
+        return Item(example, line=row.line, file=row.file, prompt_tokens=prompt, dropped_tokens=lost)
+
+    def _pair(self, row: Row, template: ChatTemplate, context: Mapping[str, Any], both: Sequence[list[Message]],
+              trained: Sequence[list[bool]]) -> Item:  # fmt: skip
+        """Encode the two answers of a preference pair behind the same turns."""
+        texts = [self._texts(template, *one, context)[-1] for one in zip(both, trained, strict=True)]
+        examples, prompt, lost = self._fit(template, context, both, trained, texts)
+        return Item(examples[0], tuple(examples), 0, line=row.line, file=row.file, prompt_tokens=prompt,
+                    dropped_tokens=lost)  # fmt: skip
+
+    def _fit(
+        self, template: ChatTemplate, context: Mapping[str, Any], both: Sequence[list[Message]],
+        trained: Sequence[list[bool]], texts: list[Text],
+    ) -> tuple[list[Example], int, int]:  # fmt: skip
+        """Return the examples of the texts, the tokens of the first's prompt, and how many were lost to fit."""
+        system, begin = int(both[0][0]["role"] == "system"), 0
+        users = [number for number, turn in enumerate(both[0]) if turn["role"] == "user" and number > system]
+        examples = [self._example(text) for text in texts]
+        full = max(len(example) for example, _ in examples)
+        while max(len(example) for example, _ in examples) > self.limit:
+            begin = next((number for number in users if number > begin), 0)
+            if not begin:
+                example, start = examples[0]
+                check_fit(len(example) - start, self.limit, start, full)
+                limit = f"max_length_tokens={self.limit}"
+                reason = f"the last turns have {len(example)} tokens; with {limit} they do not fit whole"
+                raise AnswerTooLong(reason, full)
+            cut = [one[:system] + one[begin:] for one in both]
+            weights = [one[:system] + one[begin : len(turns)] for one, turns in zip(trained, both, strict=True)]
+            texts = [self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)]
+            examples = [self._example(replace(text, shared=0)) for text in texts]
+        self._answered += [(text.text, span) for text in texts for span in text.spans if span.trained]
+        lost = full - max(len(example) for example, _ in examples)
+        return [example for example, _ in examples], examples[0][1], lost
+
+    def _example(self, text: Text) -> tuple[Example, int]:
+        """Tokenize a text up to its last answer; return the example and the first token of that answer."""
+        encoded = self.tokenizer(text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = encoded["offset_mapping"]
+        covered = [next((span for span in text.spans if _covers(left, right, span)), None) for left, right in offsets]
+        last = [number for number, span in enumerate(covered) if span == text.spans[-1]]
+        if not last:
+            raise BadRow("messages", "the tokenizer's chat template drops the last assistant turn")
+        end = last[-1] + 1  # what templates put behind the last end-of-turn token teaches nothing
+        trained = [span is not None and span.trained for span in covered[:end]]
         if not any(trained[1:]):
             raise BadRow("messages", "no assistant turn has a token that can be trained on")
-        labels = ids if train_on_prompt else [i if t else IGNORE for i, t in zip(ids, trained, strict=True)]
-        examples.append(Example(tuple(ids), tuple(labels)))
-    lost = full - max(len(example) for example in examples)
-    candidates, gold = (tuple(examples), 0) if row.rejected else ((), None)
-    return Item(examples[0], candidates, gold, line=row.line, file=row.file, prompt_tokens=rendered[0][2],
-                dropped_tokens=lost)  # fmt: skip
+        if self.train_on_prompt:
+            trained = [span.trained if span else right > text.shared or not text.shared
+                       for span, (_, right) in zip(covered[:end], offsets, strict=False)]  # fmt: skip
+        ids = list(encoded["input_ids"])[:end]
+        labels = [token if flag else IGNORE for token, flag in zip(ids, trained, strict=True)]
+        return Example(tuple(ids), tuple(labels)), last[0]
 
 
-def render_chat(
-    tokenizer: Any, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] = ()
-) -> tuple[list[int], list[bool], int]:
-    """Tokenize a conversation that ends with an assistant turn and begins with another one; return (ids, trained,
-    start).
-
-    Tools and their calls go to the template. To one that knows none, they are written as text: the tools in the system
-    turn, a call as JSON between <tool_call> tags (Hermes' form, which Qwen and SmolLM2 were trained on).
-
-    `trained[t]` is True for the tokens of every assistant turn: from where the template asks for the
-    answer to the end-of-turn token. `start` is the first token of the last assistant turn.
-
-    The template is rendered up to each assistant turn and including it; both texts have to be beginnings
-    of the whole conversation, which also is what a model sees when it answers.
-
-    Raises:
-        BadRow: the template refuses the turns, or rewrites earlier turns when later ones follow.
-        MissingPackageError: jinja2 is not installed.
-    """
-    turns = [{"role": turn[0], "content": turn[1], **(turn[2] if len(turn) > 2 else {})} for turn in messages]
-    if tools or any(len(turn) > 2 for turn in messages):
-        turns, tools = _tool_turns(tokenizer, turns, list(tools))
-    text = _render(tokenizer, turns, tools, False)
-    spans = []
-    for index, turn in enumerate(turns):
-        if turn["role"] == "assistant":
-            before = _render(tokenizer, turns[:index], tools, True)
-            after = text if index == len(turns) - 1 else _render(tokenizer, turns[: index + 1], tools, False)
-            if not (after.startswith(before) and text.startswith(after)):
-                reason = "the tokenizer's chat template rewrites earlier turns; write one answer a row"
-                raise BadRow("messages", reason)
-            spans.append((len(before), _answer_end(tokenizer, after)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = encoded["offset_mapping"]
-    trained = [any(_covers(left, right, span) for span in spans) for left, right in offsets]
-    last = [index for index, (left, right) in enumerate(offsets) if _covers(left, right, spans[-1])]
-    if not last:
-        raise BadRow("messages", "the tokenizer's chat template drops the last assistant turn")
-    end = last[-1] + 1  # what templates put behind the last end-of-turn token teaches nothing
-    return list(encoded["input_ids"])[:end], trained[:end], last[0]
+def written_tools(template: ChatTemplate, turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return turns with what the template does not write of tools as text: the tools in the system turn, a call as JSON
+    between <tool_call> tags, an answer between <tool_response> tags (Hermes' form, which Qwen and SmolLM2 learned)."""
+    written = []
+    for turn in turns:
+        if turn.get("tool_calls") and template.call_arguments is None:
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]]
+            parts = [turn["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            turn = {key: value for key, value in turn.items() if key != "tool_calls"}
+            turn["content"] = "\n".join(part for part in parts if part)
+        elif turn["role"] == "tool" and not template.shows_results:
+            text = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            if written and written[-1].get("content", "").endswith("</tool_response>"):
+                written[-1]["content"] += f"\n{text}"  # several calls are answered in one turn of the user's
+                continue
+            turn = {**turn, "role": "user", "content": text}
+        written.append(turn)
+    if tools and not template.shows_tools:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        named = f"You may call these functions:\n<tools>\n{listed}\n</tools>"
+        role = "system" if template.shows_system else "user"
+        if written[0]["role"] in ("system", role):
+            both = [written[0]["content"], named] if written[0]["role"] == "system" else [named, written[0]["content"]]
+            written[0] = {**written[0], "content": "\n\n".join(both)}
+        else:
+            written.insert(0, {"role": role, "content": named})
+    return written
 
 
-def _covers(left: int, right: int, span: tuple[int, int]) -> bool:
-    """True if the token at text[left:right] overlaps the span; one without width has the width of its place."""
-    return left < span[1] and max(right, left + 1) > span[0]
+def _common(first: str, second: str) -> int:
+    """Return how many characters both texts begin with."""
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return min(len(first), len(second))
 
 
-def _answer_end(tokenizer: Any, text: str) -> int:
+def _covers(left: int, right: int, span: Span) -> bool:
+    """Return True if the token at text[left:right] overlaps the span; one without width has the width of its place."""
+    return left < span.end and max(right, left + 1) > span.start
+
+
+def _answer_end(ends: tuple[str, ...], text: str) -> int:
     """Return the end of the turn without the white space that templates put behind the end-of-turn token."""
     bare = text.rstrip()
-    ends = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
     return len(bare) if bare.endswith(ends) else len(text)
 
 
-def _tool_turns(
-    tokenizer: Any, turns: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return turns and tools as the template takes them: as they are, or written out."""
-    template = tokenizer.chat_template
-    template = "".join(template.values()) if isinstance(template, dict) else template
-    if "tool_calls" in template and (not tools or "tools" in template):
-        return turns, tools
-    written = []
-    for turn in turns:
-        calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
-        parts = [turn["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
-        written.append({"role": turn["role"], "content": "\n".join(part for part in parts if part)})
-    if tools:
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        named = f"You may call these functions:\n<tools>\n{listed}\n</tools>"
-        if written[0]["role"] == "system":
-            written[0]["content"] += f"\n\n{named}"
-        else:
-            written.insert(0, {"role": "system", "content": named})
-    return written, []
-
-
-def _render(tokenizer: Any, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]], ask: bool) -> str:
-    named = {"tools": list(tools)} if tools else {}
-    try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **named)
-    except ImportError:
-        hint = "pip install jinja2"
-        raise MissingPackageError("chat templates need the package 'jinja2'", hint=hint) from None
-    except Exception as error:  # a template is a program of its own and raises what it likes
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise BadRow("messages", f"the tokenizer's chat template refuses the turns: {reason}") from None
+def _end_mark(ends: tuple[str, ...], stops: tuple[str, ...], answer: str) -> str:
+    """Return the special tokens that end an answer, from the template's own end on; empty if none does."""
+    marks: list[str] = []
+    while mark := next((end for end in ends if end and answer.endswith(end)), ""):
+        marks.insert(0, mark)
+        answer = answer.removesuffix(mark).rstrip()
+    first = next((place for place, mark in enumerate(marks) if mark in stops), len(marks) - 1)
+    return " ".join(marks[max(first, 0) :])

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
 from ondevice.data.formats import format_of
 from ondevice.data.records import describe, read_records
-from ondevice.data.rows import BadRow, RowProblem
+from ondevice.data.rows import BadRow
 from ondevice.data.templates import TASKS, Task, column
 
 FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
     "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs", "liked",
+    "system", "system_prompt", "history",
 )  # fmt: skip
 """Names that formats have for their columns."""
 
@@ -37,53 +38,48 @@ def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-Numbered = list[tuple[int, dict[str, Any], str]]
-"""(line, fields, file) of records."""
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+"""A record to one whose columns have the names that formats know; raises BadRow where a column is missing."""
 
 
-def rename(
-    records: Numbered,
-    columns: Mapping[str, str] | None,
-    task: Task | None,
-    problems: list[RowProblem],
-    notes: list[str],
-    name: str,
-) -> tuple[Numbered, frozenset[str]]:
-    """Give the columns the names that formats know; return the records and the names that the user gave.
+def renaming(
+    first: dict[str, Any] | None, columns: Mapping[str, str] | None, task: Task | None, notes: list[str]
+) -> tuple[Change, frozenset[str]]:
+    """Return how the columns of a file are renamed, and the names that the user gave; add a note that says so.
 
-    Records without a named column are left out and become problems. Without `columns` the file's own names are taken
-    without regard to case, if they then fit a format.
+    Without `columns`, the names in the `first` record are taken without regard to case, if they then fit a format.
 
     Raises:
         ConfigError: `columns` names no field of a format or of the task.
-        DataError: no record has a named column.
     """
     if not columns:
-        found = _without_case(records[0][1])
-        if found:
-            notes.append("columns are named without regard to case: " + ", ".join(found.values()))
-        return [(line, _moved(record, found, None), file) for line, record, file in records], frozenset()
+        names = {} if first is None else _without_case(first)
+        if not names:
+            return lambda record: record, frozenset()
+        notes.append("columns are named without regard to case: " + ", ".join(names.values()))
+        fields = {source: field for field, source in names.items()}  # a row may lack some of them
+        return lambda record: {fields.get(key, key): value for key, value in record.items()}, frozenset()
     _check_fields(columns, task)
-    renamed: Numbered = []
-    for line, record, file in records:
+    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
+
+    def change(record: dict[str, Any]) -> dict[str, Any]:
         if isinstance(record.get("prompt_fields"), dict):
             record = record["prompt_fields"] | {
                 key: record[key] for key in record if key not in ("prompt_fields", "task")
             }
-        try:
-            renamed.append((line, _moved(record, columns, task), file))
-        except BadRow as bad:
-            problems.append(RowProblem(file or name, line, bad.field, bad.reason))
-    if records and not renamed:
-        _, fields, _ = records[0]
-        fields = fields.get("prompt_fields", fields)
-        missing = next((source for source in columns.values() if not _has(fields, source)), "")
-        near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
-        raise DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
-                        hint=hint)  # fmt: skip
-    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
-    return renamed, frozenset(columns)
+        return _moved(record, columns, task)
+
+    return change, frozenset(columns)
+
+
+def no_column(fields: dict[str, Any], columns: Mapping[str, str], name: str) -> DataError:
+    """Build the error of a file in which no record has the columns that the user named; `fields` is its first."""
+    fields = fields.get("prompt_fields", fields)
+    missing = next((source for source in columns.values() if not _has(fields, source)), "")
+    near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
+    return DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
+                     hint=hint)  # fmt: skip
 
 
 def _moved(record: dict[str, Any], columns: Mapping[str, str], task: Task | None) -> dict[str, Any]:
@@ -141,9 +137,12 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
         )
     fitting = [task.name for task in TASKS.values()
                if all(_any(record, names) for names in (*task.columns.values(), task.label))]  # fmt: skip
-    first, last = (_quoted(keys[0]), _quoted(keys[-1])) if keys[1:] else ("QUESTION", "ANSWER")
+    first, last = _question_and_answer(record)
     advice = [f"say what the columns are: --column prompt={first} --column completion={last} for free answers, "
               f"--column text={first} --column label={last} for classes"]  # fmt: skip
+    if system := next((key for key in keys if _words_of(key) & _SYSTEM), None):
+        told = f"--column system={_quoted(system)} --column response={last} in place of completion"
+        advice[0] += f"; with {told} the system speaks before the question"
     if fitting:
         advice.insert(0, f"the columns are those of --task {' or '.join(fitting)}")
     if len(keys) == 1 and (odd := re.search(r"[:^~#]|\s{2,}", keys[0])):
@@ -156,6 +155,32 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
         received="the keys " + ", ".join(keys) + ("" if keys[1:] else " (the first line of a table is its header)"),
         hint="; or ".join(advice),
     )
+
+
+_SYSTEM = {"system", "sys"}
+_ASKS = {"question", "instruction", "prompt", "query", "input", "user", "human", "ask", "problem", "task", "q"}
+_ANSWERS = {"answer", "response", "output", "completion", "target", "reply", "assistant", "solution", "label", "a"}
+_SAYS_LESS = {"id", "idx", "index", "uuid", "history", "source", "tools", "date", "time", "lang", "language", "context"}
+
+
+def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
+    """Return the columns that are likeliest a question and its answer: by their names, else the first and the last, but
+    never what the system says."""
+    keys = [str(key) for key in record if not _words_of(str(key)) & _SYSTEM]
+    told = [key for key in keys if not _words_of(key) & _SAYS_LESS] or keys
+    if len(told) < 2:
+        told = keys
+    if len(told) < 2:
+        return "QUESTION", "ANSWER"
+    answer = next((key for key in reversed(told) if _words_of(key) & _ANSWERS), told[-1])
+    others = [key for key in told if key != answer]
+    question = next((key for key in others if _words_of(key) & _ASKS), others[0])
+    return _quoted(question), _quoted(answer)
+
+
+def _words_of(key: str) -> set[str]:
+    """Return the words of a column's name: "systemPrompt" and "system_prompt" have two."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)}
 
 
 def _any(record: dict[str, Any], names: tuple[str, ...]) -> bool:

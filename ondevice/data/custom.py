@@ -13,7 +13,6 @@ Every value is read as text, so that `Yes`, `No` and `1` mean what they say.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -24,6 +23,8 @@ from pydantic import Field, field_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
+from ondevice.core.untrusted import parse_row
+from ondevice.core.untrusted.yaml_documents import read_yaml
 from ondevice.data.formats import choice_index
 from ondevice.data.records import check_text, describe
 from ondevice.data.rows import BadRow
@@ -81,12 +82,12 @@ def load_task(path: str | Path) -> Task:
     path = Path(path)
     try:
         # As text throughout: YAML's own types would turn the answers Yes and No into booleans.
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        values = read_yaml(path, yaml.BaseLoader)
     except FileNotFoundError:
         hint = "check the path; relative paths start at the folder you are in"
         raise ConfigError(f"there is no template {path}", received=str(path), hint=hint) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(error).replace("\n", " ")
+    except (OSError, ValueError) as error:
+        reason = str(error)
         hint = "put a prompt with colons or quotes behind 'prompt: |'"
         raise ConfigError(f"{path} is not readable YAML", received=reason, hint=hint) from None
     if not isinstance(values, dict):
@@ -116,6 +117,8 @@ def load_task(path: str | Path) -> Task:
 
 def _check(template: Template, metric: str, path: Path) -> None:
     candidates = template.candidates
+    if not template.label or not all(template.fields.values()):
+        raise ConfigError(f"{path}: a field has no column", expected="a name, or several", received="none")
     if (candidates is None) != (metric in ("", *GENERATED)):
         raise ConfigError(f"{path}: metric '{metric}' does not fit", received=metric,
                           expected=", ".join(GENERATED if candidates is None else CHOSEN + RANKED))  # fmt: skip
@@ -224,7 +227,7 @@ def _list(value: Any) -> Any:
     """A list, which a cell of a table holds as JSON."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return parse_row(value)
         except ValueError:
             return value
     return value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ondevice.core.session import IGNORE
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows, count_reasons
 
 if TYPE_CHECKING:
+    from ondevice.data.chat import ChatEncoder
     from ondevice.data.objects import Given
 
 
@@ -62,6 +64,59 @@ class Item:
     dropped_tokens: int = 0
     """Tokens cut from the front of the prompt, or in whole turns, to fit the maximum length."""
 
+    unread: tuple[str, ...] = ()
+    """Columns and keys of the row that nothing reads."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What encoding did with the rows beyond their examples, counted."""
+
+    unread: Counter[str] = field(default_factory=Counter)
+    """Columns of the file, and keys of turns, that nothing reads: not the format, not the chat template."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    """Answers by the special tokens that are trained as their end; "" where there is none."""
+
+    conversations: Counter[str] = field(default_factory=Counter)
+    """Conversations of several answers: how many are "one" sequence, how many "several", and the sequences of each."""
+
+    notes: Counter[str] = field(default_factory=Counter)
+    """Other things to say of answers or turns, each with how many."""
+
+    def add(self, other: Report) -> None:
+        """Add another report's counts."""
+        for part in fields(self):
+            getattr(self, part.name).update(getattr(other, part.name))
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts as JSON types, by field."""
+        return {part.name: dict(getattr(self, part.name)) for part in fields(self)}
+
+    @property
+    def left(self) -> dict[str, int]:
+        """The columns and keys that nothing reads, the most frequent first."""
+        return dict((+self.unread).most_common())
+
+    def said(self) -> tuple[str, ...]:
+        """Return the sentences that a run's log and `ondevice data` show."""
+        sentences = []
+        if one := self.conversations["one"]:
+            sentences.append(f"conversations that are one sequence each, as the chat template only appends: {one:,}")
+        if several := self.conversations["several"]:
+            count = self.conversations["several sequences"]
+            sentences.append(
+                "conversations that are one sequence for each answer, as the chat template rewrites earlier turns: "
+                f"{several:,}, as {count:,} sequences"
+            )
+        for end, count in self.ends.most_common():
+            if end:
+                sentences.append(f"answers whose end is trained as {end}: {count:,}")
+            else:
+                sentences.append(f"answers without an end token, after which a model does not learn to stop: {count:,}")
+        sentences += [f"{sentence}: {count:,}" for sentence, count in self.notes.most_common() if count]
+        return tuple(sentences)
+
 
 @dataclass(slots=True)
 class Dataset:
@@ -79,6 +134,9 @@ class Dataset:
 
     notes: tuple[str, ...] = ()
     """How the file was understood, where that is not plain."""
+
+    report: Report = field(default_factory=Report)
+    """What encoding did with the rows beyond their examples."""
 
     metric: str = ""
     values: tuple[float, ...] = ()
@@ -100,7 +158,8 @@ class Dataset:
             "cut": self.truncated,
             "cut_tokens": sum(item.dropped_tokens for item in self.items),
             "max_length_tokens": self.max_length_tokens,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.report.said()],
+            "unread": self.report.left,
         }
 
 
@@ -112,14 +171,15 @@ def encode(
     train_on_prompt: bool = False,
     allow_empty: bool = False,
     classes: int = 0,
+    strict_columns: bool = False,
 ) -> Dataset:
     """Tokenize every row.
 
     What is trained on: assistant turns with their end-of-turn token (chat, and instruct where the
-    tokenizer has a chat template); the answer and the end-of-sequence token (completion, instruct); the
-    answer alone (classification, multiple choice, and question answering, whose answers end with a
-    newline as in MeZO); everything (text, cut into windows that overlap by one token, so that every
-    token but the first is predicted once). With `train_on_prompt` every token of `Item.example` is
+    tokenizer has a chat template; see `ondevice.data.chat`); the answer and the end-of-sequence token
+    (completion, instruct); the answer alone (classification, multiple choice, and question answering,
+    whose answers end with a newline as in MeZO); everything (text, cut into windows that overlap by one
+    token, so that every token but the first is predicted once). With `train_on_prompt` every token of `Item.example` is
     trained on; `Item.candidates` always label the answer only.
 
     Prompt and answer are tokenized as one text. If the prompt's own ids are not a prefix of the result,
@@ -136,51 +196,34 @@ def encode(
         allow_empty: return the problems alone where no row could be encoded, instead of raising.
         classes: of the model's classification head; 0 for a language model. The prompt then has all of the tokenizer's
             own marks, and the label of its second place is the number of the right candidate.
+        strict_columns: refuse rows with a column or a key that nothing reads.
 
     Raises:
         ConfigError: `max_length_tokens` below 2.
-        DataError: no row could be encoded, the tokenizer is not a fast one, or chat rows without a
-            chat template.
+        DataError: no row could be encoded, the tokenizer is not a fast one, chat rows without a
+            chat template, or something is not read under `strict_columns`.
     """
-    if max_length_tokens < 2:
-        raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
-                        received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
-    # A base model has no template; rows of one question and one answer do without.
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    first = rows.items[0] if rows.items else Row(0)
-    if first.messages and not first.pairs and not has_template:
-        raise DataError(
-            f"{rows.file} has chat rows, and the tokenizer has no chat template",
-            expected="a tokenizer with a chat template, as instruction-tuned models have",
-            received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
-            hint="use an instruction-tuned model, or write the rows as prompt and completion",
-        )
-    framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+    encoder = Encoder(rows, rows.items[0] if rows.items else Row(0), tokenizer, max_length_tokens=max_length_tokens,
+                      train_on_prompt=train_on_prompt, classes=classes)  # fmt: skip
     dataset = Dataset(
+        report=encoder.report,
         format=rows.format,
         max_length_tokens=max_length_tokens,
-        template="chat template" if first.messages and has_template else framed,
+        template=encoder.template,
         notes=tuple(rows.notes),
         metric=rows.metric,
         values=rows.values,
     )
-    if has_template and any(row.messages for row in rows.items):
-        from ondevice.data.chat import chat_item
     for row in rows.items:
-        try:
-            if classes:
-                dataset.items.append(_class_item(row, tokenizer, max_length_tokens, classes))
-            elif rows.format == "text":
-                dataset.items.extend(_windows(row, tokenizer, max_length_tokens))
-            else:
-                make = chat_item if row.messages and has_template else _pair_item
-                dataset.items.append(make(row, tokenizer, max_length_tokens, train_on_prompt))
-        except BadRow as bad:
-            dataset.problems.append(RowProblem(row.file or rows.file, row.line, bad.field, bad.reason))
-            if isinstance(bad, AnswerTooLong):
-                dataset.too_long_tokens.append(bad.length_tokens)
+        for one in encoder.encoded(row):
+            if isinstance(one, Item):
+                dataset.items.append(one)
+                continue
+            dataset.problems.append(RowProblem(row.file or rows.file, row.line, one.field, one.reason))
+            if isinstance(one, AnswerTooLong):
+                dataset.too_long_tokens.append(one.length_tokens)
+    if strict_columns:
+        refuse_unread(rows.file, dataset.report)
     if not dataset.items and not allow_empty:
         first = dataset.problems[0] if dataset.problems else f"{rows.file} has no rows"
         hint = "raise max_length_tokens, or shorten the answers"
@@ -193,13 +236,117 @@ def encode(
     return dataset
 
 
+class Encoder:
+    """Tokenizes the rows of a file, one at a time; arguments and errors are those of `encode`.
+
+    Args:
+        rows: what is known of all rows; its `items` are not looked at.
+        first: the first row, which decides how all are framed.
+        report: to count in what encoding does beyond examples.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        first: Row,
+        tokenizer: Any,
+        *,
+        max_length_tokens: int,
+        train_on_prompt: bool = False,
+        classes: int = 0,
+        report: Report | None = None,
+    ) -> None:
+        if max_length_tokens < 2:
+            raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
+                            received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
+        # A base model has no template; rows of one question and one answer do without.
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        if first.messages and not first.pairs and not self.has_template:
+            raise DataError(
+                f"{rows.file} has chat rows, and the tokenizer has no chat template",
+                expected="a tokenizer with a chat template, as instruction-tuned models have",
+                received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
+                hint="use an instruction-tuned model, or write the rows as prompt and completion",
+            )
+        framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+        self.template = "chat template" if first.messages and self.has_template else framed
+        self.format: Format = rows.format
+        self.tokenizer, self.classes = tokenizer, classes
+        self.max_length_tokens, self.train_on_prompt = max_length_tokens, train_on_prompt
+        self.report = Report() if report is None else report
+        self._chat: ChatEncoder | None = None
+
+    def encoded(self, row: Row) -> list[Item | BadRow]:
+        """Tokenize a row: one item, one for each answer or window of it, and for what cannot be trained on, why."""
+        try:
+            if row.messages and self.has_template and not self.classes:
+                return list(self._conversations().encode(row))
+            return _encode_row(row, self.format, self.tokenizer, self.max_length_tokens, self.train_on_prompt,
+                               self.classes, self.report)  # fmt: skip
+        except BadRow as bad:
+            return [bad]
+
+    def _conversations(self) -> ChatEncoder:
+        if self._chat is None:
+            from ondevice.data.chat import ChatEncoder
+
+            self._chat = ChatEncoder(self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report)
+        return self._chat
+
+
+def _encode_row(
+    row: Row, format_: Format, tokenizer: Any, limit: int, train_on_prompt: bool, classes: int, report: Report
+) -> list[Item | BadRow]:
+    """Encode a row that is not a conversation, or one whose tokenizer has no chat template."""
+    if classes:
+        items = [_class_item(row, tokenizer, limit, classes)]
+    elif format_ == "text":
+        items = list(_windows(row, tokenizer, limit))
+    else:
+        items = [_pair_item(row, tokenizer, limit, train_on_prompt)]
+    report.unread.update(row.rest.keys())
+    items = [replace(item, unread=tuple(row.rest)) for item in items] if row.rest else items
+    if row.end and not classes and row.gold is None:
+        last = items[-1].example.ids[-1]
+        ends = last in (*end_ids(tokenizer), tokenizer.eos_token_id)
+        report.ends[str(tokenizer.convert_ids_to_tokens(last)) if ends else ""] += 1
+    return [*items]
+
+
+def refuse_unread(file: str, report: Report) -> None:
+    """Raise DataError if there is a column or a key that nothing reads."""
+    if report.left:
+        raise DataError(
+            f"{file} has columns or keys that nothing reads",
+            expected="only what the format and the chat template read",
+            received=", ".join(f"{name} ({count:,})" for name, count in report.left.items()),
+            hint="remove or rename them (--column FIELD=COLUMN), or leave --strict-columns out",
+        )
+
+
+def end_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens with which the chat template ends a turn: behind one of them no other end follows."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    from ondevice.data.chat_template import end_marks
+
+    return tuple(tokenizer.convert_tokens_to_ids(mark) for mark in end_marks(tokenizer))
+
+
 def _tokenize(tokenizer: Any, text: str) -> list[int]:
     """Tokenize with the special tokens that the tokenizer adds in front, but none that it adds behind."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=not _has_bos(tokenizer, text), verbose=False)["input_ids"])
     eos = tokenizer.eos_token_id
     while eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
         ids.pop()
     return ids
+
+
+def _has_bos(tokenizer: Any, text: str) -> bool:
+    """Return True if a text begins with the BOS mark, which the tokenizer would put in front once more."""
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:
@@ -222,7 +369,7 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
         shared[prompt] = context[: _common_prefix(context, ids)]  # candidates of one prompt share their context
     sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True)]
     for ids, start in sequences:
-        if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
+        if row.end and not _ends(tokenizer, ids):
             ids.append(tokenizer.eos_token_id)
         if len(ids) - max(start, 1) < 1:
             raise BadRow("", "the answer has no token that can be trained on")
@@ -257,6 +404,11 @@ def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
     return Item(candidates[row.gold], candidates, row.gold, row.answers, row.line, row.file, row.value, 0, dropped)
 
 
+def _ends(tokenizer: Any, ids: list[int]) -> bool:
+    """Return True if the ids end with an end token, or the tokenizer has none to append."""
+    return tokenizer.eos_token_id is None or ids[-1:] == [tokenizer.eos_token_id] or ids[-1] in end_ids(tokenizer)
+
+
 def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
     """Raise `AnswerTooLong` unless the answer fits behind one token of the prompt, if there is one."""
     room = limit - 1 if prompt_tokens else limit
@@ -277,9 +429,10 @@ def _example(ids: list[int], start: int) -> Example:
 def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
     """Cut plain text into windows of at most `limit` tokens; each begins with the last token of the one before."""
     text = row.pairs[0][1]
-    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    marked = _has_bos(tokenizer, text)
+    encoded = tokenizer(text, add_special_tokens=not marked, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
+    if row.end and not _ends(tokenizer, ids):
         ids.append(tokenizer.eos_token_id)
     if len(ids) < 2:
         raise BadRow("text", "has fewer than two tokens")
@@ -299,24 +452,32 @@ def read_dataset(
     train_on_prompt: bool = False,
     columns: Mapping[str, str] | None = None,
     classes: int = 0,
+    strict_columns: bool = False,
 ) -> Dataset:
     """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
 
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
-    from ondevice.data.formats import read_rows
-    from ondevice.data.objects import Given, as_rows, tokens
+    from ondevice.data.objects import Given, as_rows
+    from ondevice.data.reading import read_rows
 
     if isinstance(path, Given):
         if path.tokenized:
-            return tokens(path, max_length_tokens)
+            from ondevice.data.token_rows import tokens
+
+            return tokens(path, max_length_tokens, strict_columns)
         rows = as_rows(path, task, columns)
     else:
         rows = read_rows(path, task=task, columns=columns)
     refuse_preferences(rows)
     return encode(
-        rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, classes=classes
+        rows,
+        tokenizer,
+        max_length_tokens=max_length_tokens,
+        train_on_prompt=train_on_prompt,
+        classes=classes,
+        strict_columns=strict_columns,
     )
 
 

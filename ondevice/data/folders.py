@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from ondevice.core.errors import DataError
-from ondevice.data.records import NAMED, SUFFIXES, Record, Source, read_file
+from ondevice.core.untrusted import check_name, read_json
+from ondevice.data.records import NAMED, SUFFIXES, UNLIMITED, Limits, Record, Source, read_file
 from ondevice.data.rows import BadRow
 
 SPLITS = {
@@ -22,7 +22,7 @@ SPLITS = {
 _NO_DATA = ("readme", "license", "licence", "dataset_info", "dataset_dict", "dataset_infos", "state")
 
 
-def read_folder(path: Path) -> Source:
+def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
     """Read the data files of a folder, in the order of their names; every text file is one document.
 
     Raises:
@@ -36,7 +36,7 @@ def read_folder(path: Path) -> Source:
                         hint="name the one file, or move the others away")  # fmt: skip
     kind = kinds.pop()
     notes.append(f"{len(files)} file{'s' * (len(files) > 1)} of {folder}, {files[0].name} first")
-    return Source("texts" if kind == "txt" else kind, _records(folder, files, kind), notes)
+    return Source("texts" if kind == "txt" else kind, _records(folder, files, kind, limits), notes)
 
 
 def hash_files(path: Path) -> str:
@@ -62,11 +62,11 @@ def _files(path: Path) -> tuple[Path, list[Path], list[str]]:
     return folder, *_of_split(folder, files, split)
 
 
-def _records(folder: Path, files: list[Path], kind: str) -> Iterator[Record]:
+def _records(folder: Path, files: list[Path], kind: str, limits: Limits) -> Iterator[Record]:
     for file in files:
         name = str(file.relative_to(folder))
         try:
-            for record in read_file(file, kind).records:
+            for record in read_file(file, kind, limits).records:
                 yield record._replace(file=name)
         except DataError as error:
             if not error.message.endswith("is empty"):
@@ -119,7 +119,7 @@ def _named_split(path: Path) -> tuple[Path, str]:
 def _saved_split(folder: Path, split: str) -> Path:
     """Return the folder of a split of what `DatasetDict.save_to_disk` wrote."""
     try:
-        splits = list(json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        splits = [check_name(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}') from None
     wanted = next(

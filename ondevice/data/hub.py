@@ -28,7 +28,19 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:
         hint = "data sets are named name[:config][@split], such as glue:sst2@validation"
         raise DataError(f"cannot load the data set {name}: {reason}", hint=hint) from None
     names = {key: feature.names for key, feature in loaded.features.items() if hasattr(feature, "names")}
-    return (Record(number, named(row, names)) for number, row in enumerate(loaded, 1))
+    return (Record(number, named(without_fills(row), names)) for number, row in enumerate(loaded, 1))
+
+
+def without_fills(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table without the nulls with which Arrow fills an object that lacks another's keys: a
+    tool call's arguments, a schema's properties. A row's own columns stay, empty ones too."""
+    return {key: _unfilled(value) for key, value in row.items()}
+
+
+def _unfilled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unfilled(item) for key, item in value.items() if item is not None}
+    return [_unfilled(item) for item in value] if isinstance(value, list) else value
 
 
 def named(row: dict[str, Any], names: dict[str, list[str]]) -> dict[str, Any]:

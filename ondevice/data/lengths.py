@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import encode
+from ondevice.data.encode import Encoder, Item
+from ondevice.data.reading import Reading, about, each_row
 from ondevice.data.rows import Rows
 
 PERCENTILE = 99
@@ -29,24 +31,29 @@ class Length:
     said: str
 
 
-def length_of(rows: Rows, tokenizer: Any, *, percentile: int = PERCENTILE, most_tokens: int | None = None) -> Length:
+def length_of(
+    read: Rows | Reading, tokenizer: Any, *, percentile: int = PERCENTILE, most_tokens: int | None = None
+) -> Length:
     """Find the smallest multiple of 8 that holds `percentile` percent of the rows uncut.
 
     Args:
-        rows: from `read_rows`; of many rows, up to 2000 spread evenly are tokenized.
+        read: the rows, or the file that has them; of many rows, up to 2000 spread evenly are tokenized.
         percentile: 1 to 100; with 100 all rows are tokenized.
         most_tokens: the model's own limit.
 
     Raises:
         DataError: as `encode`.
     """
-    items = rows.items if percentile == 100 else rows.items[:: -(-len(rows.items) // SAMPLE_ROWS) or 1]
-    if rows.format == "text":  # the beginning of a text says whether it is longer than a window
-        items = [replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),)) for row in items]
-    sample = replace(rows, items=items, problems=[])
-    dataset = encode(sample, tokenizer, max_length_tokens=_UNCUT, allow_empty=True)
-    lengths = [max(len(example) for example in (item.example, *item.candidates)) for item in dataset.items]
-    return choose(lengths, rows.format, len(items) < len(rows.items), percentile, most_tokens)
+    rows, count = about(read), sum(1 for _ in each_row(read))
+    step = 1 if percentile == 100 else max(1, -(-count // SAMPLE_ROWS))
+    encoder, lengths = None, []
+    for row in islice(each_row(read), 0, None, step):
+        if rows.format == "text":  # the beginning of a text says whether it is longer than a window
+            row = replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),))
+        encoder = encoder or Encoder(rows, row, tokenizer, max_length_tokens=_UNCUT)
+        items = [one for one in encoder.encoded(row) if isinstance(one, Item)]
+        lengths += [max(len(example) for example in (item.example, *item.candidates)) for item in items]
+    return choose(lengths, rows.format, step > 1, percentile, most_tokens)
 
 
 def choose(

@@ -6,16 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.core.session import IGNORE
-from ondevice.data.encode import Dataset, Example, Item
-from ondevice.data.formats import rows_of
-from ondevice.data.hub import named
+from ondevice.data.hub import named, without_fills
+from ondevice.data.reading import rows_of
 from ondevice.data.records import Record, Source
-from ondevice.data.rows import BadRow, RowProblem, Rows
+from ondevice.data.rows import Rows
 from ondevice.data.templates import find_task
 
 NAME = "rows"
@@ -75,10 +72,12 @@ def given(rows: Any) -> Given:
     features, size, notes = getattr(rows, "features", None), None, []
     names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
     records: Iterable[Any] = rows
+    arrow = features is not None
     if hasattr(rows, "collate_fn") and hasattr(rows, "dataset"):
         size, records = getattr(rows, "batch_size", None), _unbatched(rows)
         notes.append("rows of a DataLoader: read once; their order is the run's own, by train.seed")
-    kept = tuple(named(_record(record, number), names) for number, record in enumerate(records, 1))
+    plain = (_record(record, number) for number, record in enumerate(records, 1))
+    kept = tuple(named(without_fills(record) if arrow else record, names) for record in plain)
     if not kept:
         raise DataError("there are no rows", expected="one row or more", received="an empty iterable")
     return Given(kept, size, tuple(notes))
@@ -89,43 +88,6 @@ def as_rows(given: Given, task: str | None, columns: Mapping[str, str] | None) -
     rows = rows_of(given.source(), NAME, find_task(task) if task else None, columns=columns)
     rows.notes += given.notes
     return rows
-
-
-def tokens(rows: Given, max_length_tokens: int | None) -> Dataset:
-    """Take rows of token ids as they are; one that is too long is left out, as nobody knows where its answer begins.
-
-    Raises:
-        DataError: no row can be used.
-    """
-    dataset = Dataset(format="text", notes=rows.notes)
-    for line, record in enumerate(rows.records, 1):
-        try:
-            dataset.items.append(Item(_example(record, max_length_tokens), line=line))
-        except BadRow as bad:
-            dataset.problems.append(RowProblem(NAME, line, bad.field, bad.reason))
-    if not dataset.items:
-        raise DataError(f"no row can be trained on: {dataset.problems[0]}", received=f"{len(rows.records)} rows")
-    dataset.max_length_tokens = max_length_tokens or max(len(item.example) for item in dataset.items)
-    return dataset
-
-
-def _example(record: dict[str, Any], limit: int | None) -> Example:
-    ids, mask = record["input_ids"], record.get("attention_mask")
-    labels = record.get("labels", ids)
-    for name, value in (("input_ids", ids), ("labels", labels)):
-        if not isinstance(value, list) or not all(isinstance(token, int) for token in value):
-            raise BadRow(name, "expected a list of integers")
-    if len(labels) != len(ids):
-        raise BadRow("labels", f"expected {len(ids)} labels, one a token; received {len(labels)}")
-    if mask is not None:  # padding, on either side
-        first = len(list(takewhile(lambda one: not one, mask)))
-        last = len(mask) - len(list(takewhile(lambda one: not one, reversed(mask))))
-        ids, labels = ids[first:last], labels[first:last]
-    if len(ids) < 2 or all(label == IGNORE for label in labels[1:]):
-        raise BadRow("labels", "there is no token to train on")
-    if limit is not None and len(ids) > limit:
-        raise BadRow("input_ids", f"has {len(ids)} tokens; at most {limit} fit")
-    return Example(tuple(ids), tuple(labels))
 
 
 def _record(row: Any, number: int) -> dict[str, Any]:
@@ -146,12 +108,15 @@ def _unbatched(loader: Any) -> Iterator[Any]:
             yield from batch
             continue
         columns = {key: _plain(value) for key, value in batch.items()}
-        lengths = {len(column) for column in columns.values() if isinstance(column, (list, tuple))}
-        if len(lengths) != 1:
+        lengths = {key: len(column) if isinstance(column, (list, tuple)) else 0 for key, column in columns.items()}
+        if len(set(lengths.values())) != 1:
             raise DataError(
-                "a DataLoader's batch has columns of different lengths", received=", ".join(map(str, sorted(lengths)))
+                "a DataLoader's batch has columns of different lengths",
+                expected="a value of each row in every column",
+                received=", ".join(f"{key} {length}" for key, length in lengths.items()),
+                hint="leave out of the collator's batch what is not of a row, as cu_seq_lens",
             )
-        for row in range(min(lengths)):
+        for row in range(min(lengths.values())):
             yield {key: column[row] for key, column in columns.items()}
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode
-from ondevice.data.formats import read_rows
+from ondevice.data.encode import IGNORE, Encoder, Example, Item, refuse_unread
 from ondevice.data.lengths import length_of
-from ondevice.data.rows import RowProblem, Rows
-from ondevice.data.vocabulary import without_unknown_ids
+from ondevice.data.reading import Reading, about, each_row, open_reading
+from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
+from ondevice.data.vocabulary import unknown_token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +74,14 @@ class Preview:
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: tuple[str, ...] = ()
-    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length."""
+    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length; how its
+    conversations became sequences, and what ends an answer."""
+
+    unread: dict[str, int] = field(default_factory=dict)
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+
+    example_unread: tuple[tuple[str, ...], ...] = ()
+    """Of each example, what of its row nothing reads."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -84,7 +93,8 @@ class Preview:
 
         parts: list[RenderableType] = [_facts(self)]
         names = self.example_names or ("",) * len(self.examples)
-        parts += [_panel(number, name, shown) for number, (name, shown) in enumerate(zip(names, self.examples), 1)]
+        unread = self.example_unread or ((),) * len(self.examples)
+        parts += [_panel(*one) for one in zip(count(1), names, self.examples, unread)]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -99,6 +109,7 @@ def preview(
     max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
+    strict_columns: bool = False,
     vocabulary: int | None = None,
 ) -> Preview:
     """Read, encode and summarise a data file; `rows` is the number of examples to decode.
@@ -111,66 +122,116 @@ def preview(
     Raises:
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
-    read = read_rows(path, task=task, columns=columns, allow_empty=True)
-    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows, vocabulary)
+    read = open_reading(path, task=task, columns=columns)
+    return preview_rows(
+        read, tokenizer, max_length_tokens, train_on_prompt, rows,
+        strict_columns=strict_columns, vocabulary=vocabulary,
+    )  # fmt: skip
 
 
 def preview_rows(
-    read: Rows,
+    read: Rows | Reading,
     tokenizer: Any,
     max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
+    most_problems: int | None = None,
+    strict_columns: bool = False,
     vocabulary: int | None = None,
 ) -> Preview:
-    """Encode and summarise rows that have been read; see `preview`."""
+    """Encode and summarise rows; see `preview`. Of a file that is being read, one row is in memory at a time.
+
+    Args:
+        most_problems: of the first bad rows, by their lines; None lists all.
+    """
     if max_length_tokens is None:
         length = length_of(read, tokenizer)
         max_length_tokens = length.tokens
         read.notes.append(length.said)
-    dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
-                     allow_empty=True)  # fmt: skip
-    if vocabulary is not None:
-        dataset = without_unknown_ids(dataset, vocabulary, read.file)
-    return summarise(read, dataset, tokenizer, examples=rows)
+    unread: list[RowProblem] = []
+    unfit: list[RowProblem] = []
+    usable = bad = truncated = trained = sequences = 0
+    full, too_long, labels = array("q"), array("q"), Counter[str]()
+    shown: list[tuple[Item, Row]] = []
+    shown_rows = 0
 
+    def note(problem: RowProblem, problems: list[RowProblem]) -> None:
+        problems.append(problem)
+        if most_problems is not None and len(problems) > 2 * most_problems:
+            problems.sort(key=lambda one: one.line)
+            del problems[most_problems:]
 
-def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
-    """Summarise a file that `read_rows` and `encode` have been through, with its first rows decoded."""
-    full = [max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens
-            for item in dataset.items] + dataset.too_long_tokens  # fmt: skip
+    def note_unread(problem: RowProblem) -> None:
+        nonlocal bad
+        bad += 1
+        note(problem, unread)
+
+    about_rows, encoder = about(read), None
+    for row in each_row(read, note_unread):
+        encoder = encoder or Encoder(about_rows, row, tokenizer, max_length_tokens=max_length_tokens,
+                                     train_on_prompt=train_on_prompt)  # fmt: skip
+        usable += 1
+        if row.label is not None:
+            labels[row.label] += 1
+        items = []
+        for one in encoder.encoded(row):
+            if isinstance(one, Item):
+                token = None if vocabulary is None else unknown_token(one, vocabulary)
+                if token is None:
+                    items.append(one)
+                else:
+                    reason = f"token {token} is not in the model's vocabulary of {vocabulary}"
+                    note(RowProblem(row.file or about_rows.file, row.line, "", reason), unfit)
+                continue
+            note(RowProblem(row.file or about_rows.file, row.line, one.field, one.reason), unfit)
+            if isinstance(one, AnswerTooLong):
+                too_long.append(one.length_tokens)
+        sequences += len(items)
+        for item in items:
+            full.append(max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens)
+            truncated += item.dropped_tokens > 0
+            trained += item.example.trained_tokens
+        # A conversation may be several sequences, and each is shown; of the windows of a text the first few.
+        most = len(items) if about_rows.format != "text" else max(0, rows - len(shown))
+        if items and shown_rows < rows:
+            shown += [(item, row) for item in items[:most]]
+            shown_rows += 1
+    encoder = encoder or Encoder(about_rows, Row(0), tokenizer, max_length_tokens=max_length_tokens)
+    full += too_long
+    report = encoder.report
+    if strict_columns:
+        refuse_unread(about_rows.file, report)
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
-    labels = Counter(row.label for row in rows.items if row.label is not None)
-    shown = _examples(rows, dataset.items[:examples])
+    examples = [(*pair, item) for item, row in shown for pair in _examples(about_rows.format, item, row)]
     return Preview(
-        file=rows.file,
-        format=rows.format,
-        task=rows.task,
-        template=dataset.template,
-        rows=len(rows.items) + len(rows.problems),
-        sequences=len(dataset.items),
-        max_length_tokens=dataset.max_length_tokens,
-        truncated=dataset.truncated,
-        too_long=len(dataset.too_long_tokens),
+        file=about_rows.file,
+        format=about_rows.format,
+        task=about_rows.task,
+        template=encoder.template,
+        rows=usable + bad,
+        sequences=sequences,
+        max_length_tokens=max_length_tokens,
+        truncated=truncated,
+        too_long=len(too_long),
         lengths_tokens=lengths | {"max": max(full, default=0)},
-        trained_tokens=sum(item.example.trained_tokens for item in dataset.items),
-        suggested_max_length_tokens=None if rows.format == "text" or not full else round_up(lengths["p99"]),
+        trained_tokens=trained,
+        suggested_max_length_tokens=None if about_rows.format == "text" or not full else round_up(lengths["p99"]),
         labels=dict(labels.most_common()),
-        examples=tuple(segments(example, tokenizer) for _, example in shown),
-        problems=tuple(dataset.problems),
-        example_names=tuple(name for name, _ in shown) if rows.format in ("preference", "thumbs") else (),
-        notes=dataset.notes,
+        examples=tuple(segments(example, tokenizer) for _, example, _ in examples),
+        problems=tuple(sorted(unread + unfit, key=lambda problem: problem.line)[:most_problems]),
+        example_names=tuple(name for name, _, _ in examples) if about_rows.format in ("preference", "thumbs") else (),
+        notes=(*read.notes, *(read.later if isinstance(read, Reading) else ()), *report.said()),
+        unread=report.left,
+        example_unread=tuple(item.unread for _, _, item in examples),
     )
 
 
-def _examples(rows: Rows, items: list[Item]) -> list[tuple[str, Example]]:
-    """List the examples of the rows with what they are; a preference pair has two."""
-    if rows.format == "preference":
-        names = ("chosen", "rejected")
-        return [pair for item in items for pair in zip(names, item.candidates, strict=True)]
-    thumbs = {(row.file, row.line): f"thumbs {row.label}" for row in rows.items} if rows.format == "thumbs" else {}
-    return [(thumbs.get((item.file, item.line), ""), item.example) for item in items]
+def _examples(format_: str, item: Item, row: Row) -> list[tuple[str, Example]]:
+    """List the examples of a row with what they are; a preference pair has two."""
+    if format_ == "preference":
+        return list(zip(("chosen", "rejected"), item.candidates, strict=True))
+    return [(f"thumbs {row.label}" if format_ == "thumbs" else "", item.example)]
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
@@ -212,6 +273,7 @@ def _facts(view: Preview) -> RenderableType:
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
+        "not read": ", ".join(f"{name} ({number:,})" for name, number in view.unread.items()),
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
     table = Table.grid(padding=(0, 2))
@@ -223,7 +285,8 @@ def _facts(view: Preview) -> RenderableType:
     return table
 
 
-def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableType:
+def _panel(number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]) -> RenderableType:
+    from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
@@ -231,12 +294,13 @@ def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableTy
     for segment in example:
         _append(text, segment)
     trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
-    return Panel(text, title=f"example {number}: {trained}", title_align="left")
+    parts = [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")] if unread else [text]
+    return Panel(Group(*parts), title=f"example {number}: {trained}", title_align="left")
 
 
 def _append(text: Text, segment: Segment) -> None:
     shown = _printable(segment.text)
-    if len(shown) > _SHOWN_CHARACTERS:
+    if len(shown) > _SHOWN_CHARACTERS and not segment.trained:
         half = _SHOWN_CHARACTERS // 2
         shown = f"{shown[:half]} [...] {shown[-half:]}"
     text.append(shown, style="green" if segment.trained else "dim")

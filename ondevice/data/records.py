@@ -1,4 +1,4 @@
-"""Files as raw records, and the texts in them.
+"""Files as raw records, and the texts in them. A few records are in memory at once, whatever the file's size.
 
 JSON lines and plain text are read here; the other kinds in `json_list`, `tables`, `columnar`, `folders` and `hub`,
 which are imported where a file is of theirs.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ondevice.core.errors import DataError, MissingPackageError
+from ondevice.core.untrusted import Refused, parse_row
 from ondevice.data.rows import BadRow
 
 
@@ -35,6 +37,40 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one piece of a file may take, for a file from outside. What is larger is refused before it is in memory."""
+
+    row_bytes: int = sys.maxsize
+    """Of one line, or of one element of a JSON list. Of a plain text, which is one row, so much is kept."""
+
+    whole_bytes: int = sys.maxsize
+    """Of what has to be read whole: a JSON object over many lines, the part of an Excel file with its texts."""
+
+    unpacked_bytes: int = sys.maxsize
+    """Of a packed file, unpacked."""
+
+    def check_unpacked(self, path: Path, unpacked_bytes: int, instead: str) -> None:
+        """Refuse with DataError a file that grows too much; `instead` is a kind that it could be saved as."""
+        if self.unpacked_bytes == sys.maxsize:
+            return
+        packed_bytes = path.stat().st_size
+        allowed = min(self.unpacked_bytes, FREE_BYTES + MOST_TIMES * packed_bytes)
+        if unpacked_bytes > allowed:
+            raise DataError(
+                f"{path} is too large unpacked",
+                expected=f"at most {allowed >> 20} MiB from a file of {packed_bytes} bytes",
+                received=f"{unpacked_bytes >> 20} MiB or more",
+                hint=f"save it as {instead}",
+            )
+
+
+UNLIMITED = Limits()
+FROM_OUTSIDE = Limits(row_bytes=16 << 20, whole_bytes=32 << 20, unpacked_bytes=4 << 30)
+"""Limits for files that somebody uploads: within them a reader stays below 512 MiB."""
+FREE_BYTES, MOST_TIMES = 64 << 20, 200
+"""How far any packed file may grow, and how many times its own size besides: texts and numbers stay far below."""
+
 SUFFIXES = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "table", ".tsv": "table", ".tab": "table",
     ".txt": "txt", ".md": "txt", ".xlsx": "excel", ".xlsm": "excel", ".parquet": "columnar", ".arrow": "columnar",
@@ -43,6 +79,10 @@ NAMED = ".jsonl, .json, .csv, .tsv, .xlsx, .parquet or .txt"
 _ELSEWHERE = {".xls": ".xlsx", ".ods": ".xlsx", ".numbers": ".xlsx", ".pdf": ".txt", ".docx": ".txt", ".doc": ".txt"}
 """Kinds that are not read, and the kind that the program they come from saves."""
 
+BEGIN_BYTES = 1 << 18
+"""Read to see what kind of text a file is."""
+_BOM = b"\xef\xbb\xbf"
+"""The byte-order mark of Windows' editors."""
 _BINARY = {b"PK\x03\x04": ("an Excel file or another zip", ".xlsx"), b"PAR1": ("Parquet", ".parquet")}
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
 
@@ -88,7 +128,7 @@ def check_source(path: str | Path) -> str:
     return "hub"
 
 
-def read_records(path: str | Path) -> Source:
+def read_records(path: str | Path, limits: Limits = UNLIMITED) -> Source:
     """Read a file, a folder of files, or a data set named `name[:config][@split]`.
 
     A plain text file is one record {"text": whole file}. Lines that are not UTF-8 are problems and
@@ -102,56 +142,95 @@ def read_records(path: str | Path) -> Source:
     if kind == "folder":
         from ondevice.data.folders import read_folder
 
-        return read_folder(path)
+        return read_folder(path, limits)
     if kind == "hub":
         from ondevice.data.hub import read_hub
 
         match = _HUB_NAME.fullmatch(path.as_posix())
         assert match is not None  # noqa: S101  check_source matched it
         return Source("hub", read_hub(match["name"], match["config"], match["split"] or "train"))
-    return read_file(path, kind)
+    return read_file(path, kind, limits)
 
 
-def read_file(path: Path, kind: str) -> Source:
-    """Read one file of a kind of `SUFFIXES`; DataError as in `read_records`."""
+def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
+    """Read one file of a kind of `SUFFIXES`; its records are read as they are asked for. DataError as `read_records`,
+    of what lies further on when it is reached."""
+    if kind in ("columnar", "excel") and not path.is_file():
+        raise DataError(f"cannot read {path}", expected="a file", received="a folder, a pipe or a device")
     if kind == "columnar":
         from ondevice.data.columnar import read_columnar
 
-        return read_columnar(path)
+        return read_columnar(path, limits)
     if kind == "excel":
         from ondevice.data.tables import read_excel
 
-        return read_excel(path)
-    content = read_content(path)
+        return read_excel(path, limits)
+    begin = read_begin(path)
     if kind == "table":
         from ondevice.data.tables import read_table
 
-        return read_table(path, content)
+        return read_table(path, begin, limits)
     if kind == "txt":
-        return Source(kind, _txt(content))
-    start = content.strip()
-    first, _, rest = start.partition(b"\n")
-    spread = not first.rstrip().endswith(b"}") or (not rest and _WRAPPED(start))
-    if start[:1] == b"[" or (start[:1] == b"{" and spread):
+        most = limits.row_bytes
+        notes = [f"the first {most >> 20} MiB of the text are read"] if path.stat().st_size > most else []
+        return Source(kind, _txt(read_lines(path, limits), most), notes)
+    if begin[:1] == b"[":
         from ondevice.data.json_list import read_list
 
-        found = read_list(path, content)
-        if found is not None:
-            return Source(kind, found)
-    return Source(kind, json_lines(content.split(b"\n")))
+        return Source(kind, read_list(path, limits))
+    if begin[:1] == b"{" and _is_spread(path, limits):
+        from ondevice.data.json_list import read_object
+
+        if (records := read_object(path, limits)) is not None:
+            return Source(kind, records)
+    return Source(kind, json_lines(read_lines(path, limits)))
 
 
-def read_content(path: Path) -> bytes:
-    """Return a text file's bytes, without the byte-order mark; DataError if it cannot be read, or is no UTF-8 text."""
+def _is_spread(path: Path, limits: Limits) -> bool:
+    """Return True if a file that begins with `{` looks like one object: over many lines, or around a list of rows."""
+    lines = (line for line in read_lines(path, limits) if isinstance(line, BadRow) or line.strip())
+    first = next(lines)
+    if isinstance(first, BadRow) or not first.rstrip().endswith(b"}"):
+        return True
+    return _WRAPPED(first) is not None and next(lines, None) is None
+
+
+def read_begin(path: Path) -> bytes:
+    """Return the first bytes of a text file that are not space, without the byte-order mark.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or is not UTF-8 text.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(BEGIN_BYTES)
+            check_text_file(path, content)
+            content = content.removeprefix(_BOM)
+            begin, size = content.lstrip(), len(content)
+            while content and not begin:
+                content = file.read(BEGIN_BYTES)
+                begin, size = content.lstrip(), size + len(content)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", hint="check the file's permissions") from None
-    check_text_file(path, content)
-    content = content.removeprefix(b"\xef\xbb\xbf")  # the byte-order mark of Windows' editors
-    if not content.strip():
-        raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(content)} bytes")
-    return content
+    if not begin:
+        raise DataError(f"{path} is empty", expected="at least one row", received=f"{size} bytes")
+    return begin
+
+
+def read_lines(path: Path, limits: Limits = UNLIMITED) -> Iterator[bytes | BadRow]:
+    """Yield a file's lines with their ends, the first without the byte-order mark. One that is longer than
+    `limits.row_bytes` is a BadRow; the rest of it is passed over."""
+    most = limits.row_bytes if limits.row_bytes < sys.maxsize else -1
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(most):
+            number += 1
+            if len(line) == most and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(BEGIN_BYTES)
+                yield BadRow("", f"the line is longer than {most >> 20} MiB")
+            else:
+                yield line.removeprefix(_BOM) if number == 1 else line
 
 
 def check_text_file(path: Path, begin: bytes) -> None:
@@ -163,16 +242,18 @@ def check_text_file(path: Path, begin: bytes) -> None:
             raise DataError(f"{path} is {what}", expected="text in UTF-8", hint=f"a name that ends with {suffix}")
 
 
-def json_lines(lines: Iterable[bytes], skip: int = 0) -> Iterator[Record]:
+def json_lines(lines: Iterable[bytes | BadRow], skip: int = 0) -> Iterator[Record]:
     """Read a record a line, behind the first `skip` records; a line with nothing on it is none."""
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not isinstance(line, BadRow) and not line.strip():
             continue
         if skip:
             skip -= 1
+        elif isinstance(line, BadRow):
+            yield Record(number, line)
         else:
             try:
-                yield Record(number, _json_object(line))
+                yield Record(number, _json_object(line.removesuffix(b"\n")))
             except BadRow as problem:
                 yield Record(number, problem)
 
@@ -181,10 +262,10 @@ def _json_object(line: bytes) -> dict[str, Any]:
     if b"\0" in line:
         raise BadRow("", "contains a NUL byte")
     try:
-        value = json.loads(_utf8(line), object_pairs_hook=unique_keys)
+        value = parse_row(_utf8(line), unique_keys)
     except json.JSONDecodeError as error:
         raise BadRow("", f"is not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
+    except Refused:
         raise BadRow("", "is nested too deeply") from None
     except BadRow:
         raise
@@ -212,17 +293,26 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _txt(content: bytes) -> Iterator[Record]:
-    lines: list[str] = []
-    for number, line in enumerate(content.split(b"\n"), 1):
+def _txt(lines: Iterable[bytes | BadRow], most_bytes: int) -> Iterator[Record]:
+    """Yield a problem a bad line, which becomes blank, and then the text as one record; of a longer text its
+    beginning."""
+    kept: list[str] = []
+    left = most_bytes
+    for number, line in enumerate(lines, 1):
+        end = "" if isinstance(line, BadRow) or not line.endswith(b"\n") else "\n"
         try:
+            if isinstance(line, BadRow):
+                raise line
             if b"\0" in line:
                 raise BadRow("", "contains a NUL byte")
-            lines.append(_utf8(line.removesuffix(b"\r")))
+            text = _utf8(line.removesuffix(b"\n").removesuffix(b"\r")) + end
         except BadRow as problem:
             yield Record(number, problem)
-            lines.append("")
-    yield Record(1, {"text": "\n".join(lines)})
+            text = end
+        if left > 0:
+            kept.append(text)
+            left -= len(text)
+    yield Record(1, {"text": "".join(kept)})
 
 
 def missing_package(path: Path, package: str, instead: str) -> MissingPackageError:
@@ -232,6 +322,9 @@ def missing_package(path: Path, package: str, instead: str) -> MissingPackageErr
         expected="the extra 'tables'",
         hint=f"pip install 'ondevice-train[tables]', or save it as {instead}",
     )
+
+
+_SURROGATE, _KEPT_BYTE = re.compile("[\ud800-\udfff]").search, re.compile("[\udc80-\udcff]").search
 
 
 def check_text(value: Any, name: str, *, empty: bool = False) -> str:
@@ -247,8 +340,8 @@ def check_text(value: Any, name: str, *, empty: bool = False) -> str:
         raise BadRow(name, "is empty")
     if "\0" in value:
         raise BadRow(name, "contains a NUL character")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        if any("\udc80" <= character <= "\udcff" for character in value):  # a byte of the file, kept as it was
+    if not value.isascii() and _SURROGATE(value):
+        if _KEPT_BYTE(value):  # a byte of the file, kept as it was
             raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
         raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,12 @@ Format = Literal[
 ]  # fmt: skip
 
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
-"""(role, content), and what else a chat template is given of the turn: `tool_calls`, `name`, `tool_call_id`."""
+"""(role, content), and every other key of the turn: `tool_calls`, `name`, `reasoning_content`, `weight`, any other."""
+
+
+def keys_of(turn: Turn) -> dict[str, Any]:
+    """Return the keys of a turn other than its role and its content."""
+    return turn[2] if len(turn) > 2 else {}
 
 
 class BadRow(ValueError):
@@ -97,6 +102,32 @@ class Row:
 
     value: float | None = None
     """The number that a row of a regression is of."""
+
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that the format does not read, of which a chat template may read some. Their values are kept in rows with
+    `messages` only."""
+
+
+class Fields(dict[str, Any]):
+    """A record that knows which of its columns were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a column's value, or the default."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def unread(self, prefix: str = "") -> dict[str, Any]:
+        """Return the columns that hold something and that nobody read."""
+        return {f"{prefix}{key}": value for key, value in super().items()
+                if key not in self.read and value not in (None, "", [], {})}  # fmt: skip
 
 
 @dataclass(slots=True)

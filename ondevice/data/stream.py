@@ -21,15 +21,14 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
+from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
 from ondevice.data.digest import rows_sha256
-from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
-from ondevice.data.formats import named_task, rows_of
-from ondevice.data.records import Record, Source, check_source, check_text_file, json_lines
+from ondevice.data.encode import IGNORE, Dataset, Example, Report, refuse_preferences
+from ondevice.data.reading import named_task, rows_of
+from ondevice.data.records import Record, Source, check_source, json_lines, read_begin, read_file, read_lines
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 
-BEGIN_BYTES = 1 << 18
-"""Read to see what kind of text a file is."""
 TRIES = 16
 """Windows that are read for the first row that can be used: a mistake is told before all of a large file is read."""
 WINDOWS = 2
@@ -55,25 +54,12 @@ def open_records(path: Path, skip: int = 0) -> Source:
         DataError: as `check_stream`; or the file is empty, or no text in UTF-8.
     """
     kind = check_stream(path)
-    if kind == "columnar":
-        from ondevice.data.columnar import read_columnar
-
-        source = read_columnar(path)
-        return Source(kind, islice(source.records, skip, None), source.notes)
-    with path.open("rb") as file:
-        begin = file.read(BEGIN_BYTES)
-    check_text_file(path, begin)
-    start = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not start:
-        raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(begin)} bytes")
-    if kind == "table":
-        from ondevice.data.tables import stream_table
-
-        source = stream_table(path, path.open("rb"), begin)
-        return Source(kind, islice(source.records, skip, None), source.notes)
-    if start[:1] == b"[":
-        raise _no_stream(path, "a JSON list is read whole")
-    return Source(kind, json_lines(_lines(path), skip))
+    if kind == "json":
+        if read_begin(path)[:1] == b"[":
+            raise _no_stream(path, "a JSON list is read whole")
+        return Source(kind, json_lines(read_lines(path), skip))
+    source = read_file(path, kind)
+    return Source(kind, islice(source.records, skip, None), source.notes)
 
 
 def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None) -> Rows:
@@ -103,12 +89,6 @@ def _no_stream(path: Path, why: str) -> DataError:
         received=path.name,
         hint="write it as JSON lines, or leave data.streaming out",
     )
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            yield line if number else line.removeprefix(b"\xef\xbb\xbf")
 
 
 class Stream:
@@ -147,6 +127,7 @@ class Stream:
         """Tokens that the rows are answered with, where a loss is over them: rows with others are left out."""
         self.left_out: Counter[str] = Counter()
         self.cut = self.cut_tokens = 0
+        self.report = Report()
         self._windows: dict[int, list[Example]] = {}
         self._orders: dict[tuple[int, ...], np.ndarray] = {}
         self._leaders: list[Record] = []
@@ -171,7 +152,8 @@ class Stream:
             "cut": self.cut,
             "cut_tokens": self.cut_tokens,
             "max_length_tokens": self.first.max_length_tokens,
-            "notes": [*self.first.notes, note],
+            "notes": [*self.first.notes, *self.report.said(), note],
+            "unread": self.report.left,
             "streamed": True,
         }
 
@@ -184,7 +166,7 @@ class Stream:
         identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
         self._kept = path, identity
         try:
-            values = json.loads(path.read_text(encoding="utf-8")) if recall else {}
+            values = read_json(path) if recall else {}
         except (OSError, ValueError):  # lost or damaged: the windows are counted again
             values = {}
         if values.get("identity") == identity:
@@ -195,6 +177,7 @@ class Stream:
             self.digests = max(digests, self.digests, key=len)
             self.ends, self.ended = values["ends"], values["ended"]
             self.left_out, self.cut, self.cut_tokens = Counter(values["left_out"]), values["cut"], values["cut_tokens"]
+            self.report = Report(**{name: Counter(counts) for name, counts in values.get("report", {}).items()})
 
     def example(self, place: int) -> Example:
         """Return the sequence at `place` of the run, counted from 0 over all epochs.
@@ -266,6 +249,7 @@ class Stream:
             self.digests.append(digest)
         self.ends.append(before + len(dataset.items))
         self.left_out.update(count_reasons(dataset.problems))
+        self.report.add(dataset.report)
         self.cut += dataset.truncated
         self.cut_tokens += sum(item.dropped_tokens for item in dataset.items)
         self._save()
@@ -295,7 +279,8 @@ class Stream:
             return
         path, identity = self._kept
         values = {"identity": identity, "ends": self.ends, "digests": self.digests, "ended": self.ended,
-                  "left_out": dict(self.left_out), "cut": self.cut, "cut_tokens": self.cut_tokens}  # fmt: skip
+                  "left_out": dict(self.left_out), "cut": self.cut, "cut_tokens": self.cut_tokens,
+                  "report": self.report.to_dict()}  # fmt: skip
         atomic_write(path, json.dumps(values))
 
 

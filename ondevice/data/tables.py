@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import datetime
 import io
+import sys
+import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.records import Record, Source, describe, missing_package
+from ondevice.data.records import UNLIMITED, Limits, Record, Source, describe, missing_package
 from ondevice.data.rows import BadRow
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
@@ -22,31 +25,38 @@ Cells = tuple[int, list[str] | BadRow]
 """(line, cells), or (line, why the line has none)."""
 
 
-def read_table(path: Path, content: bytes) -> Source:
-    """Read CSV in UTF-8; the separator is the one that splits the header and most rows alike.
+def read_table(path: Path, begin: bytes, limits: Limits = UNLIMITED) -> Source:
+    """Read CSV in UTF-8; the separator is the one that splits the header and most rows in `begin` alike.
+
+    Args:
+        begin: the first bytes of the file, of `read_begin`.
 
     Raises:
-        DataError: the file holds JSON lines, or the header names a column twice.
+        DataError: the file holds JSON lines; later: the header names a column twice, or a line is too long.
     """
-    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` names with their field.
-    text = content.decode("utf-8", "surrogateescape")
-    if text.lstrip().startswith('{"'):
+    if begin.startswith(b'{"'):
+        first = begin.partition(b"\n")[0].decode("utf-8", "surrogateescape")
         raise DataError(f"{path} holds JSON, not a table", expected="a header with the columns' names",
-                        received=describe(text.lstrip().partition("\n")[0]), hint="name it .jsonl")  # fmt: skip
-    usual = "," if path.suffix.lower() == ".csv" else "\t"
-    separator = find_separator(text, usual)
-    notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
-    return Source("table", _records(_csv(io.StringIO(text, newline=""), separator), separator), notes)
-
-
-def stream_table(path: Path, file: BinaryIO, begin: bytes) -> Source:
-    """Read CSV as `read_table` does, from an open file; the rows in `begin`, its first bytes, find the separator."""
+                        received=describe(first), hint="name it .jsonl")  # fmt: skip
     usual = "," if path.suffix.lower() == ".csv" else "\t"
     whole = begin[: begin.rfind(b"\n") + 1] or begin  # not a row that ends in the middle
-    separator = find_separator(whole.decode("utf-8-sig", "surrogateescape"), usual)
+    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` names with their field.
+    separator = find_separator(whole.decode("utf-8", "surrogateescape"), usual)
     notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
-    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
-    return Source("table", _records(_csv(text, separator), separator), notes)
+    return Source("table", _records(_csv(_text_lines(path, limits), separator), separator), notes)
+
+
+def _text_lines(path: Path, limits: Limits) -> Iterator[str]:
+    """Yield the lines of a file with their ends, whatever those are; DataError if one is too long."""
+    most = limits.row_bytes if limits.row_bytes < sys.maxsize else -1
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        number = 0
+        while line := file.readline(most):
+            number += 1
+            if len(line) == most and line[-1] not in "\r\n":
+                raise DataError(f"{path}: line {number} is too long", expected=f"at most {most >> 20} MiB",
+                                received="more", hint="check the file's line ends")  # fmt: skip
+            yield line
 
 
 def find_separator(text: str, usual: str) -> str:
@@ -68,8 +78,8 @@ def find_separator(text: str, usual: str) -> str:
     return best
 
 
-def _csv(text: TextIO, separator: str) -> Iterator[Cells]:
-    reader = csv.reader(text, delimiter=separator, strict=True)
+def _csv(lines: Iterable[str], separator: str) -> Iterator[Cells]:
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         line = reader.line_num + 1
         try:
@@ -110,11 +120,15 @@ def _wrong_width(cells: list[str], expected: int, separator: str) -> str:
     return f"{reason}; quote a cell that holds a {SEPARATORS[separator]}" if len(cells) > expected else reason
 
 
-def read_excel(path: Path) -> Source:
+MOST_ROWS = 1 << 20
+"""Rows of a sheet, by Excel's own limit; a file may name a row far behind it, and all before it would be read."""
+
+
+def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
     """Read the first sheet that has cells, as the text that they show; formulas as the values they had when saved.
 
     Raises:
-        DataError: it is no Excel file, or has no cells.
+        DataError: it is not an Excel file, has no cells, or is too large unpacked.
         MissingPackageError: openpyxl is not installed.
     """
     try:
@@ -122,24 +136,64 @@ def read_excel(path: Path) -> Source:
     except ImportError:
         raise missing_package(path, "openpyxl", "CSV") from None
     try:
+        _check_parts(path, limits)
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
-        sheets = [sheet for sheet in book.worksheets if hasattr(sheet, "iter_rows")]
-        for sheet in sheets:
-            rows = [(line, [_shown(cell) for cell in cells])
-                    for line, cells in enumerate(sheet.iter_rows(values_only=True), 1)]  # fmt: skip
-            if any(cell.strip() for _, cells in rows for cell in cells):
+        for sheet in book.worksheets:
+            if not hasattr(sheet, "iter_rows"):
+                continue
+            # Without what the file says of the sheet's size: it may be wrong, and is then filled with empty cells.
+            sheet.reset_dimensions()
+            rows = _sheet_rows(path, sheet)
+            if (first := next(filter(_has_cells, rows), None)) is not None:
                 break
         else:
             raise DataError(f"{path} is empty", expected="a sheet with a header and rows", received="no cell")
-        names = book.sheetnames
-        book.close()
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # the package raises KeyError, BadZipFile, InvalidFileException, XML's own and more
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"cannot read {path} as an Excel file: {reason}", hint="save it again, or as CSV") from None
+        raise _not_excel(path, error) from None
+    names = book.sheetnames
     notes = [f"the sheet '{sheet.title}' is read, of {', '.join(names)}"] if names[1:] else []
-    return Source("excel", _records(_even(rows), ","), notes)
+    return Source("excel", _records(_even(chain([first], rows)), ","), notes)
+
+
+def _check_parts(path: Path, limits: Limits) -> None:
+    """Refuse a book whose parts are too large, by the sizes in its directory: zipfile reads no more than they say."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    size_bytes = path.stat().st_size
+    for entry in entries:
+        # zipfile makes room for what is stated before it reads a part that is stored as it is.
+        if max(entry.compress_size, entry.file_size * (entry.compress_type == zipfile.ZIP_STORED)) > size_bytes:
+            raise DataError(f"{path} is damaged: {entry.filename} states more bytes than the file has")
+    limits.check_unpacked(path, sum(entry.file_size for entry in entries), "CSV")
+    for entry in entries:
+        if entry.file_size > limits.whole_bytes and not entry.filename.startswith("xl/worksheets/"):
+            raise DataError(
+                f"{path}: {entry.filename} is too large to be read whole",
+                expected=f"at most {limits.whole_bytes >> 20} MiB",
+                received=f"{entry.file_size >> 20} MiB",
+                hint="save it as CSV",
+            )
+
+
+def _sheet_rows(path: Path, sheet: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the cells of each row."""
+    try:
+        for line, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+            if line > MOST_ROWS:
+                raise DataError(f"{path} has too many rows", expected=f"at most {MOST_ROWS}", received="more",
+                                hint="save it as CSV")  # fmt: skip
+            yield line, [_shown(cell) for cell in cells]
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # as in `read_excel`
+        raise _not_excel(path, error) from None
+
+
+def _not_excel(path: Path, error: Exception) -> DataError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return DataError(f"cannot read {path} as an Excel file: {reason}", hint="save it again, or as CSV")
 
 
 def _shown(value: Any) -> str:
@@ -153,12 +207,16 @@ def _shown(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
 
 
-def _even(rows: list[tuple[int, list[str]]]) -> Iterator[Cells]:
+def _even(rows: Iterable[tuple[int, list[str]]]) -> Iterator[Cells]:
     """Fill rows up to the header's width, and cut empty cells behind it."""
-    filled = [(line, cells) for line, cells in rows if any(cell.strip() for cell in cells)]
-    header = filled[0][1]
-    width = max(index for index, cell in enumerate(header, 1) if cell.strip())
-    for line, cells in filled:
+    width = 0
+    for line, cells in filter(_has_cells, rows):
+        # The first row is the header, which ends with its last name.
+        width = width or max(index for index, cell in enumerate(cells, 1) if cell.strip())
         while len(cells) > width and not cells[-1].strip():
             cells = cells[:-1]
         yield line, cells + [""] * (width - len(cells))
+
+
+def _has_cells(row: tuple[int, list[str]]) -> bool:
+    return any(cell.strip() for cell in row[1])

@@ -5,12 +5,8 @@ MLX reads beyond the table and trains on, torch ends in a traceback: so rows are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from ondevice.core.errors import DataError
 from ondevice.data.encode import Dataset, Item
-from ondevice.data.rows import RowProblem
 
 HINT = "the rows were encoded with another model's tokenizer, or it has tokens that the embedding was not resized for"
 
@@ -25,7 +21,10 @@ def check_ids(dataset: Dataset, vocabulary: int, file: str) -> Dataset:
     Raises:
         DataError: naming the first row that has another token, and the token.
     """
-    for item, token in _beyond(dataset, vocabulary):
+    for item in dataset.items:
+        token = unknown_token(item, vocabulary)
+        if token is None:
+            continue
         where = f"{item.file or file}:{item.line}" if item.line else item.file or file
         raise DataError(
             f"{where}: token {token} is not in the model's vocabulary",
@@ -36,24 +35,11 @@ def check_ids(dataset: Dataset, vocabulary: int, file: str) -> Dataset:
     return dataset
 
 
-def without_unknown_ids(dataset: Dataset, vocabulary: int, file: str) -> Dataset:
-    """Return the rows without those that `check_ids` would refuse, which become problems."""
-    wrong = dict[int, RowProblem]()
-    for item, token in _beyond(dataset, vocabulary):
-        reason = f"token {token} is not in the model's vocabulary of {vocabulary}"
-        wrong[id(item)] = RowProblem(item.file or file, item.line, "", reason)
-    if not wrong:
-        return dataset
-    problems = sorted([*dataset.problems, *wrong.values()], key=lambda problem: problem.line)
-    return replace(dataset, items=[item for item in dataset.items if id(item) not in wrong], problems=problems)
-
-
-def _beyond(dataset: Dataset, vocabulary: int) -> Iterator[tuple[Item, int]]:
-    """Yield each row that has a token outside the vocabulary, with the first such token."""
-    for item in dataset.items:
-        for example in (item.example, *item.candidates):
-            if min(example.ids) >= 0 and max(max(example.ids), max(example.labels)) < vocabulary:
-                continue
-            tokens = (*example.ids, *(label for label in example.labels if label >= 0))
-            yield item, next(token for token in tokens if not 0 <= token < vocabulary)
-            break
+def unknown_token(item: Item, vocabulary: int) -> int | None:
+    """Return the first token of a row that the embedding has no row for; None if it has all."""
+    for example in (item.example, *item.candidates):
+        if min(example.ids) >= 0 and max(max(example.ids), max(example.labels)) < vocabulary:
+            continue
+        tokens = (*example.ids, *(label for label in example.labels if label >= 0))
+        return next(token for token in tokens if not 0 <= token < vocabulary)
+    return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import read_object
 from ondevice.exits.gguf_names import architecture_of
 from ondevice.models import read_dims
 from ondevice.models.registry import family_for
@@ -117,5 +117,5 @@ def _licence(loaded: LoadedModel) -> str | None:
     record = None if loaded.source.path is None else loaded.source.path / "ondevice-model.json"
     if record is None or not record.is_file():
         return None
-    origin = json.loads(record.read_text(encoding="utf-8")).get("origin", {})
+    origin = read_object(record, ModelError).get("origin", {})
     return origin.get("licence") or origin.get("license")

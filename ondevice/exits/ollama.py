@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
+from ondevice.data.chat_template import apply_template
 from ondevice.exits import gguf
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.models import load_tokenizer
@@ -79,7 +80,7 @@ def template_of(tokenizer: Any) -> Template | None:
 
     def render(*roles: str, answer: bool = False) -> str:
         messages = [{"role": role, "content": f"{_MARK}{i}{_MARK}"} for i, role in enumerate(roles)]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+        return apply_template(tokenizer, messages, add_generation_prompt=answer)
 
     try:
         whole = render(*_ROLES)
@@ -100,9 +101,7 @@ def template_of(tokenizer: Any) -> Template | None:
         found = Template(around, alone.removesuffix(before_user), answer)
         for roles in _TRIALS:
             messages = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
-            if found.render(messages) != tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            ):
+            if found.render(messages) != apply_template(tokenizer, messages, add_generation_prompt=True):
                 return None
         return None if any("{{" in text for text in (found.begin, answer, *sum(around.values(), ()))) else found
     except Exception:  # a template may refuse roles with an error of its own: Jinja's

@@ -1,4 +1,4 @@
-"""Flower's ServerApp: runs a fleet's rounds over a grid. The device's end is `client`.
+"""Runs a fleet's rounds over Flower's grid. The device's end is `client`.
 
 Flower carries, authenticates and encrypts; what is in a message is the fleet's own (`messages`). A device needs nothing
 from the server but the charter, which comes with the first message.
@@ -17,21 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import ServerApp
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.averaging.apps import AdapterServer
 from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.client import RECORD
+from ondevice.fleet.codes import Code, Refusal, refusing
 from ondevice.fleet.frozen import Frozen
 from ondevice.fleet.post import POLL_S, Post
+from ondevice.fleet.replies import Answered, Failed, Followed, Greeted, Reply, Subspace, reply_of
 from ondevice.fleet.rounds import OpenRound, Rounds
-from ondevice.fleet.secure import collect, means_of
+from ondevice.fleet.secure import means_of
 from ondevice.fleet.store import Store
+from ondevice.fleet.sums import SecureSum
+from ondevice.fleet.suspects import Suspects
 
 if TYPE_CHECKING:
-    from flwr.app import Context
     from flwr.serverapp import Grid
 
 log = logging.getLogger("ondevice.fleet")
@@ -39,18 +41,15 @@ GREET_S = 10.0
 """A device that could not say how far it is may have found its model by then."""
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without an answer: more would only make the log longer."""
-server_app = ServerApp()
 
 
-@server_app.main()
-def serve(grid: Grid, context: Context) -> None:
-    """Run the rounds of the fleet in `run_config["folder"]`."""
-    settings = json.loads(str(context.run_config["settings"]))
-    if (Path(settings["folder"]) / ADAPTERS).is_file():
-        with AdapterStore.open(Path(settings["folder"])) as adapters:
+def run_rounds(grid: Grid, folder: Path, settings: dict[str, Any]) -> None:
+    """Run the rounds of the fleet in `folder`."""
+    if (folder / ADAPTERS).is_file():
+        with AdapterStore.open(folder) as adapters:
             AdapterServer(grid, adapters, settings).run()
         return
-    with Store.open(Path(settings["folder"])) as store:
+    with Store.open(folder) as store:
         Server(grid, store, settings).run()
 
 
@@ -60,6 +59,18 @@ class Asked:
 
     round: int
     place: int
+
+
+def record_of(message: Message) -> Any:
+    """Return the content of a device's message.
+
+    Raises:
+        Refusal: it has no content of a fleet.
+    """
+    try:
+        return dict(message.content[RECORD])  # type: ignore[arg-type]
+    except Exception:
+        raise Refusal(Code.MALFORMED, "the message has no record of a fleet") from None
 
 
 def _messages(contents: dict[int, dict[str, Any]]) -> list[Message]:
@@ -84,6 +95,11 @@ class Server:
     """
 
     def __init__(self, grid: Grid, store: Store, settings: dict[str, Any], post: Post | None = None) -> None:
+        if store.charter.fleet.secure and not store.charter.device_keys:
+            raise FleetError(
+                "this secure fleet was begun without its devices' keys, so no device would trust another's",
+                hint="begin it anew: ondevice fleet begin --device-keys DIR",
+            )
         self.grid, self.store, self.settings = grid, store, settings
         self.post = post or Post(grid, settings["wait_s"])
         self.rounds = Rounds(store.charter, store.state())
@@ -95,6 +111,14 @@ class Server:
         self.new: set[int] = set()
         self.givers: set[int] = set()
         self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.barred: set[int] = set()
+        """Devices whose lies cost a secure sum: they are not asked again while this server runs."""
+        self.suspects = Suspects()
+        if self.rounds.state.round and store.charter.fleet.open_rounds > 1:
+            # Devices may have answered to rounds that were open when a server before this one ended. Each answers a
+            # round once, and these would begin from another state now.
+            self.rounds.next += store.charter.fleet.open_rounds - 1
 
     def run(self) -> None:
         """Run every round that is missing, then ask each device for its hash."""
@@ -120,7 +144,11 @@ class Server:
             until = time.monotonic() + self.settings["wait_s"]
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
-                raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
+                raise FleetError(
+                    f"no device has answered in {empty} rounds",
+                    received=", ".join(f"{code} {count} times" for code, count in self.failed.items()) or None,
+                    hint="a device's own log says why",
+                )
         self._last()
 
     def _last(self) -> None:
@@ -129,11 +157,11 @@ class Server:
         charter = self.store.charter.to_bytes()
         new = [node for node in self.grid.get_node_ids() if node not in self.places]
         for node, reply in self._exchange({node: {"charter": charter} for node in new}).items():
-            if "place" in reply:
-                self.places[node] = int(reply["place"])
+            if isinstance(reply, Greeted):
+                self.places[node] = reply.place
         replies = self._exchange({node: self._content(node, {}) for node in self.places})
         self._take()  # answers that came too late are refused, and counted
-        equal = {node: reply.get("digest") == digest for node, reply in replies.items()}
+        equal = {node: isinstance(reply, Followed) and reply.digest == digest for node, reply in replies.items()}
         self.store.set_fact("refused", json.dumps(self.refused))
         self.store.set_fact("devices", json.dumps({str(node): same for node, same in sorted(equal.items())}))
         print(f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
@@ -178,7 +206,7 @@ class Server:
             newest = open_rounds[max(open_rounds)]
             if 2 * len(newest.answers) <= len(newest.tasks):
                 return []
-        known = sorted(set(self.grid.get_node_ids()) & set(self.places))
+        known = sorted((set(self.grid.get_node_ids()) & set(self.places)) - self.barred)
         free = set(known) - self.post.busy
         if len(free) < self.settings["least_devices"]:
             return []
@@ -187,7 +215,8 @@ class Server:
         draw = np.random.default_rng([self.store.charter.seed, 5, number])
         count = max(1, round(self.settings["sample"] * len(known)))
         drawn = [known[place] for place in draw.permutation(len(known))]
-        return sorted([node for node in drawn if node in free][:count])
+        chosen = [node for node in drawn if node in free][:count]
+        return self.suspects.asked(chosen, draw) if self.suspects.devices else sorted(chosen)
 
     def _refresh(self, free: set[int]) -> bool:
         """Take a new subspace from a device that gives one, if there is one and no round is open."""
@@ -196,14 +225,17 @@ class Server:
             return False
         began = time.time()
         node = givers[int(np.random.default_rng([self.store.charter.seed, 9, self.rounds.next]).integers(len(givers)))]
-        record = self._exchange({node: self._content(node, {"subspace": True})}).get(node, {})
+        reply = self._exchange({node: self._content(node, {"subspace": True})}).get(node)
         try:
-            file = Frozen.from_bytes(record.get("frozen", b""))
-        except FleetError as error:
-            log.warning("device %s: %s", node, error)
+            with refusing(Code.MALFORMED):
+                file = Frozen.from_bytes(reply.frozen if isinstance(reply, Subspace) else b"")
+                file.check()
+        except Refusal as error:
+            self._refuse(node, error.code)
             self.places.pop(node, None)
+            self.givers.discard(node)
             return False
-        self.places[node] = int(record["place"])
+        self.places[node] = self.store.count()
         sent = len(file.data) * (1 + len(self.places))
         event = self.rounds.refresh(file.digest)
         self.store.add(event, self.rounds.state, frozen=file, sent_bytes=sent, time_s=time.time() - began)
@@ -220,29 +252,42 @@ class Server:
     def _send(self, contents: dict[int, dict[str, Any]]) -> None:
         self.post.send(_messages(contents))
 
-    def _exchange(self, contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _exchange(self, contents: dict[int, dict[str, Any]]) -> dict[int, Reply]:
         """Send to devices, wait, and return what they reply; those that do not are left out."""
         found = {}
         for node, reply in self.post.exchange(_messages(contents)):
-            record = self._record(node, reply)
-            if record is not None:
-                found[node] = record
+            taken = self._reply(node, reply)
+            if taken is not None:
+                found[node] = taken
         return found
 
-    def _record(self, node: int, reply: Message | None) -> dict[str, Any] | None:
+    def _reply(self, node: int, message: Message | None) -> Reply | None:
         """Return a device's reply; None where nothing came of it."""
-        if reply is None:
+        if message is None:
             return None
-        if reply.has_error():
-            log.warning("device %s: %s", node, reply.error.reason)
+        if message.has_error():
+            log.warning("device %s: Flower could not ask it", node)
             return None
-        record = dict(reply.content[RECORD])
-        if "error" in record:
-            log.warning("device %s: %s", node, record["error"])
+        try:
+            reply = reply_of(record_of(message))
+            if isinstance(reply, Greeted | Followed) and reply.place > self.store.count():
+                raise Refusal(Code.MALFORMED, "a device has more events than there are")
+        except Refusal as error:
+            self._refuse(node, error.code)
+            self.places.pop(node, None)
+            return None
+        if isinstance(reply, Failed):
+            self.failed[reply.error] += 1
+            log.warning("device %s: %s", node, reply.error)
             self.places.pop(node, None)  # it says again how far it is
-        elif record.keys() & {"answer", "place", "secure", "digest"}:
+        else:
             self.new.discard(node)
-        return record
+        return reply
+
+    def _refuse(self, node: int, code: Code) -> None:
+        """Count a reply that is not taken."""
+        self.refused[code] += 1
+        log.warning("device %s: its reply is refused: %s", node, code)
 
     def _ask(self, current: OpenRound) -> None:
         """Send a round's tasks."""
@@ -256,24 +301,23 @@ class Server:
         """Take what devices have replied."""
         for sent, reply in self.post.take():
             node, late = sent.node, sent.overdue  # of a late reply the wait was over before
-            asked, record = None if late else self.asked.pop(node, None), self._record(node, reply)
-            if record is None:
-                continue
-            if "answer" not in record:
-                if "place" in record:
-                    self.places[node] = int(record["place"])
-                if record.get("gives_subspace"):
+            asked, taken = None if late else self.asked.pop(node, None), self._reply(node, reply)
+            if isinstance(taken, Greeted) and asked is None:
+                self.places[node] = taken.place
+                if taken.gives_subspace:
                     self.givers.add(node)
+            elif asked is not None and not isinstance(taken, Answered | Failed | None):
+                self._refuse(node, Code.MALFORMED)
+            if not isinstance(taken, Answered):
                 continue
             if asked is not None:
                 self.places[node] = asked.place
             try:
-                answer = self.rounds.receive(record["answer"], node)
+                answer = self.rounds.receive(taken.answer, node)
                 task = self.rounds.open[answer.round].tasks[node]
-                self.sizes[answer.round].append(len(record["answer"]) + len(task.to_bytes()))
-            except FleetError as error:
-                self.refused[error.message] += 1
-                log.warning("device %s: answer refused: %s", node, error)
+                self.sizes[answer.round].append(len(taken.answer) + len(task.to_bytes()))
+            except Refusal as error:
+                self._refuse(node, error.code)
 
     def _close(self, number: int) -> int:
         """End a round; returns how many answers it had."""
@@ -291,28 +335,46 @@ class Server:
         )
         return len(answers)
 
+    def _saw(self, devices: list[int], plausible: bool) -> None:
+        """Learn from a secure sum which device spoils them."""
+        liar = self.suspects.saw(devices, plausible)
+        if liar is not None:
+            self.barred.add(liar)
+            self._refuse(liar, Code.NUMBERS)
+
     def _secure_round(self, current: OpenRound, began: float) -> int:
-        """Run a round whose answers only their sum is known of; returns how many there were."""
+        """Run a round whose answers only their sum is known of; returns 0 if nothing came of it."""
         place, fleet, sent = self.store.count(), self.store.charter.fleet, 0
 
-        def send(contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        task = next(iter(current.tasks.values())).to_bytes()  # one for all, because they share their seeds
+
+        def send(contents: dict[int, dict[str, Any]]) -> dict[int, Reply]:
             nonlocal sent
-            tasks = {node: {"events": [], "task": current.tasks[node].to_bytes(), **content}
-                     for node, content in contents.items()}  # fmt: skip
-            replies = self._exchange(tasks)
-            for record in (*contents.values(), *replies.values()):
+            requests = {node: {"events": [], "task": task, **content} for node, content in contents.items()}
+            replies = self._exchange(requests)
+            for record in (*contents.values(), *(reply.model_dump() for reply in replies.values())):
                 sent += sum(len(value) for value in record.values() if isinstance(value, bytes))
-            self.places.update({node: place for node, reply in replies.items() if "error" not in reply})
+            self.places.update({node: place for node, reply in replies.items() if not isinstance(reply, Failed)})
             return replies
 
-        means, loss, devices = None, None, []
+        def blame(node: int, code: Code) -> None:
+            self.barred.add(node)
+            self._refuse(node, code)
+
+        means, loss, devices, narrowed = None, None, [], False
         try:
             first = {node: self._content(node, {}) for node in current.tasks}
-            total, devices = collect(send, first, self.store.charter.numbers + 2)
-            means, loss = means_of(total, fleet)
+            sums = SecureSum(send, task, self.store.charter.device_keys, blame)
+            total, devices = sums.collect(first, self.store.charter.numbers + 2)
+            means, loss = means_of(total, fleet, len(devices))
+            self._saw(devices, plausible=True)
         except FleetError as error:
+            if devices:  # there was a sum, and honest devices have no such one
+                before = len(self.suspects.devices) or len(devices) + 1
+                self._saw(devices, plausible=False)
+                narrowed = len(self.suspects.devices) < before
             devices = []
-            self.refused[error.message] += 1
+            self.refused[error.code if isinstance(error, Refusal) else Code.UNSAFE] += 1
             log.warning("round %s: %s", current.number, error)
         outcome = self.rounds.close(current.number, means)
         sent += len(devices) * len(outcome.to_bytes())
@@ -322,4 +384,4 @@ class Server:
         )  # fmt: skip
         shown = "no sum" if loss is None else f"loss {loss:.4f}"
         print(f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}", flush=True)
-        return len(devices)
+        return len(devices) + narrowed

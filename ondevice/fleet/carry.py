@@ -1,7 +1,8 @@
 """A round as a file below 2 kB, for a device without a network: through a share sheet, on a stick, as a QR code.
 
     "ODCARRY1"  then for each entry: its kind, u16 its bytes, the entry; at the end the CRC-32 of all before
-    kinds: C charter (zlib), N device u64, E outcome or refresh, T task, A answer
+    kinds: C charter (zlib), N device u64, E outcome or refresh, T task, A answer, K and S of a signed answer: its
+    signer's public key and the signature
 
 A `Desk` is a server that waits for nobody: its open round is in the store, so each call is a process of its own.
 """
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
+from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.keys import ANSWER_DOMAIN, Signed, verify
 from ondevice.fleet.messages import Answer, Outcome, Task
 from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.store import Store
@@ -35,6 +38,7 @@ class Parcel:
     events: list[bytes] = field(default_factory=list)
     task: bytes | None = None
     answer: bytes | None = None
+    signed: Signed | None = None
 
 
 def files_of(parcel: Parcel) -> list[bytes]:
@@ -72,6 +76,9 @@ def _entries(parcel: Parcel) -> Iterator[tuple[bytes, bytes]]:
         yield b"T", parcel.task
     if parcel.answer is not None:
         yield b"A", parcel.answer
+    if parcel.signed is not None:
+        yield b"K", parcel.signed.signer
+        yield b"S", parcel.signed.signature
 
 
 def parcel_of(data: bytes, name: str = "the file") -> Parcel:
@@ -85,7 +92,7 @@ def parcel_of(data: bytes, name: str = "the file") -> Parcel:
     body = data[: -_CRC.size]
     if zlib.crc32(body) != _CRC.unpack_from(data, len(body))[0]:
         raise FleetError(f"{name} is damaged", hint="send it again")
-    parcel, at = Parcel(), len(MAGIC)
+    parcel, at, signer, signature = Parcel(), len(MAGIC), b"", b""
     while at < len(body):
         kind, size = _ENTRY.unpack_from(body, at) if at + _ENTRY.size <= len(body) else (b"", 0)
         entry = body[at + _ENTRY.size : at + _ENTRY.size + size]
@@ -102,8 +109,14 @@ def parcel_of(data: bytes, name: str = "the file") -> Parcel:
             parcel.task = entry
         elif kind == b"A":
             parcel.answer = entry
+        elif kind == b"K":
+            signer = entry
+        elif kind == b"S":
+            signature = entry
         else:
             raise FleetError(f"{name} is of a newer version", received=f"entry {kind!r}")
+    if signer or signature:
+        parcel.signed = Signed(signer, signature)
     return parcel
 
 
@@ -181,9 +194,36 @@ class Desk:
         parcel = parcel_of(data, name)
         if parcel.answer is None:
             raise FleetError(f"{name} carries no answer", hint="it is a round on its way to a device")
+        key = self._signer(parcel, name)
         answer = self.rounds.receive(parcel.answer, parcel.device)
+        if key is not None:
+            self.store.set_fact(f"key {answer.device}", key)
         self.store.take(answer)
         return answer
+
+    def _signer(self, parcel: Parcel, name: str) -> str | None:
+        """Return whose key signed an answer; None where the charter names no devices.
+
+        Raises:
+            Refusal: it is not signed by a device of the charter, or by another one than this device's answers before.
+        """
+        allowed, signed = self.store.charter.device_keys, parcel.signed
+        if not allowed:
+            return None
+        if signed is None or signed.fingerprint() not in allowed:
+            raise Refusal(
+                Code.SIGNATURE,
+                f"{name} is not signed by a device of this fleet",
+                expected=f"one of {len(allowed)} keys",
+                received="no signature" if signed is None else signed.fingerprint(),
+                hint="`ondevice fleet carry answer --key FILE` signs it",
+            )
+        verify(signed, ANSWER_DOMAIN + (parcel.answer or b""))
+        known = {fact.removeprefix("key "): value for fact, value in self.store.facts("key ")}
+        number, key = str(parcel.device), signed.fingerprint()
+        if known.get(number, key) != key or any(value == key for other, value in known.items() if other != number):
+            raise Refusal(Code.SIGNATURE, f"{name} is signed by another device's key than its answers before")
+        return key
 
     def close(self) -> Outcome:
         """End the open round with the answers that have come.

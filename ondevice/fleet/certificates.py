@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.files import atomic_write
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.errors import ConfigError, MissingPackageError
 
 CERTIFICATES = ("ca.crt", "server.pem", "server.key")
@@ -73,25 +72,22 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
         .sign(root, hashes.SHA256())
     )
     # The authority's own key is not kept: nobody can make a second server that the devices would trust.
-    private = serialization.PrivateFormat
+    formats = serialization.PrivateFormat
     plain = serialization.NoEncryption()
     pem, ssh = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
     files = {
         "ca.crt": authority.public_bytes(pem),
         "server.pem": certificate.public_bytes(pem),
-        "server.key": server.private_bytes(pem, private.PKCS8, plain),
+        "server.key": server.private_bytes(pem, formats.PKCS8, plain),
     }
     for number in range(1, devices + 1):
         key = ec.generate_private_key(ec.SECP384R1())
-        files[f"{DEVICES}/{number}.key"] = key.private_bytes(pem, private.OpenSSH, plain)
+        files[f"{DEVICES}/{number}.key"] = key.private_bytes(pem, formats.OpenSSH, plain)
         files[f"{DEVICES}/{number}.pub"] = key.public_key().public_bytes(ssh, serialization.PublicFormat.OpenSSH)
-    written = []
-    for name, data in files.items():
-        atomic_write(folder / name, data)
-        if name.endswith(".key"):
-            os.chmod(folder / name, 0o600)
-        written.append(folder / name)
-    return written
+    with private():
+        for name, data in files.items():
+            atomic_write(folder / name, data)
+    return [folder / name for name in files]
 
 
 def _usage(x509: Any, signs: bool) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Any, ClassVar, Literal, Self
+import struct
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
+from ondevice.core.untrusted import parse_json
+from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import Rule
-from ondevice.fleet.messages import MOST_NUMBERS, VERSION
+from ondevice.fleet.messages import MOST_NUMBERS, VERSION, Task
 from ondevice.fleet.secure import MOST_ROWS
 from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
+
+MOST_CHARTER_BYTES = 1 << 20
 
 
 class Agreement(StrictConfig):
@@ -91,9 +96,11 @@ class Agreement(StrictConfig):
         return self
 
 
+LANE = 1 << 40
+"""Distance between the steps of devices that have their own seeds."""
 ADDED = ("batch_share", "secure", "decay_rounds")
 """Settings that came after the first charters; left out where they are the default, so a fleet keeps its number."""
-ADDED_HERE = ("optimizer", "subspace", "refresh_steps")
+ADDED_HERE = ("optimizer", "subspace", "refresh_steps", "device_keys")
 """The same of the charter itself."""
 
 
@@ -166,8 +173,8 @@ class CommonCharter(StrictConfig):
             FleetError: it is no charter, or of another version.
         """
         try:
-            return cls.parse(json.loads(data), "charter")
-        except (ValueError, RecursionError, ConfigError) as error:
+            return cls.parse(parse_json(data, most_bytes=MOST_CHARTER_BYTES), "charter")
+        except (ValueError, ConfigError) as error:
             said = getattr(error, "message", str(error))
             raise FleetError(f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]) from None
 
@@ -203,6 +210,10 @@ class Charter(CommonCharter):
     fleet: Agreement
     """The settings by which the server combines answers."""
 
+    device_keys: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(default=(), max_length=10_000)
+    """SHA-256 of the public key of each device that may take part. Devices of a secure sum trust no other key, and
+    answers by file are taken with a signature of one of them only. Empty: answers by file are not signed."""
+
     @model_validator(mode="after")
     def _sizes(self) -> Charter:
         if self.fleet.local_steps * self.queries > MOST_NUMBERS:
@@ -227,7 +238,7 @@ class Charter(CommonCharter):
             if values["fleet"][name] == Agreement.model_fields[name].default:
                 del values["fleet"][name]
         for name in ADDED_HERE:
-            if values[name] == Charter.model_fields[name].default:
+            if values[name] in (Charter.model_fields[name].default, []):
                 del values[name]
         return values
 
@@ -235,6 +246,37 @@ class Charter(CommonCharter):
     def numbers(self) -> int:
         """Numbers of an answer."""
         return self.fleet.local_steps * self.queries
+
+    def check_task(self, task: Task) -> None:
+        """Check that a task is the one that this charter has for its round, so that no round can be asked twice.
+
+        Raises:
+            Refusal: another fleet, other steps, or another rate.
+        """
+        if task.fleet != self.id:
+            raise Refusal(
+                Code.OTHER_FLEET,
+                "the task is of another fleet",
+                expected=f"{self.id:08x}",
+                received=f"{task.fleet:08x}",
+            )
+        first, lanes = self.first_step(task.round, 0), LANE if self.fleet.seeds == "own" else 0
+        ahead = task.first_step - first
+        if task.local_steps != self.fleet.local_steps or ahead < 0 or (ahead % lanes if lanes else ahead):
+            raise Refusal(
+                Code.OTHER_TASK,
+                "the task has other local steps than the charter",
+                expected=f"{self.fleet.local_steps} steps from {first}",
+                received=f"{task.local_steps} steps from {task.first_step}",
+            )
+        expected = struct.unpack("<f", struct.pack("<f", self.rate(task.round)))[0]
+        if struct.unpack("<f", struct.pack("<f", task.learning_rate))[0] != expected:
+            raise Refusal(
+                Code.OTHER_TASK,
+                "the task has another learning rate than the charter",
+                expected=expected,
+                received=task.learning_rate,
+            )
 
     def state(self) -> State:
         """Return the state before the first round."""
@@ -275,4 +317,4 @@ class Charter(CommonCharter):
             lane: the device's place in the round, from 0; used where devices have their own seeds.
         """
         step = number * self.fleet.local_steps
-        return step + ((lane + 1) << 40) if self.fleet.seeds == "own" else step
+        return step + (lane + 1) * LANE if self.fleet.seeds == "own" else step

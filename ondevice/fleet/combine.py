@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING, Literal
 
 from ondevice.fleet.messages import LARGEST_UNIT, UNIT, Answer, Group
@@ -16,19 +17,43 @@ if TYPE_CHECKING:
     from ondevice.fleet.charter import Agreement
 
 Rule = Literal["mean", "trimmed_mean", "median"]
+LEAST = 3
+"""Answers that can be held against each other."""
+
+
+def length_of(values: Sequence[float]) -> float:
+    """Return the Euclidean norm."""
+    return math.sqrt(math.fsum(value * value for value in values))
 
 
 def clip(values: Sequence[float], norm: float | None) -> list[float]:
     """Shorten a device's numbers to a Euclidean norm of at most `norm`; None leaves them."""
     if norm is None:
         return list(values)
-    length = math.sqrt(math.fsum(value * value for value in values))
+    length = length_of(values)
     return [value * (norm / length) for value in values] if length > norm else list(values)
 
 
-def weight(rows: int, most: int) -> int:
-    """Return a device's weight in a mean: its rows, but not more than `most`, whatever it claims."""
-    return min(rows, most)
+def weights_of(rows: Sequence[int], most: int | None = None) -> list[int]:
+    """Return each answer's weight in a mean: its rows, but at most `most` and at most the median of all.
+
+    Rows are what a device claims. With the median, one that lies counts no more than an honest device, as long as most
+    are honest.
+    """
+    middle = median_low(rows)
+    most = middle if most is None else min(most, middle)
+    return [min(each, most) for each in rows]
+
+
+def longest_of(lengths: Sequence[float]) -> float:
+    """Return the length that one answer of a mean may have, in view of the others.
+
+    It is the longest that is left without the longest quarter, one answer at least: so where a quarter of the devices
+    lie, none of them moves the mean further than an honest device does. Fewer than three answers say nothing of each
+    other.
+    """
+    count = len(lengths)
+    return sorted(lengths)[count - 1 - max(1, count // 4)] if count >= LEAST else math.inf
 
 
 def mean(columns: Sequence[Sequence[float]], weights: Sequence[int]) -> list[float]:
@@ -52,21 +77,35 @@ def median(columns: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum((column[middle[0]], column[middle[1]])) / 2 for column in ordered]
 
 
-def shortened(answer: Answer, config: Agreement) -> list[float]:
-    """Return an answer's numbers, shortened where no honest device's would be longer; a secure sum cannot be."""
-    values = answer.numbers.values()
-    return values if config.secure else clip(values, config.longest(len(values)))
+def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]:
+    """Return the answers' numbers, shortened where no honest device's would be longer.
+
+    Those of a secure fleet are left: its sum is made without anybody looking at one of them.
+    """
+    given = [answer.numbers.values() for answer in answers]
+    if config.secure:
+        return given
+    given = [clip(values, config.longest(len(values))) for values in given]
+    if config.combine == "median":
+        return given  # which does not look at the length; a trimmed mean of few answers trims none
+    most = longest_of([length_of(values) for values in given])
+    return [clip(values, most) for values in given]
+
+
+def weighted(answers: Sequence[Answer], config: Agreement) -> list[int]:
+    """Return the answers' weights; of a secure fleet those that its devices multiply by."""
+    rows = [answer.rows for answer in answers]
+    return [min(each, config.most_rows) for each in rows] if config.secure else weights_of(rows, config.most_rows)
 
 
 def combined(answers: Sequence[Answer], config: Agreement) -> list[float]:
     """Return one number for each of the directions that all devices share."""
-    given = [shortened(answer, config) for answer in answers]
-    columns = list(zip(*given, strict=True))
+    columns = list(zip(*shortened(answers, config), strict=True))
     if config.combine == "trimmed_mean":
         return trimmed_mean(columns, config.trim)
     if config.combine == "median":
         return median(columns)
-    return mean(columns, [weight(answer.rows, config.most_rows) for answer in answers])
+    return mean(columns, weighted(answers, config))
 
 
 def shared_group(first_step: int, values: Sequence[float], factor: float) -> Group:
@@ -87,12 +126,12 @@ def coefficients_of(answers: Sequence[tuple[int, Answer]], config: Agreement, fa
     if config.seeds == "shared":
         values = combined([answer for _, answer in ordered], config)
         return (shared_group(ordered[0][0], values, factor),)
-    # Directions of one device alone have nothing to be compared with: clipping is what bounds them.
-    weights = [weight(answer.rows, config.most_rows) for _, answer in ordered]
+    # A device's own directions have nothing to be compared with, except for the length of its numbers.
+    given = [answer for _, answer in ordered]
+    weights = weighted(given, config)
     total = sum(weights)
     groups = []
-    for (first_step, answer), rows in zip(ordered, weights, strict=True):
-        values = shortened(answer, config)
+    for (first_step, _), values, rows in zip(ordered, shortened(given, config), weights, strict=True):
         scaled = [factor * value * rows / total for value in values]
         groups.append(Group(first_step, pack(scaled, UNIT, LARGEST_UNIT)))
     return tuple(groups)

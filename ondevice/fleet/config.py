@@ -13,6 +13,7 @@ from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.registry import method_config, methods, spec_of
 from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
 from ondevice.fleet.charter import Charter, FleetConfig
+from ondevice.fleet.keys import fingerprints
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
@@ -157,6 +158,21 @@ class FleetRun(RunConfig):
                 received=spec.name,
             )
 
+    def check_device_keys(self, device_keys: Path | None) -> None:
+        """Check that a charter names its devices' keys where they are needed, and only where they are used.
+
+        Raises:
+            ConfigError: a secure fleet without keys, or a first-order one with them.
+        """
+        if self.fleet.secure and device_keys is None:
+            raise ConfigError(
+                "a secure fleet's charter names its devices, so that no server can stand in for one",
+                expected="--device-keys DIR, the folder of their public keys",
+                hint="`ondevice fleet certificates keys --devices 3` makes keys/devices",
+            )
+        if self.averages and device_keys is not None:
+            raise ConfigError(f"{self.method.name} answers with adapters, which devices do not sign: --device-keys")
+
     def adapter_charter(self, model: Any) -> AdapterCharter:
         """Return the charter of a first-order fleet of this run file.
 
@@ -179,12 +195,13 @@ class FleetRun(RunConfig):
         hidden = {"path", "eval_path", "validation_split", "columns"}
         return self.data.model_dump(mode="json", exclude=hidden)
 
-    def charter(self, session: Session, model: Any) -> Charter:
+    def charter(self, session: Session, model: Any, device_keys: Path | None = None) -> Charter:
         """Return the charter of this run file's fleet.
 
         Args:
             session: an open one; the size of its vector is the fleet's.
             model: names the base model, by `source` and `sha256`.
+            device_keys: folder of the devices' public keys.
         """
         import numpy as np
 
@@ -213,6 +230,7 @@ class FleetRun(RunConfig):
             subspace="given" if given else "seed",
             refresh_steps=self.method.refresh_every if given else None,
             fleet=self.fleet.agreement(),
+            device_keys=() if device_keys is None else fingerprints(device_keys),
         )
         check_update(session, charter)
         return charter

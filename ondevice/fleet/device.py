@@ -9,25 +9,34 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ondevice.artifact.files import atomic_write
-from ondevice.core.errors import FleetError, OndeviceError
+from ondevice.core.errors import OndeviceError
 from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.averaging.member import AdapterMember
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
+from ondevice.fleet.codes import Code, Refusal, code_of, refusing
 from ondevice.fleet.frozen import Frozen, Space, matched
+from ondevice.fleet.keys import ANSWER_DOMAIN, DeviceKey, Signed
+from ondevice.fleet.ledger import Ledger, cost_of
+from ondevice.fleet.log import checked as of_fleet
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Refresh, Task, read_event
+from ondevice.fleet.replies import Request, checked, sent
 from ondevice.fleet.secure import Secrets, vector_of
+from ondevice.fleet.stages import read_request
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
@@ -39,6 +48,8 @@ log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
 TRAFFIC = "bytes.txt"
 """Bytes to and from this device, transport apart, so far."""
+METRICS = "metrics"
+"""Rows and loss, beside a first-order answer's tensors in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +59,26 @@ class DeviceSettings:
     Attributes:
         folder: of its own copy of the fleet.
         data: its rows; they stay here.
-        task, columns: how they are read; the charter's task by default.
+        task, columns, strict_columns: how they are read; the charter's task by default.
         model: the base model under this device's name for it; the charter's by default.
         artifact: an exported program instead of the model.
         batch_size: rows a step, where the program does not decide it.
         gives_subspace: this device may be asked for the subspace of its rows' gradient.
+        key: file of the device's private key, which signs what a server could say in its name.
+        epsilon: privacy budget of all answers from this folder; see `ledger.Ledger.check_budget`.
     """
 
     folder: str
     data: str
     task: str | None = None
     columns: dict[str, str] | None = None
+    strict_columns: bool = False
     model: str | None = None
     artifact: str | None = None
     batch_size: int = 4
     gives_subspace: bool = False
+    key: str | None = None
+    epsilon: float | None = None
 
 
 class Device:
@@ -75,16 +91,19 @@ class Device:
         self._secrets: tuple[bytes, Secrets] | None = None
 
     def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
-        """Answer one message; a mistake is a reply too.
+        """Answer one message; a mistake is a reply too, of a code: what it says of this device stays here.
 
         Args:
             number: the device's, as the transport has it.
         """
         try:
-            return self.take(content, number)
+            return sent(self.take(content, number))
         except OndeviceError as error:
             log.warning("%s", error)
-            return {"error": str(error)}
+            return failed(error)
+        except Exception as error:
+            log.exception("a message could not be answered")
+            return failed(error)
 
     def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         """Take one message: the charter, or events and maybe a task; see `reply`. Its bytes and the answer's are kept.
@@ -99,37 +118,65 @@ class Device:
 
     def _take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         folder = Path(self.settings.folder)
+        checked(Request, content)
         if "adapter" in content:
             return self._average(folder, content)
         if "charter" in content:
-            with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
+            with refusing(Code.MALFORMED):
+                charter = Charter.from_bytes(content["charter"])
+            with refusing(Code.OTHER_FLEET), Store.create(folder, charter) as store:
                 if "events" not in content:
                     more = {"gives_subspace": True} if self.settings.gives_subspace else {}
                     return {"place": store.count(), **more}
-        with Store.open(folder) as store:
-            state = self._state(store)
-            given = content.get("events", [])
-            known = set(store.events()) if given else set()
-            # A file may be taken twice, and a server may not know what a device has.
-            events = [read_event(data) for data in given if data not in known]
-            files = matched(events, [Frozen.from_bytes(data) for data in content.get("frozen", [])])
-            for event in events:
-                state.apply(event)
-                store.add(event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None)
+        with refusing(Code.NO_FLEET):
+            store = Store.open(folder)
+        with store:
+            state = self._follow(store, content)
             if not {"task", "subspace"} & content.keys():
                 return {"digest": state.digest(), "place": store.count()}
-            member = self._open(store.charter, number)
-            member.state, member.device = state, number
-            if member.space is not None:
-                member.space.enter([read_event(data) for data in store.events(member.space.place)], store.file_of)
             if "subspace" in content:
                 if not self.settings.gives_subspace:
-                    raise FleetError("this device gives no subspace", hint="its owner says --gives-subspace")
-                return {"frozen": member.subspace().to_bytes(), "place": store.count()}
-            task = Task.from_bytes(content["task"])
-            if store.charter.fleet.secure:
-                return self._secure(member, task, content)
-            return {"answer": member.answer(task).to_bytes()}
+                    raise Refusal(
+                        Code.SUBSPACE, "this device gives no subspace", hint="its owner says --gives-subspace"
+                    )
+                file = self._entered(store, state, number).subspace()
+                return {"frozen": file.to_bytes(), "place": store.count()}
+            with refusing(Code.MALFORMED):
+                task = Task.from_bytes(content["task"])
+            store.charter.check_task(task)
+            with Ledger(folder) as ledger:
+                once = partial(ledger.once, task.fleet, task.round, task.begin)
+                cost, budget = cost_of(store.charter.fleet.noise_multiplier), self.settings.epsilon
+                if store.charter.fleet.secure:
+                    return self._secure(store, state, content, number, partial(once, budget=budget), cost)
+
+                def answer() -> bytes:
+                    return self._entered(store, state, number).answer(task).to_bytes()
+
+                request = content["task"] + number.to_bytes(8, "little")
+                return {"answer": once("answer", request, answer, cost=cost, budget=budget)}
+
+    def _follow(self, store: Store, content: dict[str, Any]) -> State:
+        """Apply the events of a message that this device lacks."""
+        state, given = self._state(store), content.get("events", [])
+        known = set(store.events()) if given else set()
+        # A file may be taken twice, and a server may not know what a device has.
+        with refusing(Code.MALFORMED):
+            events = [read_event(data) for data in given if data not in known]
+            files = matched(events, [Frozen.from_bytes(data) for data in content.get("frozen", [])])
+        with refusing(Code.OTHER_STATE):
+            for event in events:
+                state.apply(of_fleet(event, store.charter))
+                store.add(event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None)
+        return state
+
+    def _entered(self, store: Store, state: State, number: int) -> Member:
+        """The member in the fleet's state, and in its subspace."""
+        member = self._open(store.charter, number)
+        member.state, member.device = state, number
+        if member.space is not None:
+            member.space.enter([read_event(data) for data in store.events(member.space.place)], store.file_of)
+        return member
 
     def _state(self, store: Store) -> State:
         """Where this device is: what the member has, or else what the file says."""
@@ -138,36 +185,84 @@ class Device:
             return self._member.state
         return store.state()
 
-    def _secure(self, member: Member, task: Task, content: dict[str, Any]) -> dict[str, Any]:
+    def _secure(
+        self, store: Store, state: State, content: dict[str, Any], number: int, once: Callable[..., bytes], cost: float
+    ) -> dict[str, Any]:
         """Answer a stage of a secure sum; nothing else leaves a device of such a fleet.
 
+        Args:
+            once: the ledger's, for the task's round.
+
         Raises:
-            FleetError: the message is of no stage.
+            Refusal: the message is of no stage, or the round has another sum.
         """
         if "secure" not in content:
-            raise FleetError(
-                "a secure fleet's devices answer with masked sums alone", hint="run the server over Flower"
+            raise Refusal(
+                Code.UNSAFE,
+                "a secure fleet's devices answer with masked sums alone",
+                hint="run the server over Flower",
             )
-        message = json.loads(content["secure"])
-        if message.get("stage") == "keys":
-            self._secrets = (content["task"], Secrets(member.device))
-        known, secrets = self._secrets or (b"", None)
-        if secrets is None or known != content["task"]:
-            raise FleetError("this device has begun no secure sum of this task")
-        most = member.charter.fleet.most_rows
-        return {"secure": json.dumps(secrets.reply(message, lambda: vector_of(member.answer(task), most))).encode()}
+        task, data = Task.from_bytes(content["task"]), content["secure"]
+        stage = read_request(data).stage
+
+        def vector() -> np.ndarray:
+            return vector_of(self._entered(store, state, number).answer(task), store.charter.fleet.most_rows)
+
+        def answer() -> bytes:
+            if stage == "keys":
+                allowed = frozenset(store.charter.device_keys)
+                self._secrets = (content["task"], Secrets(number, self._key(), content["task"], allowed))
+            known, secrets = self._secrets or (b"", None)
+            if secrets is None or known != content["task"]:
+                raise Refusal(Code.UNSAFE, "this device has begun no secure sum of this task")
+            return secrets.reply(data, vector)
+
+        request = content["task"] + number.to_bytes(8, "little") + data
+        return {"secure": once(stage, request, answer, cost=cost if stage == "mask" else 0.0)}
+
+    def _key(self) -> DeviceKey:
+        """This device's key.
+
+        Raises:
+            Refusal: its owner names none.
+        """
+        if self.settings.key is None:
+            raise Refusal(Code.KEYS, "a device of a secure fleet signs its keys", hint="--key FILE, its private key")
+        return DeviceKey(Path(self.settings.key))
+
+    def signed(self, answer: bytes) -> Signed | None:
+        """Return the signature of an answer that travels as a file; None where the charter names no devices.
+
+        Raises:
+            Refusal: this device has no key.
+        """
+        with Store.open(Path(self.settings.folder)) as store:
+            return self._key().sign(ANSWER_DOMAIN + answer) if store.charter.device_keys else None
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
-        charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
-        with AdapterStore.create(folder, charter, arrays) as store:
+        number = content.get("round", 0)
+        with refusing(Code.MALFORMED):
+            charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
+        with refusing(Code.OTHER_FLEET), AdapterStore.create(folder, charter, arrays) as store:
             store.keep(arrays)
-            if content["last"]:
+            if content.get("last"):
                 return {"digest": digest(store.tensors())}
-        if self._averaging is None or self._averaging.charter != charter:
-            self._averaging = open_adapter_member(charter, self.settings)
-        answer = self._averaging.answer(int(content["round"]), arrays)
-        return {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
+
+        def answer() -> bytes:
+            if self._averaging is None or self._averaging.charter != charter:
+                self._averaging = open_adapter_member(charter, self.settings)
+            done = self._averaging.answer(number, arrays)
+            return to_bytes({**done.arrays, METRICS: np.array([done.rows, done.loss])})
+
+        with Ledger(folder) as ledger:
+            data = ledger.once(
+                charter.id, number, bytes.fromhex(digest(arrays)), "adapter", b"", answer, cost_of(0.0),
+                self.settings.epsilon, keep=1,
+            )  # fmt: skip
+        given = from_bytes(data)
+        rows, loss = given.pop(METRICS).tolist()
+        return {"adapter": to_bytes(given), "rows": int(rows), "loss": loss}
 
     def _open(self, charter: Charter, number: int) -> Member:
         if self._member is None or self._member.charter != charter:
@@ -176,6 +271,12 @@ class Device:
                 folder = Path(self.settings.folder) / "subspaces"
                 self._member.space = Space(charter, self._member.session, self._member.name, folder)
         return self._member
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """Return the reply that stands for an error: a code, and a device's number where it is about one."""
+    about = getattr(error, "about", None)
+    return {"error": str(code_of(error)), **({} if about is None else {"about": about})}
 
 
 def traffic_of(folder: Path) -> int:
@@ -211,20 +312,24 @@ def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> Ad
 
 def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
     from ondevice.data import Batches, pad_id_of, read_dataset
-    from ondevice.fleet.open import open_for
+    from ondevice.fleet.open import check_method, open_for, public_source, task_of
 
     artifact = None if settings.artifact is None else Path(settings.artifact)
-    session, tokenizer = open_for(charter, settings.model, artifact)
+    check_method(charter)
+    model = settings.model if settings.model or artifact else public_source(charter)
+    task = task_of(charter, settings.task)
+    session, tokenizer = open_for(charter, model, artifact)
     length = charter.data.get("max_length_tokens") or 256
     if session.lengths_tokens is not None:
         length = min(length, max(session.lengths_tokens))
     rows = read_dataset(
         Path(settings.data),
         tokenizer,
-        task=settings.task or charter.data.get("task"),
+        task=task,
         max_length_tokens=length,
         train_on_prompt=bool(charter.data.get("train_on_prompt")),
         columns=settings.columns,
+        strict_columns=settings.strict_columns,
     )
     size = settings.batch_size
     if isinstance(charter, Charter):

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Iterable
@@ -58,11 +59,13 @@ class SlowPost(Post):
         if numbers is None:
             came, self.released = self.released, []
         for sent, reply in super().take(numbers):
-            if reply is not None and not reply.has_error() and "late" in reply.content["fleet"]:
+            fate: Any = {} if reply is None or reply.has_error() else reply.content["fleet"]
+            if reply is not None and "late" in fate:
+                del fate["late"]  # a real device does not say so
                 self.held[sent.node] = (replace(sent, overdue=True), reply)
                 came.append((sent, None))
             else:
-                came.append((sent, reply))
+                came.append((sent, None if "away" in fate else reply))
         return came
 
 
@@ -184,7 +187,7 @@ def reply(given: str, out: str, number: int, content: dict[str, Any], context: C
     world = _world(given)
     own: Member = world.members[number]
     folder = str(Path(out) / f"device-{number}")
-    device = Device(DeviceSettings(folder=folder, data="", gives_subspace=number == world.giver))
+    device = Device(DeviceSettings(folder=folder, data="", gives_subspace=number == world.giver, epsilon=math.inf))
     device._member = own
     if "task" not in content:
         return device.reply(content, context.node_id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from ondevice.artifact.files import private
 from ondevice.core.errors import BusyError, FleetError, StorageError
 
 COMMON = """
@@ -39,8 +41,9 @@ class FleetFile:
         """
         path = Path(folder) / cls.file_name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connection = connect(path)
+            with private():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                connection = connect(path)
             with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -78,6 +81,9 @@ class FleetFile:
         if not path.is_file():
             raise FleetError(f"{folder} holds {cls.none_here}", expected=f"a folder with {cls.file_name}")
         try:
+            if name is None and path.stat().st_mode & 0o077:  # written by an older version
+                with suppress(PermissionError):
+                    path.chmod(0o600)
             connection = connect(path)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != cls.version:
@@ -109,6 +115,11 @@ class FleetFile:
         """Return a value that was kept."""
         row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
+
+    def facts(self, prefix: str) -> list[tuple[str, str]]:
+        """Return the values whose names begin with `prefix`, with their names."""
+        query = "SELECT name, value FROM facts WHERE substr(name, 1, ?) = ?"
+        return self.connection.execute(query, (len(prefix), prefix)).fetchall()
 
     def _table(self, of: str, order: str) -> list[dict[str, Any]]:
         rows = self.connection.execute(

@@ -42,6 +42,22 @@ class Frozen:
         """SHA-256 of the file, 32 bytes: what a refresh names."""
         return hashlib.sha256(self.data).digest()
 
+    def check(self) -> None:
+        """Check that the file holds finite tensors, before every device of a fleet gets it.
+
+        Raises:
+            FleetError: it does not.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            finite = all(np.isfinite(value).all() for value in load(self.data).values())
+        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise FleetError("not a subspace's file", received=str(error)[:200]) from None
+        if not finite:
+            raise FleetError("a subspace has values that are not finite")
+
     def to_bytes(self) -> bytes:
         """Return name and file as they travel."""
         return MAGIC + self.name.encode() + b"\0" + self.data

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import FleetError
-from ondevice.fleet.charter import Charter
+from ondevice.fleet.charter import MOST_CHARTER_BYTES, Charter
 from ondevice.fleet.frozen import MAGIC as FROZEN
 from ondevice.fleet.frozen import Frozen
 from ondevice.fleet.messages import Event, Outcome, Refresh, read_event
@@ -25,7 +25,6 @@ from ondevice.fleet.state import State
 MAGIC = b"ODFLEET1"
 SUFFIX = ".fleetlog"
 _HEAD, _LENGTH, _CRC = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<I")
-MOST_CHARTER_BYTES = 1 << 20
 CHECK_EVERY = 100
 """A replay checks the state's hash after so many events, and after the last."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import ArtifactError, FleetError, TrainingError
+from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import clip
 from ondevice.fleet.log import checked
 from ondevice.fleet.messages import Answer, Event, Task
@@ -111,22 +112,18 @@ class Member:
         """Do a task's local steps, and answer; the state stays as it was.
 
         Raises:
-            FleetError: the task is of another fleet, or of a state that this device does not have.
+            Refusal: the task is of another fleet, not the charter's, or of a state that this device does not have.
             TrainingError: a loss or a number is not finite.
         """
-        if task.fleet != self.charter.id:
-            raise FleetError(
-                "the task is of another fleet", expected=f"{self.charter.id:08x}", received=f"{task.fleet:08x}"
-            )
-        if task.begin != self.state.hash:
-            raise FleetError(
+        self.charter.check_task(task)
+        if task.begin != self.state.hash or task.round < self.state.round:
+            raise Refusal(
+                Code.OTHER_STATE,
                 f"the task of round {task.round} begins from another state",
-                expected=task.begin.hex(),
-                received=self.state.hash.hex(),
+                expected=f"round {task.round}, {task.begin.hex()}",
+                received=f"round {self.state.round}, {self.state.hash.hex()}",
                 hint="apply the rounds before it first",
             )
-        if task.local_steps != self.charter.fleet.local_steps:
-            raise FleetError("the task has other local steps than the charter", received=task.local_steps)
         if self.space is not None and self.space.state.frozen != self.state.frozen:
             raise FleetError("the session is in another subspace than the task")
         load_vector(self.session, self.state.flat(), self.name)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ArtifactError, FleetError
+from ondevice.core.errors import ArtifactError
+from ondevice.core.registry import method_config
 from ondevice.data.answers import answers_of_rows, answers_of_task
+from ondevice.data.templates import TASKS, plain_name
+from ondevice.fleet.codes import Code, Refusal
+from ondevice.models import hub
+from ondevice.models.source import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
 
 if TYPE_CHECKING:
@@ -106,10 +111,66 @@ def open_for(
     config = FleetRun.parse(values, "charter")
     loaded, placement = _load(config)
     if loaded.source.sha256 != charter.model_sha256:
-        raise FleetError(
+        raise Refusal(
+            Code.MODEL,
             f"{source} is not the fleet's base model",
             expected=charter.model_sha256,
             received=loaded.source.sha256,
             hint="--model names the model of the fleet's charter on this device",
         )
     return _session(config, loaded, placement), loaded.tokenizer
+
+
+def check_method(charter: Charter | AdapterCharter) -> None:
+    """Check that a charter's method reads no file of this device.
+
+    Raises:
+        ConfigError: these are not settings of a method.
+        Refusal: one of them is a path.
+    """
+    method = method_config(str(charter.method.get("name")), charter.method)
+    paths = sorted(name for name, value in method if isinstance(value, Path))
+    if paths:
+        raise Refusal(Code.NAME, f"the charter names a file of this device: method.{paths[0]}", expected="no path")
+
+
+def public_source(charter: Charter | AdapterCharter) -> str:
+    """Return the base model that a charter names, for a device whose owner names none.
+
+    A charter comes from another machine, so it may name what is public, and no folder or file of this one.
+
+    Raises:
+        Refusal: it names a path.
+    """
+    source = charter.model_source
+    if source.startswith((PACKAGE_PREFIX, TINY_PREFIX)):
+        return source
+    if hub.HUB_ID.fullmatch(source):
+        return str(hub.fetch_snapshot(source, None))  # also where a folder of this device has the same name
+    raise Refusal(
+        Code.NAME,
+        "the charter's base model is not one that a device opens by itself",
+        expected="a hub id, package:NAME or tiny:FAMILY",
+        received=source[:200],
+        hint="--model names the fleet's model on this device",
+    )
+
+
+def task_of(charter: Charter | AdapterCharter, own: str | None) -> str | None:
+    """Return the task that a device reads its rows by: its owner's, or else the charter's, which is a known name.
+
+    Raises:
+        Refusal: the charter's is a file, or unknown.
+    """
+    task = charter.data.get("task")
+    if own is not None or task is None:
+        return own
+    if not isinstance(task, str) or plain_name(task) not in TASKS:
+        raise Refusal(
+            Code.NAME,
+            "the charter's task is not one that a device reads its rows by",
+            expected=", ".join(TASKS),
+            received=str(task)[:200],
+            hint="--task names this device's task, or a template of its own",
+        )
+    return task

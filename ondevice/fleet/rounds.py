@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
-from ondevice.fleet.combine import coefficients_of, shared_group
+from ondevice.fleet.codes import Code, Refusal, refusing
+from ondevice.fleet.combine import coefficients_of, shared_group, weights_of
 from ondevice.fleet.messages import Answer, Outcome, Refresh, Task
 from ondevice.fleet.secure import check_exponent
 from ondevice.fleet.state import State
@@ -27,9 +28,12 @@ class OpenRound:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the answers' losses, weighted by rows; None without answers."""
-        rows = sum(answer.rows for answer in self.answers.values())
-        return sum(answer.loss * answer.rows for answer in self.answers.values()) / rows if rows else None
+        """Mean of the answers' losses, weighted as their numbers are; None without answers."""
+        answers = list(self.answers.values())
+        if not answers:
+            return None
+        weights = weights_of([answer.rows for answer in answers])
+        return sum(answer.loss * weight for answer, weight in zip(answers, weights, strict=True)) / sum(weights)
 
 
 class Rounds:
@@ -85,32 +89,43 @@ class Rounds:
             sender: the device that the transport names; an answer in another's name is refused.
 
         Raises:
-            FleetError: with the reason: malformed, of another fleet, late, twice, of a stranger, or of another state.
+            Refusal: malformed, of another fleet, late, twice, of a stranger, or of another state.
         """
-        answer = data if isinstance(data, Answer) else Answer.from_bytes(data)
+        with refusing(Code.MALFORMED):
+            answer = data if isinstance(data, Answer) else Answer.from_bytes(data)
         if answer.fleet != self.charter.id:
-            raise FleetError(
-                "the answer is of another fleet", expected=f"{self.charter.id:08x}", received=f"{answer.fleet:08x}"
+            raise Refusal(
+                Code.OTHER_FLEET,
+                "the answer is of another fleet",
+                expected=f"{self.charter.id:08x}",
+                received=f"{answer.fleet:08x}",
             )
         if sender is not None and answer.device != sender:
-            raise FleetError("the answer is in another device's name", expected=sender, received=answer.device)
+            raise Refusal(
+                Code.OTHER_DEVICE,
+                "the answer is in another device's name",
+                expected=sender,
+                received=answer.device,
+            )
         current = self.open.get(answer.round)
         if current is None:
             where = f"open rounds: {', '.join(map(str, self.open)) or 'none'}"
-            raise FleetError("the answer is late: its round is not open", expected=where, received=answer.round)
+            raise Refusal(Code.LATE, "the answer is late: its round is not open", expected=where, received=answer.round)
         if answer.begin != current.begin:
-            raise FleetError(
+            raise Refusal(
+                Code.OTHER_STATE,
                 "the answer began from another state",
                 expected=current.begin.hex(),
                 received=answer.begin.hex(),
                 hint="apply the fleet's log first",
             )
         if answer.device not in current.tasks:
-            raise FleetError(f"device {answer.device} was not asked in round {answer.round}")
+            raise Refusal(Code.NOT_ASKED, f"device {answer.device} was not asked in round {answer.round}")
         if answer.device in current.answers:
-            raise FleetError(f"device {answer.device} has answered in round {answer.round}")
+            raise Refusal(Code.TWICE, f"device {answer.device} has answered in round {answer.round}")
         if len(answer.numbers.mantissas) != self.charter.numbers:
-            raise FleetError(
+            raise Refusal(
+                Code.NUMBERS,
                 "the answer has not one number a query and step",
                 expected=self.charter.numbers,
                 received=len(answer.numbers.mantissas),

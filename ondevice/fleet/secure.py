@@ -1,31 +1,41 @@
 """Secure aggregation: a server learns the sum of the devices' numbers and no device's own (SecAgg+).
 
-Each device adds masks to its vector of whole numbers modulo 2^64: one of its own, and one with each of its neighbours,
-which cancel in the sum. Secrets of a device that goes away are rebuilt from shares that its neighbours hold. Bonawitz
-et al., 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", figure 4; neighbours in a ring as
-in Bell et al., 2020, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead".
+This is a device's end; `sums` is the server's. Each device adds masks to its vector of whole numbers modulo 2^64: one
+of its own, and one with each of its neighbours, which cancel in the sum. Secrets of a device that goes away are rebuilt
+from shares that its neighbours hold. Bonawitz et al., 2017, "Practical Secure Aggregation for Privacy-Preserving
+Machine Learning", figure 4; neighbours in a ring as in Bell et al., 2020, "Secure Single-Server Aggregation with
+(Poly)Logarithmic Overhead".
 
 Key agreement, shares and their encryption are Flower's (`flwr.common.secure_aggregation`). Its masks are not used: they
 come of 32 bits of a key and of a generator that is not for secrets. Here they are ChaCha20's. Nor is its rounding,
 which draws numbers: a fleet's sum must be the plain sum to the bit.
+
+A device signs its keys of a round with its own key, and takes a neighbour's only with the signature of a device that
+the charter names: otherwise a server could be all of a device's neighbours.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.core.errors import FleetError, MissingPackageError
+from ondevice.core.untrusted import parse_json
+from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.keys import Signed, fingerprint, verify
 from ondevice.fleet.numbers import LIMIT, Numbers
+from ondevice.fleet.stages import AskKeys, AskMasked, AskShares, Keys, Masked, Revealed, Shares, Stage, read_request
 
 if TYPE_CHECKING:
     from ondevice.fleet.charter import Agreement
+    from ondevice.fleet.keys import DeviceKey
     from ondevice.fleet.messages import Answer
 
 LEAST = 3
@@ -38,8 +48,7 @@ MOST_LOSS = 1 << 20
 MOST_ROWS = 1 << 24
 """So that the sums of 65,535 devices stay below 2^63."""
 
-Keys = tuple[bytes, bytes]
-Send = Callable[[dict[int, dict[str, Any]]], dict[int, dict[str, Any]]]
+DOMAIN = b"ondevice-fleet-keys-1\0"
 
 
 def exponent_of(config: Agreement, count: int) -> int:
@@ -54,14 +63,21 @@ def vector_of(answer: Answer, most_rows: int) -> np.ndarray:
     return np.array([*(rows * m for m in answer.numbers.mantissas), rows * loss, rows], np.int64).view(np.uint64)
 
 
-def means_of(total: np.ndarray, config: Agreement) -> tuple[list[float], float]:
+def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[float], float]:
     """Return the numbers' means and the loss of a sum: the plain weighted mean, bit for bit.
+
+    Args:
+        devices: how many are in the sum.
 
     Raises:
         FleetError: no fleet's answers have this sum.
     """
     *sums, loss, rows = (int(value) for value in total.view(np.int64))
-    if rows < 1 or abs(loss) > rows * MOST_LOSS or any(abs(value) > rows * LIMIT for value in sums):
+    if (
+        not 1 <= rows <= devices * config.most_rows
+        or abs(loss) > rows * MOST_LOSS
+        or any(abs(value) > rows * LIMIT for value in sums)
+    ):
         raise FleetError("the sum of the answers is none of numbers that devices may send", received=f"{rows} rows")
     exponent = exponent_of(config, len(sums))
     return [math.ldexp(value, exponent) / rows for value in sums], math.ldexp(loss, LOSS_UNIT) / rows
@@ -75,11 +91,13 @@ def check_exponent(numbers: Numbers, config: Agreement) -> None:
     """
     expected = exponent_of(config, len(numbers.mantissas))
     if numbers.exponent != expected:
-        raise FleetError("the answer's numbers have another exponent", expected=expected, received=numbers.exponent)
+        raise Refusal(
+            Code.NUMBERS, "the answer's numbers have another exponent", expected=expected, received=numbers.exponent
+        )
 
 
-def _flower() -> Any:
-    """Flower's primitives.
+def primitives() -> Any:
+    """Return Flower's primitives: shares, encryption, key agreement.
 
     Raises:
         MissingPackageError: Flower is not installed.
@@ -112,169 +130,179 @@ def threshold(neighbours: int) -> int:
     return neighbours // 2 + 1
 
 
+def statement(task: bytes, device: int, keys: Keys) -> bytes:
+    """Return what a device signs: its number, its keys, and the task, which names fleet, round and state."""
+    parts = (task, device.to_bytes(8, "little"), keys.mask_key, keys.share_key, keys.promise)
+    return DOMAIN + b"".join(hashlib.sha256(part).digest() for part in parts)
+
+
+def check_keys(task: bytes, device: int, keys: Keys, allowed: Collection[str]) -> None:
+    """Check that a device of the charter made these keys for this task.
+
+    Raises:
+        Refusal: it did not, or a key is not one.
+    """
+    *_, asymmetric = primitives()
+    try:
+        if fingerprint(keys.signer) not in allowed:
+            raise Refusal(Code.KEYS, f"the charter does not name the key of device {device}")
+        verify(Signed(keys.signer, keys.signature), statement(task, device, keys))
+        for key in (keys.mask_key, keys.share_key):
+            if asymmetric.bytes_to_public_key(key).curve.name != "secp384r1":
+                raise ValueError
+    except Exception as error:
+        message = error.message if isinstance(error, Refusal) else f"a key of device {device} is not valid"
+        raise Refusal(Code.KEYS, message, about=device) from None
+
+
+def mask_of_pair(private: Any, public: bytes, size: int) -> np.ndarray:
+    """Return the mask that two neighbours have in common, uint64 [size]."""
+    _, symmetric, asymmetric = primitives()
+    shared = symmetric.generate_shared_key(private, asymmetric.bytes_to_public_key(public))
+    return mask(base64.urlsafe_b64decode(shared), size)
+
+
 class Secrets:
     """A device's secrets in one round; they are in memory alone and used once.
 
     Args:
         device: the device's number, as its neighbours see it.
+        key: the device's own.
+        task: of the round, as bytes.
+        allowed: fingerprints of the charter's devices.
+
+    Raises:
+        Refusal: the charter names no devices, or not this one.
     """
 
-    def __init__(self, device: int) -> None:
-        _, _, asymmetric = _flower()
-        self.device = device
-        self._pairs = [asymmetric.generate_key_pairs() for _ in range(2)]
-        self.public: Keys = tuple(asymmetric.public_key_to_bytes(public) for _, public in self._pairs)  # type: ignore[assignment]
+    def __init__(self, device: int, key: DeviceKey, task: bytes, allowed: Collection[str]) -> None:
+        if fingerprint(key.public) not in allowed:
+            raise Refusal(
+                Code.KEYS,
+                "the charter does not name this device's key, so its neighbours would not trust it",
+                expected=f"one of {len(allowed)} keys",
+                received=fingerprint(key.public),
+                hint="begin the fleet with --device-keys DIR, the folder of all devices' public keys",
+            )
+        *_, asymmetric = primitives()
+        self.device, self.task, self.allowed = device, task, allowed
+        self._mask_pair, self._share_pair = (asymmetric.generate_key_pairs() for _ in range(2))
         self._seed = os.urandom(32)
+        keys = Keys(
+            mask_key=asymmetric.public_key_to_bytes(self._mask_pair[1]),
+            share_key=asymmetric.public_key_to_bytes(self._share_pair[1]),
+            promise=hashlib.sha256(self._seed).digest(),
+            signer=key.public,
+            signature=b"-",
+        )
+        signature = key.sign(statement(task, device, keys)).signature
+        self.public = keys.model_copy(update={"signature": signature})
         self._peers: dict[int, Keys] = {}
-        self._held: dict[int, Keys] = {}
-        self._summed: set[int] | None = None
+        self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._summed: frozenset[int] | None = None
         self._revealed = False
 
-    def _shared(self, which: int, peer: int) -> bytes:
-        """The key that this device and a neighbour have in common, of their first or second pairs."""
-        _, symmetric, asymmetric = _flower()
-        public = asymmetric.bytes_to_public_key(self._peers[peer][which])
-        return symmetric.generate_shared_key(self._pairs[which][0], public)
+    def _sealing_key(self, peer: int) -> bytes:
+        """The key that encrypts shares between this device and a neighbour."""
+        _, symmetric, asymmetric = primitives()
+        public = asymmetric.bytes_to_public_key(self._peers[peer].share_key)
+        return symmetric.generate_shared_key(self._share_pair[0], public)
 
-    def share(self, peers: dict[int, Keys]) -> dict[int, bytes]:
+    def share(self, peers: dict[int, Keys]) -> Shares:
         """Return a share of this device's secrets for each neighbour, encrypted for it.
 
         Raises:
-            FleetError: too few neighbours, keys that are not unique, or other keys than this device's in its place.
+            Refusal: too few neighbours, keys that are not unique or not signed by devices of the charter, or other
+                keys than this device's in its place.
         """
-        shamir, symmetric, asymmetric = _flower()
-        keys = [key for pair in peers.values() for key in pair]
+        shamir, symmetric, asymmetric = primitives()
         if len(peers) < LEAST or self._peers:
-            raise FleetError("too few devices for a secure sum", expected=LEAST, received=len(peers))
-        if peers.get(self.device) != self.public or len(set(keys)) != len(keys):
-            raise FleetError("the keys that the server shows are not those of different devices")
+            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(peers))
+        secrets = [secret for keys in peers.values() for secret in keys.secrets()]
+        if peers.get(self.device) != self.public or len(set(secrets)) != len(secrets):
+            raise Refusal(Code.KEYS, "the keys that the server shows are not those of different devices")
+        for peer, keys in peers.items():
+            check_keys(self.task, peer, keys, self.allowed)
         self._peers = peers
         needed, count = threshold(len(peers)), len(peers)
-        secrets = (self._seed, asymmetric.private_key_to_bytes(self._pairs[0][0]))
-        shares = zip(*(shamir.create_shares(secret, needed, count) for secret in secrets), strict=True)
+        private = asymmetric.private_key_to_bytes(self._mask_pair[0])
+        shares = zip(*(shamir.create_shares(each, needed, count) for each in (self._seed, private)), strict=True)
         sealed = {}
         for peer, (seed, key) in zip(sorted(peers), shares, strict=True):
             if peer == self.device:
                 self._held[peer] = (seed, key)
             else:
                 plain = json.dumps([self.device, peer, _text(seed), _text(key)]).encode()
-                sealed[peer] = symmetric.encrypt(self._shared(1, peer), plain)
-        return sealed
+                sealed[peer] = symmetric.encrypt(self._sealing_key(peer), plain)
+        return Shares(shares=sealed)
 
-    def masked(self, vector: np.ndarray, sealed: Mapping[int, bytes]) -> np.ndarray:
+    def masked(self, vector: np.ndarray, sealed: Mapping[int, bytes]) -> Masked:
         """Return the vector, uint64 [size], under this device's mask and those with the neighbours that sent shares.
 
-        Raises:
-            FleetError: too few have, a share is not of who sent it, or a vector was masked before.
-        """
-        _, symmetric, _ = _flower()
-        if len(sealed) + 1 < max(LEAST, threshold(len(self._peers))) or self._summed is not None:
-            raise FleetError("too few devices for a secure sum", expected=LEAST, received=len(sealed) + 1)
-        total = vector + mask(self._seed, len(vector))
-        for peer, data in sealed.items():
-            try:
-                source, target, seed, key = json.loads(symmetric.decrypt(self._shared(1, peer), data))
-            except Exception:
-                raise FleetError(f"the shares of device {peer} cannot be read") from None
-            if (source, target) != (peer, self.device):
-                raise FleetError(f"the shares of device {peer} are for somebody else")
-            self._held[peer] = (_bytes(seed), _bytes(key))
-            pair = mask(base64.urlsafe_b64decode(self._shared(0, peer)), len(vector))
-            total = total + pair if self.device > peer else total - pair
-        self._summed = set(self._held)
-        return total
+        A neighbour whose shares cannot be read is left out, and named: it could stop every sum otherwise.
 
-    def reveal(self, alive: set[int], gone: set[int]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        Raises:
+            Refusal: too few are left, or a vector was masked before.
+        """
+        if self._summed is not None or not sealed.keys() <= self._peers.keys() - {self.device}:
+            raise Refusal(Code.UNSAFE, "this device has masked its vector, or has no such neighbours")
+        for peer, data in sealed.items():
+            opened = self._opened(peer, data)
+            if opened is not None:
+                self._held[peer] = opened
+        if len(self._held) < max(LEAST, threshold(len(self._peers))):
+            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(self._held))
+        total = vector + mask(self._seed, len(vector))
+        for peer in self._held.keys() - {self.device}:
+            pair = mask_of_pair(self._mask_pair[0], self._peers[peer].mask_key, len(vector))
+            total = total + pair if self.device > peer else total - pair
+        self._summed = frozenset(self._held)
+        return Masked(masked=total.astype("<u8").tobytes(), without=frozenset(sealed) - self._summed)
+
+    def _opened(self, peer: int, data: bytes) -> tuple[bytes, bytes] | None:
+        """Return the shares that a neighbour sent; None if they cannot be read."""
+        _, symmetric, _ = primitives()
+        try:
+            source, target, seed, key = parse_json(symmetric.decrypt(self._sealing_key(peer), data))
+            shares = (base64.b64decode(seed, validate=True), base64.b64decode(key, validate=True))
+        except Exception:
+            return None
+        return shares if (source, target) == (peer, self.device) and all(shares) else None
+
+    def reveal(self, alive: Collection[int], gone: Collection[int]) -> Revealed:
         """Return the shares of the masks of neighbours whose vectors came, and of the keys of those that went away.
 
         Raises:
-            FleetError: both would be revealed of one device, which would show its vector, or too few are there.
+            Refusal: both would be revealed of one device, which would show its vector, or too few are there.
         """
-        if self._summed is None or self._revealed or alive & gone or (alive | gone) != self._summed:
-            raise FleetError("the server asks for shares that would show a device's own numbers")
-        if len(alive) < max(LEAST, threshold(len(self._peers))):
-            raise FleetError("too few devices for a secure sum", expected=LEAST, received=len(alive))
+        living, lost = frozenset(alive), frozenset(gone)
+        if self._summed is None or self._revealed or living & lost or (living | lost) != self._summed:
+            raise Refusal(Code.UNSAFE, "the server asks for shares that would show a device's own numbers")
+        if len(living) < max(LEAST, threshold(len(self._peers))):
+            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(living))
         self._revealed = True
-        return {peer: self._held[peer][0] for peer in alive}, {peer: self._held[peer][1] for peer in gone}
+        return Revealed(
+            seeds={peer: self._held[peer][0] for peer in living}, keys={peer: self._held[peer][1] for peer in lost}
+        )
 
-    def reply(self, message: dict[str, Any], vector: Callable[[], np.ndarray]) -> dict[str, Any]:
-        """Answer a server's message of a round; `vector` is asked for when it is to be masked."""
-        stage = message.get("stage")
-        if stage == "keys":
-            return {"keys": [_text(key) for key in self.public]}
-        if stage == "shares":
-            peers = {int(peer): (_bytes(a), _bytes(b)) for peer, (a, b) in message["peers"].items()}
-            return {"shares": {str(peer): _text(data) for peer, data in self.share(peers).items()}}
-        if stage == "mask":
-            sealed = {int(peer): _bytes(data) for peer, data in message["shares"].items()}
-            return {"masked": _text(self.masked(vector(), sealed).astype("<u8").tobytes())}
-        if stage == "reveal":
-            found = self.reveal(*(set(map(int, message[name])) for name in ("alive", "gone")))
-            return {"held": [{str(peer): _text(data) for peer, data in shares.items()} for shares in found]}
-        raise FleetError("this is no stage of a secure sum", received=stage)
+    def reply(self, request: bytes, vector: Callable[[], np.ndarray]) -> bytes:
+        """Answer a server's message of a round; `vector` is asked for when it is to be masked.
 
-
-def collect(send: Send, first: dict[int, dict[str, Any]], size: int) -> tuple[np.ndarray, list[int]]:
-    """Take a round's sum from devices, some of which may go away at any stage.
-
-    Args:
-        send: sends `{"secure": bytes, ...}` to each device and returns what came back of those that answered.
-        first: what else goes to each device with the first stage.
-        size: of the vectors.
-
-    Returns:
-        the sum, uint64 [size], and the devices that are in it.
-
-    Raises:
-        FleetError: too few devices are left.
-    """
-    shamir, symmetric, asymmetric = _flower()
-
-    def ask(messages: dict[int, dict[str, Any]], more: dict[int, dict[str, Any]], name: str) -> dict[int, Any]:
-        contents = {node: {**more.get(node, {}), "secure": json.dumps(message).encode()}
-                    for node, message in messages.items()}  # fmt: skip
-        replies = {node: json.loads(reply["secure"]) for node, reply in send(contents).items() if "secure" in reply}
-        found = {node: reply[name] for node, reply in replies.items() if name in reply}
-        if len(found) < LEAST:
-            raise FleetError("too few devices are left for a secure sum", expected=LEAST, received=len(found))
-        return found
-
-    keys = ask({node: {"stage": "keys"} for node in first}, first, "keys")
-    near = ring(sorted(keys))
-    peers = {node: {str(peer): keys[peer] for peer in near[node]} for node in keys}
-    shares = ask({node: {"stage": "shares", "peers": peers[node]} for node in keys}, {}, "shares")
-    given = {node: {str(peer): shares[peer][str(node)] for peer in near[node] - {node} if peer in shares}
-             for node in shares}  # fmt: skip
-    masked = ask({node: {"stage": "mask", "shares": given[node]} for node in shares}, {}, "masked")
-    alive, gone = set(masked), set(shares) - set(masked)
-    asked = {node: {"alive": sorted(near[node] & alive), "gone": sorted(near[node] & gone)} for node in alive}
-    held = ask({node: {"stage": "reveal", **asked[node]} for node in alive}, {}, "held")
-
-    def rebuilt(node: int, which: int) -> bytes:
-        found = [_bytes(held[peer][which][str(node)]) for peer in sorted(near[node] & set(held))]
-        needed = threshold(len(near[node]))
-        if len(found) < needed:
-            raise FleetError("too few devices are left for a secure sum", expected=needed, received=len(found))
-        return shamir.combine_shares(found[:needed])
-
-    total = np.zeros(size, np.uint64)
-    for node, text in masked.items():
-        vector = np.frombuffer(_bytes(text), "<u8")
-        if len(vector) != size:
-            raise FleetError(f"device {node} gave a vector of another size", expected=size, received=len(vector))
-        total += vector - mask(rebuilt(node, 0), size)
-    for node in gone:
-        private = asymmetric.bytes_to_private_key(rebuilt(node, 1))
-        for peer in near[node] & alive:
-            public = asymmetric.bytes_to_public_key(_bytes(keys[peer][0]))
-            pair = mask(base64.urlsafe_b64decode(symmetric.generate_shared_key(private, public)), size)
-            total = total - pair if peer > node else total + pair
-    return total, sorted(alive)
+        Raises:
+            Refusal: the message is of no stage, or would show this device's own numbers.
+        """
+        asked = read_request(request)
+        done: Stage
+        if isinstance(asked, AskKeys):
+            done = self.public
+        elif isinstance(asked, AskShares):
+            done = self.share(asked.peers)
+        elif isinstance(asked, AskMasked):
+            done = self.masked(vector(), asked.shares)
+        else:
+            done = self.reveal(asked.alive, asked.gone)
+        return done.to_bytes()
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)

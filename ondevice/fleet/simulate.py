@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import FleetError
+from ondevice.fleet.codes import Refusal
 from ondevice.fleet.curve import Curve
 from ondevice.fleet.frozen import Space
 from ondevice.fleet.log import SUFFIX, write_log
@@ -61,7 +62,7 @@ class Simulated:
         loss_first, loss_last: of the adapter before the first and after the last round, on the rows to evaluate,
             nats a token.
         accuracy_first, accuracy_last: the same; None where the rows have no candidates.
-        refused: answers by the reason of their refusal.
+        refused: answers by the code of their refusal (`codes.Code`).
         log: the file that the folder keeps of all rounds.
         interrupted: stopped by a signal; the folder goes on.
         curve: `round`, `loss`, `accuracy`, and `bytes` to and from a device until then, at each evaluation.
@@ -278,8 +279,8 @@ class Simulation:
     def _give(self, server: Rounds, answer: Answer) -> None:
         try:
             server.receive(answer.to_bytes(), answer.device)
-        except FleetError as error:
-            self.refused[error.message] = self.refused.get(error.message, 0) + 1
+        except Refusal as error:
+            self.refused[error.code] = self.refused.get(error.code, 0) + 1
 
     def _give_late(self, server: Rounds) -> None:
         late, self._late = self._late, []

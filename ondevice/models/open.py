@@ -16,6 +16,7 @@ from ondevice.models import source as sources
 from ondevice.models.any_decoder import AnyDecoder
 from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
+from ondevice.models.dims import dims_of
 from ondevice.models.gguf import read_gguf_dims
 from ondevice.models.own_head import check_head
 from ondevice.models.registry import classifier_for, family_for
@@ -94,7 +95,7 @@ def open_model(
     else:
         family = family_for(config.get("model_type"), where)
         plain_config = {key: value for key, value in config.items() if not key.startswith("quantization")}
-        dims = family.dims_from_config(plain_config, where)
+        dims = dims_of(family, plain_config, where)
     info = sources.resolve(source, revision, verify=verify)
     assert info.path is not None  # noqa: S101 - only `tiny:` sources have none
     shapes = family.weight_shapes(dims)
@@ -165,9 +166,9 @@ def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[
     config, where = sources.config_of(source, revision)
     family = classifier_for(config) or family_for(config.get("model_type"), where)
     try:
-        return family.dims_from_config(config, where), family
+        return dims_of(family, config, where), family
     except UnknownTrait as reason:
-        return replace(AnyDecoder.dims_from_config(config, where), trait=trait_sentence(reason)), AnyDecoder
+        return replace(dims_of(AnyDecoder, config, where), trait=trait_sentence(reason)), AnyDecoder
 
 
 def trait_sentence(reason: UnknownTrait) -> str:
@@ -199,6 +200,7 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
     sources.check_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True)
+        tokenizer("a")  # some settings of a wrong type show only here
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error

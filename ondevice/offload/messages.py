@@ -8,7 +8,6 @@ sign of life every second. A rank that is dead, stopped, or behind a broken netw
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import GONE, HINT
+from ondevice.offload.guard import GONE, HINT, Patience
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
@@ -58,7 +57,7 @@ class Beat:
 
     def __init__(self, store: Any, rank: int, world: int, limit: timedelta) -> None:
         self.store, self.rank, self.limit_s = store, rank, limit.total_seconds()
-        self.counts, self.seen = [0] * world, [time.monotonic()] * world
+        self.counts, self.seen = [0] * world, [Patience() for _ in range(world)]
         self.failure: Exception | None = None
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ondevice-beat", daemon=True)
@@ -67,9 +66,9 @@ class Beat:
     @property
     def lost(self) -> Exception | None:
         """Why a rank, or the store's host, is taken for gone."""
-        late_s = time.monotonic() - min(self.seen)
-        if self.failure is None and late_s > self.limit_s:
-            return RuntimeError(f"rank {self.seen.index(min(self.seen))} gave no sign of life for {late_s:.1f} s")
+        late_s = [patience.spent() for patience in self.seen]
+        if self.failure is None and max(late_s) > self.limit_s:
+            return RuntimeError(f"rank {late_s.index(max(late_s))} gave no sign of life for {max(late_s):.1f} s")
         return self.failure
 
     def check(self) -> None:
@@ -93,9 +92,10 @@ class Beat:
             while not self.ending.wait(min(PERIOD_S, self.limit_s / 8)):
                 self.store.add(f"beat/{self.rank}", 1)
                 for rank, before in enumerate(self.counts):
+                    self.seen[rank].spent()
                     self.counts[rank] = self.store.add(f"beat/{rank}", 0)
                     if self.counts[rank] != before:
-                        self.seen[rank] = time.monotonic()
+                        self.seen[rank] = Patience()
                 if self.store.add("ended", 0):
                     self.failure = RuntimeError("a rank has ended")
             self.store.add("ended", 1)

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import GONE, HINT, Guard
+from ondevice.offload.guard import GONE, HINT, Guard, Patience
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Event
@@ -55,20 +55,20 @@ class Overdue:
         return doing
 
     def _run(self) -> None:
-        since = time.monotonic()
+        patience = Patience()
         while self.begun or not self.closing:
             time.sleep(LOOK_S)
             while self.begun and self.begun[0][1].done():
-                since = time.monotonic()
+                patience = Patience()
                 with self.changing:
                     self.begun.popleft()
                     self._tell()
             with self.changing:
                 doing = self._tell()
             if not doing:
-                since = time.monotonic()
+                patience = Patience()
                 continue
-            lost, waited_s = self.ranks.lost, time.monotonic() - since
+            lost, waited_s = self.ranks.lost, patience.spent()
             if lost is None and waited_s < self.watch.timeout_s:
                 continue
             error = TrainingError(

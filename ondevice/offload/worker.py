@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import OndeviceError, TrainingError
+from ondevice.offload.guard import Patience
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,13 +19,22 @@ POLL_S = 0.2
 
 
 class Watch:
-    """State that the threads of one engine share: the first failure, and how long a wait may take."""
+    """State that the threads of one engine share: the first failure, and how long a wait may take.
+
+    A wait is too long if nothing of the engine ends in `timeout_s`: a slow disk or a busy machine makes a step slow,
+    and does not end it.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failure: tuple[str, BaseException] | None = None
         self.running: dict[str, tuple[str, float]] = {}
         """Each thread's current work, and since when, seconds of `time.monotonic`."""
+        self.ended = 0
+
+    def progress(self) -> None:
+        """Note that some work has ended: whoever waits has a new `timeout_s`."""
+        self.ended += 1
 
     def fail(self, doing: str, error: BaseException) -> None:
         self.failure = self.failure or (doing, error)
@@ -46,18 +58,55 @@ class Watch:
         """Call `done(seconds)` until it says yes; it may block so long.
 
         Raises:
-            TrainingError: after `timeout_s`, or what a thread died of.
+            TrainingError: nothing ended for `timeout_s`; or what a thread died of.
         """
-        deadline = time.monotonic() + self.timeout_s
+        patience, ended = Patience(), self.ended
         while not done(POLL_S):
             self.check()
-            if time.monotonic() > deadline:
-                now, running = time.monotonic(), sorted(self.running.values(), key=lambda entry: entry[1])
-                raise TrainingError(
-                    f"{doing} did not end within {self.timeout_s:g} s",
-                    received=", ".join(f"{name} running for {now - since:.1f} s" for name, since in running) or None,
-                    hint="a disk or a driver hangs; the last checkpoint is intact, resume from it",
-                )
+            if self.ended != ended:
+                patience, ended = Patience(), self.ended
+            if patience.spent() > self.timeout_s:
+                raise self._overdue(doing)
+
+    def result(self, future: Future[None], doing: str) -> None:
+        """Wait for a transfer; raises its own error, or as `until` does."""
+
+        def over(seconds: float) -> bool:
+            try:
+                future.result(seconds)
+            except TimeoutError:
+                return False
+            return True
+
+        self.until(over, doing)
+
+    @contextmanager
+    def whole(self, doing: str) -> Iterator[None]:
+        """Do work that is of no use if it ends half done: nothing can follow it then."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(doing, error)
+            raise
+
+    @contextmanager
+    def at_work(self, name: str, doing: str) -> Iterator[None]:
+        """Let a thread's current work be named where a wait for it is too long."""
+        self.running[name] = doing, time.monotonic()
+        try:
+            yield
+        finally:
+            del self.running[name]
+
+    def _overdue(self, doing: str) -> TrainingError:
+        now, running = time.monotonic(), sorted(self.running.values(), key=lambda entry: entry[1])
+        if running:
+            received = ", ".join(f"{name} running for {now - since:.1f} s" for name, since in running)
+            hint = "a disk or a driver hangs; the last checkpoint is intact, resume from it"
+        else:
+            received = "no thread of the engine is at work"
+            hint = "this is a fault of the engine: report it with the run's settings; the last checkpoint is intact"
+        return TrainingError(f"{doing} did not end within {self.timeout_s:g} s", received=received, hint=hint)
 
 
 class Pool:
@@ -144,19 +193,22 @@ class Worker:
         return not self.thread.is_alive()
 
     def _next(self) -> Task | None:
-        with self.changed:
-            while not self.tasks and not self.closing:
-                self.changed.wait()
-            if self.closing:
-                return None
-            for entry in sorted(self.tasks, key=lambda entry: entry[:2]):
-                if entry[2].ready is None or entry[2].ready():
-                    self.tasks.remove(entry)
-                    return entry[2]
-            first = min(self.tasks, key=lambda entry: entry[1])[2]
-        if first.block is not None:
-            first.block()
-        return self._next()
+        while True:
+            with self.changed:
+                while not self.tasks and not self.closing:
+                    self.changed.wait()
+                if self.closing:
+                    return None
+                for entry in sorted(self.tasks, key=lambda entry: entry[:2]):
+                    if entry[2].ready is None or entry[2].ready():
+                        self.tasks.remove(entry)
+                        return entry[2]
+                first = min(self.tasks, key=lambda entry: entry[1])[2]
+                if first.block is None:
+                    self.changed.wait(POLL_S)
+            if first.block is not None:
+                with self.watch.at_work(self.name, f"{first.doing} waiting for the device,"):
+                    first.block()
 
     def _loop(self) -> None:
         while True:
@@ -167,12 +219,11 @@ class Worker:
                 return
             if task is None:
                 return
-            self.watch.running[self.name] = (task.doing, time.monotonic())
             try:
-                task.result = task.run()
+                with self.watch.at_work(self.name, task.doing):
+                    task.result = task.run()
             except BaseException as error:
                 self.watch.fail(task.doing, error)
                 return
-            finally:
-                del self.watch.running[self.name]
             task.finished.set()
+            self.watch.progress()

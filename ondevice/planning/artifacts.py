@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import ExportConfig
+from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config, target
+from ondevice.core.untrusted import read_object, well_formed
 from ondevice.planning.estimate import Plan, plan
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
     runtime = target(manifest.target).runtime
     dtype = "float32"
     if runtime == "torch":
-        dtype = json.loads((Path(folder) / manifest.program).read_text(encoding="utf-8"))["dtype"]
+        dtype = _dtype(Path(folder) / manifest.program)
     export = ExportConfig.parse(
         {
             "target": manifest.target,
@@ -52,3 +53,8 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
         memory_limit_bytes=memory_limit_bytes,
     )
     return replace(planned, model=manifest.model.source)
+
+
+def _dtype(program: Path) -> str:
+    with well_formed(program, ArtifactError, hint="copy the artifact again"):
+        return str(read_object(program, ArtifactError)["dtype"])

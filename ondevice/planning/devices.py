@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -23,9 +23,10 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Placement
 from ondevice.core.registry import backend_for, methods, spec_of
+from ondevice.core.untrusted import read_plain
 
 _CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -109,22 +110,47 @@ def parse_tool(text: str) -> list[Gpu]:
     return listed
 
 
-def _container(root: Path = _CGROUP) -> tuple[int | None, int]:
-    """Return the container's memory limit and the bytes that count against it; (None, 0) without one.
+def _container(root: Path = _CGROUP, own: str | None = None) -> tuple[int | None, int]:
+    """Return the memory limit of this process's container and the bytes that count against it; (None, 0) without one.
 
-    File pages that were not used lately count as free, as the kernel drops them first.
+    A limit holds for all that is below it, so every cgroup from this process's own up to the root counts: systemd and
+    Slurm set it on one in the middle. File pages that were not used lately count as free, as the kernel drops them
+    first.
+
+    Args:
+        root: where cgroups are mounted.
+        own: the lines of /proc/self/cgroup.
     """
-    for limit_name, used_name in _LIMITS:
+    limits, rooms = [], []
+    for limit_path, used_path in _files(root, own):
         try:
-            limit = int((root / limit_name).read_text())
-            used = int((root / used_name).read_text())
-            lines = (root / used_name).with_name("memory.stat").read_text().splitlines()
+            limit, used = int(limit_path.read_text()), int(used_path.read_text())
+            lines = used_path.with_name("memory.stat").read_text().splitlines()
         except (OSError, ValueError):
             continue
         if limit < 1 << 60:  # cgroup v1 says a number near 2^63 where there is no limit
             droppable = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-            return limit, max(0, used - droppable)
-    return None, 0
+            limits.append(limit)
+            rooms.append(limit - max(0, used - droppable))
+    return (min(limits), min(limits) - min(rooms)) if limits else (None, 0)
+
+
+def _files(root: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
+    """Yield the files with the limit and the use of each cgroup that this process is in, its own first."""
+    if own is None:
+        try:
+            own = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            own = ""
+    names = [line.split(":", 2)[1:] for line in own.splitlines() if line.count(":") >= 2]
+    for (limit_name, used_name), controller in zip(_LIMITS, ("", "memory"), strict=True):
+        mounted = root / controller
+        path = next((name for controllers, name in names if controller in controllers.split(",")), "/")
+        # In a container the path may be the host's, which does not lead anywhere here; the root always does.
+        folder = mounted / path.strip("/")
+        inside = [one for one in (folder, *folder.parents) if one.is_relative_to(mounted) and ".." not in one.parts]
+        for one in inside or [mounted]:
+            yield one / limit_name, one / used_name
 
 
 GIB = 1 << 30
@@ -145,7 +171,7 @@ class DeviceEntry(StrictConfig):
     kind: Kind
     """`phone`: one app among others. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
 
-    memory_gib: float = Field(gt=0)
+    memory_gib: float = Field(gt=0, le=1 << 20)
     """Physical memory in GiB."""
 
     usable_fraction: float = Field(gt=0, le=1)
@@ -231,8 +257,8 @@ def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry
     if device_file is not None:
         path = Path(device_file)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_plain(path, 1 << 20).decode("utf-8")
+        except (OSError, ValueError) as error:
             message = f"{path}: the device file cannot be read"
             raise ConfigError(message, received=str(error), expected="a YAML file of devices") from None
         table |= _parse(text, str(path))
@@ -281,12 +307,12 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
 
 
 def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
-    import yaml
+    from ondevice.core.untrusted.yaml_documents import parse_yaml
 
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML", received=" ".join(str(error).split())) from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not YAML", received=str(error)) from None
     if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
         raise ConfigError(
             f"{where}: expected a device name with its settings",

@@ -6,13 +6,13 @@ import importlib.util
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.core.registry import targets
 from ondevice.planning import jetson
@@ -176,7 +176,7 @@ def _kernel(name: str) -> Outcome:
     if name in ON_GPU and not gpus() and not jetson.model():
         return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
     # In a process: a package that imports may still crash at its first kernel, and the doctor must go on.
-    ok, detail, fix = run_kernel([sys.executable, "-P", "-m", "ondevice.planning.kernels", name])
+    ok, detail, fix = run_kernel(python_command("-m", "ondevice.planning.kernels", name))
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
     release = jetson.release()

@@ -4,9 +4,7 @@ memory while it goes on.
 
 from __future__ import annotations
 
-import errno
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from ondevice.core.config import size_text
 from ondevice.core.errors import DoesNotFitError, OndeviceError
 from ondevice.core.registry import methods, spec_of
 from ondevice.planning.estimate import BASELINE_BYTES, plan_request, plan_run
+from ondevice.planning.limit import own_memory, status_bytes, was_refused
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -156,9 +155,6 @@ def parts_text(parts: dict[str, int], count: int) -> str:
 
 
 log = logging.getLogger("ondevice.planning")
-_REFUSED = re.compile(
-    r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread", re.IGNORECASE
-)
 CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 """Memory that CUDA takes outside PyTorch's allocator."""
 
@@ -219,14 +215,15 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
         log.warning("--memory-limit was held against the plan; nothing holds MLX to it while it runs (a cgroup can)")
         yield
         return
-    undo = _limit_data(limit_bytes) if plan.request.device.torch_device == "cpu" or shared() else None
+    on_cpu = plan.request.device.torch_device == "cpu" or shared()
     capped = plan.request.device.torch_device == "cuda" and _cap_gpu(limit_bytes)
     try:
-        yield
+        with own_memory(limit_bytes if on_cpu else None):
+            yield
     except (OndeviceError, MemoryError, RuntimeError, OSError) as raised:
         # A method may have raised DoesNotFitError already, without the plan: its cause is the refused allocation.
         error = raised.__cause__ if isinstance(raised, DoesNotFitError) else raised
-        if not isinstance(error, (MemoryError, RuntimeError, OSError)) or not _was_refused(error):
+        if not isinstance(error, (MemoryError, RuntimeError, OSError)) or not was_refused(error):
             raise
         raise DoesNotFitError(
             f"an allocation beyond the memory limit was refused; planned: {parts_text(plan.parts, len(plan.parts))}",
@@ -235,8 +232,6 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
             hint="a smaller batch or shorter rows, a higher --memory-limit; the run's last checkpoint is unharmed",
         ) from error
     finally:
-        if undo is not None:
-            _set_data(*undo)
         if capped:
             _uncap_gpu()
 
@@ -249,44 +244,11 @@ def shared() -> bool:
     return bool(getattr(torch.cuda.get_device_properties(0), "is_integrated", False))
 
 
-def _was_refused(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    return bool(_REFUSED.search(str(error)))
-
-
-def _limit_data(limit_bytes: int) -> tuple[int, int] | None:
-    """Set the kernel's limit; return the limits before, None where there are none (macOS, Windows)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    untouched = max(0, _status("VmData") - _status("RssAnon"))
-    wanted = limit_bytes + untouched
-    if before[1] != resource.RLIM_INFINITY:
-        wanted = min(wanted, before[1])
-    _set_data(wanted, before[1])
-    return before
-
-
-def _set_data(soft: int, hard: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _status(name: str) -> int:
-    """Read a size in /proc/self/status, in bytes; 0 where there is none."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0)
-
-
 def _cap_gpu(limit_bytes: int) -> bool:
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
-    room = limit_bytes - CONTEXT_BYTES - (_status("RssAnon") if shared() else 0)
+    room = limit_bytes - CONTEXT_BYTES - (status_bytes("RssAnon") if shared() else 0)
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, room / total)), 0)
     return True
 

@@ -7,12 +7,12 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ondevice.artifact.adapter import CONFIG_NAME, WEIGHTS_NAME, load_adapter
-from ondevice.artifact.files import atomic_directory, sha256_file
+from ondevice.artifact.files import atomic_directory, sha256_file, storage_errors
 from ondevice.core.errors import BusyError
 from ondevice.server.queue import Job
 from ondevice.server.store import MissingError, Store
@@ -74,11 +74,24 @@ def insert_adapter(store: Store, name: str, title: str, job: str | None, model: 
     )
 
 
-def list_adapters(store: Store) -> list[dict[str, Any]]:
-    """List all adapters, the newest first; `active` marks the one in use."""
+def list_adapters(store: Store, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """Return so many adapters behind `after`, the newest first, and if there are more; `active` marks the one in use.
+
+    Raises:
+        ConfigError: `after` is not in the list.
+    """
     active = active_adapter(store)
-    rows = store.rows("SELECT * FROM adapters ORDER BY created_s DESC, id")
-    return [{**dict(row), "active": row["id"] == active} for row in rows]
+    rows, more = store.page("adapters", "-created_s, id", limit, after)
+    return [{**dict(row), "active": row["id"] == active} for row in rows], more
+
+
+def adapters_of(store: Store, jobs: Sequence[str]) -> dict[str, list[str]]:
+    """Return the ids of the adapters that each of these jobs has made, of those that have made any."""
+    found: dict[str, list[str]] = {}
+    query = f"SELECT id, job FROM adapters WHERE job IN ({','.join('?' * len(jobs))}) ORDER BY id"
+    for row in store.rows(query, *jobs):
+        found.setdefault(row["job"], []).append(row["id"])
+    return found
 
 
 def get_adapter(store: Store, name: str) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def link_active(store: Store) -> None:
 
 def remove_adapter(store: Store, name: str) -> None:
     """Delete an adapter that is not in use."""
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         get_adapter(store, name)
         if active_adapter(store) == name:
             raise BusyError("the adapter is active", expected="an adapter that is not in use", hint="roll back first")
@@ -144,14 +157,32 @@ def remove_adapter(store: Store, name: str) -> None:
     store.discard("adapters", name)
 
 
+def zipped_stream(folder: Path, place: Path) -> BinaryIO:
+    """Zip a folder's files into a file in `place` that has no name: it is gone when it is closed, or with the process.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    with storage_errors(place):
+        packed = zipped(folder, place)
+    stream = packed.open("rb")
+    packed.unlink()
+    return stream
+
+
 def zipped(folder: Path, place: Path) -> Path:
     """Zip a folder's files into a new file in `place`, which the caller deletes; the same files give the same bytes."""
     descriptor, name = tempfile.mkstemp(suffix=".zip", dir=place)
-    with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
-        for path in sorted(folder.iterdir()):
-            entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
-            entry.file_size = path.stat().st_size
-            entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
-            with archive.open(entry, "w") as target, path.open("rb") as source:
-                shutil.copyfileobj(source, target)  # a piece at a time: an adapter may be larger than a board's memory
+    try:
+        with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(folder.iterdir()):
+                entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
+                entry.file_size = path.stat().st_size
+                entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
+                with archive.open(entry, "w") as target, path.open("rb") as source:
+                    # A piece at a time: an adapter may be larger than a board's memory.
+                    shutil.copyfileobj(source, target)
+    except BaseException:
+        os.unlink(name)
+        raise
     return Path(name)

@@ -74,11 +74,21 @@ COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose errors are in the form of OpenAI's."""
 SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A token of `ondevice serve token`."},
-    "session": {"type": "apiKey", "in": "cookie", "name": security.COOKIE, "description": "The page's, for a token."},
+    "session": {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": f"{security.COOKIE}_8765",
+        "description": "The page's. The name ends with the port, and begins with __Host- over TLS.",
+    },
 }
 RECHECK_S = 1.0
 """How often the token of an answer that goes on is checked again, at most; at least with each of its pings."""
-MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
+MESSAGES = {
+    404: "there is nothing here",
+    405: "this cannot be done here",
+    413: "the body is too large",
+    503: "too many large requests are on their way; try again in a minute",
+}
 
 
 def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
@@ -183,6 +193,10 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 _access_log = logging.getLogger("ondevice.access")
 BODY_BYTES = 1 << 20
+SMALL_BYTES = 1 << 16
+"""A body up to this size is always taken."""
+HELD_BYTES = 64 << 20
+"""Of all larger ones together; parts of uploads are written as they come, and hold less."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 TYPES = ("application/json", "application/octet-stream")
 """No form: what a page elsewhere can send without asking is refused."""
@@ -213,6 +227,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, daemon: Daemon, host: str, tls: bool, tries: security.Tries) -> None:
         self.app, self.daemon, self.host, self.tls, self.tries = app, daemon, host, tls, tries
+        self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -242,7 +257,23 @@ class Guard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on. An answer that goes on, such as a job's events, ends once its token is revoked."""
-        checked = time.monotonic()
+        checked, taken, held, limit = time.monotonic(), 0, 0, _limit(scope)
+
+        async def counted() -> Message:
+            """Hold a body to its limit, also one without a length, and all large bodies to theirs."""
+            nonlocal taken, held
+            message = await receive()
+            if message["type"] == "http.request":
+                taken += len(message.get("body", b""))
+                if taken > limit:
+                    raise HTTPException(413)
+                if limit == BODY_BYTES and taken > SMALL_BYTES:
+                    self.held_bytes += taken - held
+                    held = taken
+                    if self.held_bytes > HELD_BYTES:
+                        raise HTTPException(503, headers={"Retry-After": "60"})
+            return message
+
         with CancelScope() as work:
 
             async def guarded(message: Message) -> None:
@@ -256,16 +287,20 @@ class Guard:
                     checked = time.monotonic()
                 await send(message)
 
-            await self.app(scope, _limited(receive, _limit(scope)), guarded)
+            try:
+                await self.app(scope, counted, guarded)
+            finally:
+                self.held_bytes -= held
 
     def _lost_its_token(self, scope: Scope) -> bool:
-        return security.needs_token(self.daemon.store, self.host) and not self._has_token(Headers(scope=scope))
+        return security.needs_token(self.daemon.store, self.host) and not self._has_token(scope)
 
-    def _has_token(self, headers: Headers) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
         kind, _, secret = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
             return True
-        session = session_of(headers)
+        session = session_of(scope, self.tls)
         return bool(session and security.check(self.daemon.store, session, "session"))
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
@@ -276,9 +311,10 @@ class Guard:
         local = security.is_loopback(self.host)
         if security.host_name(host) is None or (local and not security.is_own_name(host, self.host)):
             return 421, "this server is not known by that name", "localhost", host[:200], "open http://127.0.0.1"
+        # For every method: a GET of another page must not act or tell either. A link to this page may be followed.
+        if not security.same_origin(host, headers) and not (scope["method"] in SAFE and self._is_visit(path, headers)):
+            return 403, "the request comes from another page", f"origin {host}", headers.get("origin", "")[:200]
         if scope["method"] not in SAFE:
-            if not security.same_origin(host, headers.get("origin"), headers.get("sec-fetch-site")):
-                return 403, "the request comes from another page", f"origin {host}", headers.get("origin", "")[:200]
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             length = headers.get("content-length", "0")
             if kind not in TYPES and (kind or length != "0" or "transfer-encoding" in headers):
@@ -292,11 +328,17 @@ class Guard:
             return self._check_token(scope, headers)
         return None
 
+    @staticmethod
+    def _is_visit(path: str, headers: Headers) -> bool:
+        """True for a link that somebody follows to the page itself, which is the same for everybody."""
+        asked = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+        return asked == ("navigate", "document") and not path.startswith("/v1") and path != "/metrics"
+
     def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
-        if self._has_token(headers):
+        if self._has_token(scope):
             return None
         address = (scope.get("client") or ("unknown", 0))[0]
-        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(headers)
+        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(scope, self.tls)
         # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
         if refusal := self.tries.refusal(address):
             return refusal
@@ -304,6 +346,8 @@ class Guard:
             self.tries.failed(address)
         message = "the token is not known" if secret or session else "this server needs a token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
+        if not security.has_tokens(self.daemon.store):
+            message, hint = security.NONE_LEFT, "`ondevice serve token` on the server's machine makes a new one"
         return 401, message, "a token", "another" if secret or session else "none", hint, {"WWW-Authenticate": "Bearer"}
 
     def _add_headers(self, scope: Scope, message: MutableMapping[str, Any]) -> None:
@@ -315,31 +359,16 @@ class Guard:
         headers.setdefault("Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache")
 
 
-def session_of(headers: Headers) -> str:
-    """Read the session's secret from the cookie; empty without one."""
+def session_of(scope: Scope, tls: bool) -> str:
+    """Read the session's secret from the cookie of this port; empty without one."""
     try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(security.COOKIE)
+        cookies = SimpleCookie(Headers(scope=scope).get("cookie", ""))
     except CookieError:
         return ""
+    cookie = cookies.get(security.cookie_name(scope["server"][1], tls))
     return cookie.value if cookie else ""
 
 
 def _limit(scope: Scope) -> int:
     part = scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/")
     return PART_BYTES if part else BODY_BYTES
-
-
-def _limited(receive: Receive, limit: int) -> Receive:
-    """Wrap `receive` to count: a body without a length is held to the limit too."""
-    taken = 0
-
-    async def counted() -> Message:
-        nonlocal taken
-        message = await receive()
-        if message["type"] == "http.request":
-            taken += len(message.get("body", b""))
-            if taken > limit:
-                raise HTTPException(413)
-        return message
-
-    return counted

@@ -18,6 +18,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +32,8 @@ PART_BYTES = 4 << 20
 PAGE = 1000
 """Entries of a list that are asked for at once."""
 ENDED = ("done", "failed", "cancelled")
+CHECKED_BYTES_PER_S = 1 << 20
+"""How fast even a small board checks an upload."""
 
 
 class Client(Transport):
@@ -85,7 +88,7 @@ class Client(Transport):
 
     def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
         """Return rows as the model sees them, or `artifact`, by its own tokenizer."""
-        return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
+        return self.ask("POST", f"/v1/datasets/{quote(dataset)}/preview", {"model": model, **options})
 
     def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
         """Send a file (rows; a zip) or a folder (as a zip) in parts; return `{"kind", "id"}` of the thing in the store.
@@ -114,7 +117,9 @@ class Client(Transport):
                 file.seek(offset)
                 part = file.read(PART_BYTES)
                 offset = self.ask("PUT", place, part, query={"offset": offset})["received_bytes"]
-        return self.ask("POST", f"{place}/finish")
+        patient = copy(self)
+        patient.timeout_s += request["bytes"] / CHECKED_BYTES_PER_S  # it says nothing before its check has ended
+        return patient.ask("POST", f"{place}/finish")
 
     def plan(self, **job: Any) -> dict[str, Any]:
         """Check a job and plan its memory; nothing is queued."""

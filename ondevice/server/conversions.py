@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import Field
 
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import BusyError, ConfigError, OndeviceError, TrainingError
+from ondevice.core.errors import BusyError, ConfigError, OndeviceError, StorageError, TrainingError
 from ondevice.exits.base import Form, form_names, form_of
 from ondevice.server.adapters import get_adapter, zipped
 from ondevice.server.helper import Helper
@@ -80,11 +80,14 @@ class Conversions:
     def start(self) -> None:
         """Tidy up after the daemon before, and work."""
         cut = TrainingError("the daemon ended during the conversion", hint="convert again").to_dict()
-        with self.store.transaction() as db:
-            db.execute(
-                "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
-            )
-        self.tidy(time.time())
+        try:
+            with self.store.transaction() as db:
+                db.execute(
+                    "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
+                )
+            self.tidy()
+        except StorageError as error:  # a full disk: the housekeeping tries again
+            _log.error("conversions cannot be put in order now: %s", error)
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,12 +120,18 @@ class Conversions:
         with self.store.transaction() as db:
             query = "INSERT INTO conversions (id, adapter, form, model, dtype, state, created_s) VALUES (?,?,?,?,?,?,?)"
             db.execute(query, (name, request.adapter, form.name, model, request.dtype, WAITING, time.time()))
+            self.store.clock.renew(f"exits/{name}")
         self._wake.set()
         return self.get(name)
 
-    def list(self) -> list[dict[str, Any]]:
-        """List all conversions, the newest first."""
-        return [_public(row) for row in self.store.rows("SELECT * FROM conversions ORDER BY number DESC")]
+    def page(self, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+        """Return so many conversions behind `after`, the newest first, and if there are more.
+
+        Raises:
+            ConfigError: `after` is not in the list.
+        """
+        rows, more = self.store.page("conversions", "-number", limit, after)
+        return [_public(row) for row in rows], more
 
     def get(self, name: str) -> dict[str, Any]:
         """Return one; MissingError if there is none."""
@@ -141,7 +150,7 @@ class Conversions:
     def remove(self, name: str) -> None:
         """Forget a conversion and what it wrote; one that runs is ended first."""
         self.get(name)
-        with self.store.transaction() as db:
+        with self.store.transaction(frees=True) as db:
             db.execute("DELETE FROM conversions WHERE id = ?", (name,))
         with self._turning:
             running = self._present == name
@@ -150,11 +159,12 @@ class Conversions:
         if not running:
             self.store.discard("exits", name)
 
-    def tidy(self, now_s: float) -> None:
-        """Forget what was made long ago, and folders that no finished conversion has."""
-        with self.store.transaction() as db:
-            query = "DELETE FROM conversions WHERE state IN (?, ?) AND created_s < ?"
-            db.execute(query, (DONE, FAILED, now_s - KEPT_S))
+    def tidy(self) -> None:
+        """Forget what was made long ago, in the store's own time, and folders that no finished conversion has."""
+        ended = self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, FAILED)
+        old = [(row["id"],) for row in ended if self.store.clock.age_s(f"exits/{row['id']}") > KEPT_S]
+        with self.store.transaction(frees=True) as db:
+            db.executemany("DELETE FROM conversions WHERE id = ?", old)
         folders = [*(self.store.root / "exits").iterdir()]  # first: one that is made now has its row already
         known = {
             row["id"] for row in self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING)

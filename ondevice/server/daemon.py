@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.errors import BusyError, OndeviceError
+from ondevice.core.errors import BusyError, OndeviceError, StorageError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
 from ondevice.server.conversions import Conversions
@@ -20,6 +20,7 @@ from ondevice.server.events import Hub
 from ondevice.server.fleets import Fleets
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
+from ondevice.server.pools import Pools
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
@@ -31,7 +32,7 @@ HOUSEKEEPING_S = 30.0
 HUNG_S = 60.0
 """Longest turn of the supervisor; one that starts or ends a job says itself that it takes longer."""
 LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
-"""Where folders go that the database does not know, and how long they are kept there."""
+"""Where folders go that the database does not know, and how long they are kept there, in the store's own time."""
 
 
 class Daemon:
@@ -47,24 +48,33 @@ class Daemon:
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
         self.rows = Helper("data")
+        self.plans = Helper("plan")  # another process: it loads frameworks, and a large file takes minutes to check
         self.model = Helper("model")
+        self.helpers = (self.rows, self.plans, self.model)
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
         self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
+        self.pools = Pools()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
 
     def start(self) -> None:
         """Put the queue in order after the daemon before, and run it."""
         # First what a killed daemon left: rows and folders agree before the first worker starts.
-        self.supervisor.recover()
-        sweep(self.store)
-        link_active(self.store)
+        with self.store.reserve.given_up():
+            try:
+                self.supervisor.recover()
+                self.queue.delete_lost_events()
+                self.store.clock.keep(at_once=True)
+                sweep(self.store)
+                link_active(self.store)
+            except (OndeviceError, OSError) as error:  # a full disk: only who is served can delete something
+                _log.error("the store cannot be put in order now: %s", error)
+            self.conversions.start()
         self.supervisor.start()
         self.fleets.start()
-        self.conversions.start()
         self._keeper.start()
 
     def stop(self) -> None:
@@ -74,8 +84,12 @@ class Daemon:
         if self.supervisor.is_alive():
             self.supervisor.stop()
         self.conversions.stop()
-        for helper in (self.rows, self.model):
+        for helper in self.helpers:
             helper.close()
+        try:
+            self.store.clock.keep(at_once=True)
+        except StorageError as error:  # a full disk: the next start counts on from the time before
+            _log.warning("the store's time is not written down: %s", error)
         self.store.close()
         os.close(self._lock)
 
@@ -84,17 +98,23 @@ class Daemon:
         """True while the queue is being worked on; the watchdog and GET /v1/health report it."""
         return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
+    def check(self, call: str, **arguments: Any) -> Any:
+        """Check an upload in the helper that does this."""
+        return (self.rows if call == "validate" else self.plans)(call, **arguments)
+
     def _changed(self, job: str) -> None:
         self.supervisor.wake()
         self.hub.changed(job)
 
     def _keep(self) -> None:
         while not self._closing.wait(HOUSEKEEPING_S):
-            for helper in (self.rows, self.model):
+            for helper in self.helpers:
                 helper.end_if_idle()
             try:
-                uploads.expire(self.store, time.time())
-                self.conversions.tidy(time.time())
+                self.store.reserve.fill()
+                uploads.expire(self.store)
+                self.conversions.tidy()
+                self.store.clock.keep()
             except Exception:
                 _log.exception("housekeeping failed, and is tried again")
 
@@ -117,18 +137,18 @@ def running_job(daemon: Daemon) -> dict[str, Any] | None:
     return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}
 
 
-def sweep(store: Store, now_s: float | None = None) -> None:
+def sweep(store: Store) -> None:
     """Put aside folders that the database does not know, and remove those that were put aside long ago.
 
     A killed daemon leaves one it had put in place without writing it down. Where the database was lost, or is older
     than the folders, they are all that there is: so they are moved to `lost`, not removed.
     """
-    now = time.time() if now_s is None else now_s
-    uploads.expire(store, now)
+    uploads.recover(store)
+    store.clock.forget_missing()
     for kind in ("datasets", "adapters", "jobs"):
         ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
         for folder in [*lost.iterdir()] if lost.is_dir() else []:
-            if folder.stat().st_mtime < now - LOST_KEPT_S:
+            if store.clock.age_s(f"{LOST}/{kind}/{folder.name}") > LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in [*(store.root / kind).iterdir()]:
             if folder.name.startswith("."):  # never whole
@@ -136,8 +156,8 @@ def sweep(store: Store, now_s: float | None = None) -> None:
             elif folder.name not in ids and not (lost / folder.name).exists():
                 try:
                     lost.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    os.utime(folder, (now, now))  # its thirty days begin now
                     os.rename(folder, lost / folder.name)
+                    store.clock.renew(f"{LOST}/{kind}/{folder.name}")  # its thirty days begin now
                     _log.warning("%s/%s is not in the database: moved to %s", kind, folder.name, lost)
                 except OSError as error:
                     _log.warning("%s/%s is not in the database, and stays: %s", kind, folder.name, error)

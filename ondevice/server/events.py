@@ -16,12 +16,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from anyio import to_thread
 
+from ondevice.core.untrusted import parse_json, read_json
 from ondevice.server.queue import ENDED, Queue
 from ondevice.server.store import Store
 from ondevice.server.worker import ATTEMPT, RUN
@@ -75,11 +78,14 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
 def parse(line: bytes) -> dict[str, Any] | None:
     """Parse one line to an object with its kind under `event`; None for half a line that a power cut left."""
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         json.dumps(values, allow_nan=False)
     except ValueError:
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("event"), str) else None
+    if not isinstance(values, dict) or not isinstance(values.get("event"), str):
+        return None
+    counts = [values[name] for name in ("step", "steps") if name in values]
+    return values if all(isinstance(count, int | None) for count in counts) else None
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
@@ -91,7 +97,7 @@ def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
             progress["backend"] = event.get("backend", "")
         case "step":
             progress |= {name: event[name] for name in _FIGURES if event.get(name) is not None}
-            progress["step"] = event.get("step", 0) + 1
+            progress["step"] = (event.get("step") or 0) + 1
             progress.setdefault("first_loss", event.get("loss"))
         case "evaluate":
             progress["evaluation"] = {
@@ -118,7 +124,7 @@ def _read(path: Any, offset: int) -> bytes:
 
 def _read_json(path: Any) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -277,20 +283,41 @@ def curve(store: Store, job: str, points: int) -> list[dict[str, Any]]:
 
     A resumed run does steps again; the ones that count are the later ones.
     """
-    steps: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
-    query = "SELECT data FROM events WHERE job = ? AND kind IN ('start', 'resume', 'step', 'evaluate') ORDER BY id"
-    for row in store.rows(query, job):
-        event = json.loads(row["data"])
-        number = int(event.get("step", 0))
-        if event["event"] == "step":
-            steps[number] = {"event": "step", **{key: event.get(key) for key in _STEP}}
-        elif event["event"] == "evaluate":
-            evaluations[number] = {"event": "evaluate", **{key: event.get(key) for key in _EVALUATE}}
-        else:
-            steps = {key: value for key, value in steps.items() if key < number}
+    # Of a million steps only their numbers and ids are held; the events that are shown are read after that.
+    numbers, ids = array("q"), array("q")
+    evaluations: dict[int, int] = {}
+    rows = store.connection.execute(
+        "SELECT id, kind, CAST(COALESCE(json_extract(data, '$.step'), 0) AS INTEGER) FROM events WHERE job = ? "
+        "AND kind IN ('start', 'resume', 'step', 'evaluate') ORDER BY id", (job,),
+    )  # fmt: skip
+    for event, kind, number in rows:
+        place = bisect_left(numbers, number)
+        if kind == "evaluate":
+            evaluations[number] = event
+        elif kind != "step":
+            del numbers[place:], ids[place:]
             evaluations = {key: value for key, value in evaluations.items() if key <= number}
-    kept = [steps[number] for number in sorted(steps)]
+        elif numbers[place : place + 1] == array("q", [number]):
+            ids[place] = event
+        else:
+            numbers.insert(place, number)
+            ids.insert(place, event)
+    kept = ids
     if len(kept) > points:
         kept = [kept[round(index * (len(kept) - 1) / (points - 1))] for index in range(points)]
-    return sorted([*kept, *evaluations.values()], key=lambda event: (event["step"], event["event"] == "step"))
+    shown = [_point(json.loads(data)) for data in _data(store, job, [*kept, *evaluations.values()])]
+    return sorted(shown, key=lambda event: (event["step"], event["event"] == "step"))
+
+
+def _point(event: dict[str, Any]) -> dict[str, Any]:
+    kind = event["event"]
+    return {"event": kind, **{key: event.get(key) for key in (_STEP if kind == "step" else _EVALUATE)}}
+
+
+def _data(store: Store, job: str, ids: Sequence[int]) -> Iterator[str]:
+    """Yield the events of these ids, as JSON."""
+    for begin in range(0, len(ids), 500):
+        part = ids[begin : begin + 500]
+        marks = ",".join("?" * len(part))
+        for row in store.rows(f"SELECT data FROM events WHERE job = ? AND id IN ({marks})", job, *part):
+            yield row["data"]

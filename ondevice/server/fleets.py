@@ -7,12 +7,10 @@ over the network. Its device is a process of its own, `ondevice fleet device`, w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.files import atomic_write
+from pydantic import Field
+
+from ondevice.artifact.files import atomic_write, private
+from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.untrusted import read_object
 from ondevice.server.jobs import Window
 from ondevice.server.queue import in_window
 from ondevice.server.service import own_bytes
@@ -71,6 +73,12 @@ class Seat(StrictConfig):
     columns: dict[str, str] | None = None
     """The columns of its rows' fields."""
 
+    epsilon: float | None = Field(default=None, ge=0)
+    """Its privacy budget: it stops at it. 8 in a fleet with noise."""
+
+    strict_columns: bool = False
+    """Refuse rows with a column or a key that nothing reads."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -84,8 +92,11 @@ class Seat(StrictConfig):
         for name in ("certificates", "key", "model", "task"):
             value = getattr(self, name)
             found += [f"--{name}", value] if value is not None else []
+        if self.epsilon is not None:
+            found += ["--epsilon", str(self.epsilon)]
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
+        found += ["--strict-columns"] if self.strict_columns else []
         return [*found, "--insecure"] if self.insecure else found
 
 
@@ -109,7 +120,8 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     if not ID.fullmatch(name) or ".." in name:
         raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
     if seat is not None:
-        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+        with private():  # it names this machine's rows and its key
+            atomic_write(path, seat.model_dump_json(indent=1) + "\n")
     elif path.is_file():
         path.unlink()
     else:
@@ -152,7 +164,7 @@ class Fleets(threading.Thread):
         found = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found[path.stem] = Seat.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+                found[path.stem] = Seat.parse(read_object(path, ConfigError), str(path))
             except (OSError, ValueError, OndeviceError) as error:
                 self.running.setdefault(path.stem, Running()).why = f"the seat cannot be read: {error}"
         return found
@@ -194,7 +206,7 @@ class Fleets(threading.Thread):
         path = own / "device.log"
         with open(path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb") as log:
             running.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)],
+                python_command("-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=child_environment(),
             )  # fmt: skip

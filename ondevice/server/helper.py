@@ -4,6 +4,9 @@ The daemon itself loads neither torch nor transformers. A helper starts when it 
 a time, and ends when nobody has asked for a while, so that its memory is there for training. Both ends of the pipe are
 here: `Helper` in the daemon, and `main` in the process, `python -m ondevice.server.helper DAEMON_PID`, with one JSON
 object a line in and one out.
+
+A call that reads what somebody uploaded has a limit of memory, which the kernel keeps: a file that would take more is
+refused with a sentence, and the process ends, so that the next call begins with a small one.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ondevice.core import errors
+from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
+from ondevice.planning.limit import own_memory, status_bytes, was_refused
 from ondevice.server.complete import STOP, listen_for_stop
 from ondevice.server.worker import child_environment, quiet_frameworks
 
@@ -31,6 +37,10 @@ IDLE_S = 120.0
 TIMEOUT_S = 300.0
 QUEUE_S = 60.0
 MAX_ANSWER_BYTES = 64 << 20
+PREVIEW_ROWS = 20_000
+"""Rows of a file that a preview reads: to tokenize all of a large one takes minutes."""
+PROBLEMS = 100
+"""Bad rows that an answer names."""
 
 
 class Helper:
@@ -48,9 +58,10 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._used = time.monotonic()
         self._ahead = b""
+        self._closed = False
 
     def __call__(self, call: str, **arguments: Any) -> Any:
-        """Ask, and wait for the answer.
+        """Ask, and wait for the answer. A call that takes long sends signs of life: each begins its time anew.
 
         Raises:
             OndeviceError: what the call raised, as it was there.
@@ -62,16 +73,18 @@ class Helper:
         try:
             process = self._started()
             try:
-                answer = self._exchange(process, {"call": call, "arguments": arguments})
+                self._write(process, {"call": call, "arguments": arguments})
+                while "part" in (answer := self._read(process)):
+                    pass
             except (OSError, ValueError) as error:
                 self._kill()
                 raise self._died(error) from None
+            if answer.get("ends"):
+                self._kill()
         finally:
             self._used = time.monotonic()
             self._lock.release()
-        if "error" in answer:
-            raise rebuild_error(answer["error"])
-        return answer["value"]
+        return self._value(answer)
 
     def stream(self, call: str, **arguments: Any) -> Generator[Any, None, Any]:
         """Ask for an answer that comes in parts; yield each, and return the value. The helper is busy until then.
@@ -100,6 +113,9 @@ class Helper:
                 self._cut_short()
             self._used = time.monotonic()
             self._lock.release()
+        return self._value(answer)
+
+    def _value(self, answer: dict[str, Any]) -> Any:
         if "error" in answer:
             raise rebuild_error(answer["error"])
         return answer["value"]
@@ -135,14 +151,16 @@ class Helper:
                 pass
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does; who waits for it starts no other."""
+        self._closed = True
         self._kill()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise BusyError("the daemon stops", hint="ask again once it is back")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                # -P: a module of the folder that the daemon was started in is not imported.
-                [sys.executable, "-P", "-m", "ondevice.server.helper", str(os.getpid())],
+                python_command("-m", "ondevice.server.helper", str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -156,10 +174,6 @@ class Helper:
             hint="it may have run out of memory; the daemon's log has more",
         )
 
-    def _exchange(self, process: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str, Any]:
-        self._write(process, question)
-        return self._read(process)
-
     def _write(self, process: subprocess.Popen[bytes], question: dict[str, Any]) -> None:
         if process.stdin is None:
             raise OSError("no pipe")
@@ -172,10 +186,13 @@ class Helper:
         if process.stdout is None:
             raise OSError("no pipe")
         deadline, content, source = time.monotonic() + self.timeout_s, bytearray(self._ahead), process.stdout.fileno()
+        waiting = select.poll()
         while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
                 raise OSError(f"no answer in {self.timeout_s:g} s")
-            if select.select([source], [], [], min(left, 1.0))[0]:
+            # Not `select`, which refuses the numbers of files that a daemon with a thousand connections has.
+            waiting.register(source, select.POLLIN)
+            if waiting.poll(min(left, 1.0) * 1000):
                 chunk = os.read(source, 1 << 20)
                 if not chunk:
                     raise OSError(f"exit status {process.wait(10)}")
@@ -235,13 +252,14 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
 
 
 def validate(file: str, task: str | None, columns: dict[str, str] | None = None) -> dict[str, Any]:
-    """Read every row; return format, counts and every bad row with line, field and reason."""
-    from ondevice.data import read_rows
+    """Check every row; return format, counts, and line, field and reason of the first bad rows."""
+    from ondevice.data.reading import check_rows
+    from ondevice.data.records import FROM_OUTSIDE
 
-    rows = read_rows(file, task=task, columns=columns, allow_empty=True)
+    checked = check_rows(file, task=task, columns=columns, limits=FROM_OUTSIDE, most_problems=PROBLEMS, alive=_alive)
     name = Path(file).name
-    problems = [problem.to_dict() | {"file": name} for problem in rows.problems]
-    return {"format": rows.format, "rows": len(rows.items), "problems": problems}
+    problems = [problem.to_dict() | {"file": name} for problem in checked.problems]
+    return {"format": checked.format, "rows": checked.rows, "bad_rows": checked.bad_rows, "problems": problems}
 
 
 def preview(
@@ -253,11 +271,14 @@ def preview(
     rows: int,
     artifact: str | None = None,
     columns: list[str] | None = None,
+    strict_columns: bool = False,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
     from ondevice.artifact.manifest import read_manifest
-    from ondevice.data import preview as preview_rows
+    from ondevice.data import preview_rows
     from ondevice.data.columns import parse_columns
+    from ondevice.data.reading import open_reading
+    from ondevice.data.records import FROM_OUTSIDE
     from ondevice.models import load_tokenizer, read_dims
     from ondevice.models.open import artifact_tokenizer
 
@@ -266,15 +287,12 @@ def preview(
     else:
         tokenizer = artifact_tokenizer(Path(artifact))
         vocabulary = read_manifest(Path(artifact)).model.dims.get("vocab")
+    named = parse_columns(columns or ())
+    read = open_reading(
+        file, task=task, columns=named, limits=FROM_OUTSIDE, most_records=PREVIEW_ROWS, alive=_alive
+    )  # fmt: skip
     shown = preview_rows(
-        file,
-        tokenizer,
-        task=task,
-        columns=parse_columns(columns or ()),
-        max_length_tokens=max_length_tokens,
-        train_on_prompt=train_on_prompt,
-        rows=rows,
-        vocabulary=vocabulary,
+        read, tokenizer, max_length_tokens, train_on_prompt, rows, PROBLEMS, strict_columns, vocabulary
     )
     return shown.to_dict() | {"file": Path(file).name}
 
@@ -320,37 +338,75 @@ def convert(**arguments: Any) -> Generator[dict[str, str], None, dict[str, Any]]
     return write(**arguments)
 
 
-CALLS: dict[str, Callable[..., Any]] = {
-    "plan": plan,
-    "validate": validate,
-    "preview": preview,
-    "check_model": check_model,
-    "choose": choose,
-    "generate": generate,
-    "complete": complete,
-    "convert": convert,
+ROWS_BYTES = 400 << 20
+"""What checking rows may take. The process has 30 MiB before, and libraries' files take 60: 512 MiB hold all."""
+TOKENIZER_BYTES = 2 << 30
+"""What a call may take that loads a tokenizer, for which transformers imports PyTorch: both take 450 MiB."""
+CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "plan": (plan, None),  # opens the GPU, whose driver maps more than any limit
+    "validate": (validate, ROWS_BYTES),
+    "preview": (preview, TOKENIZER_BYTES),
+    "check_model": (check_model, TOKENIZER_BYTES),
+    "choose": (choose, TOKENIZER_BYTES),
+    "generate": (generate, None),  # these three load a model, and are held against the memory that is free
+    "complete": (complete, None),
+    "convert": (convert, None),
 }
+"""The calls, and what each may take of memory that is not there for libraries' files, in bytes."""
 
 
 def serve(source: Any, target: Any) -> None:
-    """Answer until the other side closes."""
+    """Answer until the other side closes, or until a call was refused memory."""
+    global _alive
+    _alive = partial(_send, target, {"part": None})
+    at_start_bytes = status_bytes("RssAnon")
     for line in source:
         question = json.loads(line)
+        call, limit = CALLS[question["call"]]
         try:
-            value = CALLS[question["call"]](**question["arguments"])
-            answer = {"value": _send_parts(value, target) if isinstance(value, Generator) else value}
+            with own_memory(None if limit is None else at_start_bytes + limit):
+                value = call(**question["arguments"])
+                answer = {"value": _send_parts(value, target) if isinstance(value, Generator) else value}
         except OndeviceError as error:
             answer = {"error": error.to_dict()}
-        except (ValueError, OSError, RecursionError, UnicodeError) as error:
-            problem = DataError(f"{question['call']}: {type(error).__name__}: {error}")
-            answer = {"error": problem.to_dict()}
         except Exception as error:
-            import traceback
+            if limit is not None and was_refused(error):
+                _send(target, {"error": _too_large(question["call"], limit).to_dict(), "ends": True})
+                return
+            answer = {"error": _unexpected(question["call"], error).to_dict()}
+        _send(target, answer)
 
-            traceback.print_exc()
-            answer = {"error": TrainingError(f"{question['call']} failed: {type(error).__name__}: {error}").to_dict()}
-        target.write(json.dumps(answer).encode() + b"\n")
-        target.flush()
+
+def _alive() -> None:
+    """Send a sign of life in a long call; `serve` puts the function here that does."""
+
+
+def _too_large(call: str, limit: int) -> DataError:
+    if call == "validate":
+        hint = "write the rows as JSON lines, one row a line, or split the longest rows"
+    else:
+        hint = "a smaller file, or rows as JSON lines"
+    return DataError(
+        "the file needs too much memory to be read",
+        expected=f"at most {limit >> 20} MiB in the helper process",
+        received="more",
+        hint=hint,
+    )
+
+
+def _unexpected(call: str, error: Exception) -> OndeviceError:
+    """Return the error of a call that raised what is not one of ours."""
+    if isinstance(error, (ValueError, OSError, RecursionError)):
+        return DataError(f"{call}: {type(error).__name__}: {error}")
+    import traceback
+
+    traceback.print_exception(error)
+    return TrainingError(f"{call} failed: {type(error).__name__}: {error}")
+
+
+def _send(target: Any, answer: dict[str, Any]) -> None:
+    target.write(json.dumps(answer).encode() + b"\n")
+    target.flush()
 
 
 def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
@@ -360,8 +416,7 @@ def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
             part = next(parts)
         except StopIteration as end:
             return end.value
-        target.write(json.dumps({"part": part}).encode() + b"\n")
-        target.flush()
+        _send(target, {"part": part})
 
 
 def end_with(parent: int) -> None:
@@ -378,6 +433,8 @@ def main(arguments: list[str]) -> int:
     """Run the process."""
     threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
     quiet_frameworks()
+    # Freed memory goes back to the system: pyarrow's own pools keep it, and it would count against the limit.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     listen_for_stop()
     # Answers go to a copy of standard output, which itself becomes standard error: a library that prints there would
     # break the protocol.

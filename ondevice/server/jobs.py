@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
+from ondevice.core.untrusted import read_json
 from ondevice.server.store import ID, MissingError, Store
 
 if TYPE_CHECKING:
@@ -352,7 +353,7 @@ def _source(folder: Path) -> str | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return {}
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.server.queue import states_of
 from ondevice.server.store import MissingError
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class Metrics:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.began_s = time.time()
+        self.began_s = time.monotonic()
         self.requests: Counter[tuple[str, str, int]] = Counter()
 
     def request(self, method: str, path: str, status: int) -> None:
@@ -131,8 +130,8 @@ class Metrics:
         except MissingError:  # it ended and was deleted meanwhile
             job = None
         return {
-            "uptime_s": time.time() - self.began_s,
-            "jobs": states_of(daemon.queue.list()),
+            "uptime_s": time.monotonic() - self.began_s,
+            "jobs": daemon.queue.counts(),
             "event_streams": daemon.hub.readers,
             "requests": sum(list(self.requests.values())),
             "running": None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,11 +46,19 @@ AFTER: dict[Outcome, dict[str, State]] = {
     "crashed": {"running": "queued", "pausing": "paused", "cancelling": "cancelled"},
     "refused": {"running": "failed", "pausing": "failed", "cancelling": "cancelled"},
 }
-_JOBS = "SELECT jobs.*, COALESCE((SELECT MAX(id) FROM events WHERE job = jobs.id), 0) AS last_event FROM jobs"
+_COLUMNS = "jobs.*, COALESCE((SELECT MAX(id) FROM events WHERE job = jobs.id), 0) AS last_event"
+_JOBS = f"SELECT {_COLUMNS} FROM jobs"
+_ORDER = (
+    "state IN ('cancelled', 'failed', 'done'), state NOT IN ('running', 'pausing', 'cancelling'), "
+    "CASE WHEN state IN ('cancelled', 'failed', 'done') THEN -number ELSE -priority END, number"
+)
+"""What runs and waits first, in the order it will run; then the newest."""
 RETRIES = 3
 KEY_S = 24 * 3600.0
 """How long a request's key is remembered."""
 LONGEST_PAUSE_S = 300.0
+DELETED_AT_ONCE = 2000
+"""Events that are deleted in one transaction."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Job:
         reason: why it is in this state, for people.
         error: what `--json` prints of an error, for a failed job.
         ran_s: seconds that its workers have run, in all.
-        not_before_s: it is not started before this time, in seconds since the epoch.
+        not_before_s: it is not started before this moment of the store's time (`clock`).
         crashes: in a row, without a new checkpoint between them.
         attempt: how many workers were started.
         followed, offset: the attempt whose events are read, and up to which byte of the run's log.
@@ -104,13 +112,18 @@ class Queue:
 
     Args:
         changed: called with each job whose stream has something new, after the transaction.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch: labels of what happened, and windows of the day.
+        elapsed: the store's time, by which a job waits and a key is remembered; by default that of the store.
     """
 
     def __init__(
-        self, store: Store, changed: Callable[[str], None] = lambda job: None, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        changed: Callable[[str], None] = lambda job: None,
+        clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] | None = None,
     ) -> None:
-        self.store, self.changed, self.clock = store, changed, clock
+        self.store, self.changed, self.clock, self.elapsed = store, changed, clock, elapsed or store.clock.now
 
     def create(self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None) -> Job:
         """Create a job at the end of the jobs of its priority.
@@ -126,8 +139,9 @@ class Queue:
             if key is not None:
                 if (made := self.made(*key)) is not None:
                     return made
-                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (now - KEY_S, key[0]))
-                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, now))
+                elapsed = self.elapsed()
+                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (elapsed - KEY_S, key[0]))
+                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, elapsed))
             db.execute(
                 "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'queued', ?, ?, ?)",
                 (name, priority, json.dumps(spec), now),
@@ -163,22 +177,56 @@ class Queue:
         return Job.of(row)
 
     def list(self, *states: str) -> list[Job]:
-        """Return all jobs, or those in `states`: what runs and waits first, in the order it will run; then the
-        newest."""
-        marks = ",".join("?" * len(states))
-        where = f"WHERE state IN ({marks})" if states else ""
-        order = (
-            "ORDER BY state IN ('cancelled', 'failed', 'done'), state NOT IN ('running', 'pausing', 'cancelling'), "
-            "CASE WHEN state IN ('cancelled', 'failed', 'done') THEN -number ELSE -priority END, number"
-        )
-        return [Job.of(row) for row in self.store.rows(f"{_JOBS} {where} {order}", *states)]
+        """Return all jobs, or those in `states`, in the order of `page`. There may be many: a list that is shown comes
+        in pages."""
+        return self.page(states, limit=None)[0]
+
+    def page(self, states: Sequence[str], limit: int | None, after: str | None = None) -> tuple[list[Job], bool]:
+        """Return so many jobs behind the job `after`, of all or of those in `states`, and if there are more: what runs
+        and waits first, in the order it will run; then the newest.
+
+        Raises:
+            ConfigError: `after` is not in this list.
+        """
+        where = f"state IN ({','.join('?' * len(states))})" if states else "1"
+        rows, more = self.store.page("jobs", _ORDER, limit, after, where=where, values=states, columns=_COLUMNS)
+        return [Job.of(row) for row in rows], more
+
+    def counts(self) -> dict[str, int]:
+        """Count the jobs in each state."""
+        counts: dict[str, int] = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
+        return counts | dict(self.store.rows("SELECT state, COUNT(*) FROM jobs GROUP BY state"))  # type: ignore[arg-type]
+
+    def needing(self, kind: str, name: str) -> str | None:
+        """Return the id of a job that has not ended and names a thing: `needing("dataset", "data-1")`."""
+        row = self.store.row(
+            "SELECT id FROM jobs WHERE state NOT IN ('cancelled', 'failed', 'done') "
+            "AND json_extract(spec, ?) = ? ORDER BY number LIMIT 1",
+            f"$.{kind}", name,
+        )  # fmt: skip
+        return row["id"] if row else None
 
     def next(self) -> Job | None:
         """Choose the job to run now, if any: the highest priority, then the oldest, of those that may start."""
-        now = self.clock()
-        if self.list(*ACTIVE):
+        now, elapsed = self.clock(), self.elapsed()
+        if self.store.row("SELECT 1 FROM jobs WHERE state IN (?, ?, ?)", *ACTIVE):
             return None
-        return next((job for job in self.list("queued") if job.not_before_s <= now and in_window(job.spec, now)), None)
+        # Only the window of each is read until one may start: a thousand jobs may wait for the night.
+        waiting = self.store.connection.execute(
+            "SELECT id, json_extract(spec, '$.window') FROM jobs WHERE state = 'queued' AND not_before_s <= ? "
+            "ORDER BY priority DESC, number", (elapsed,),
+        )  # fmt: skip
+        try:
+            for job, window in waiting:
+                if in_window({"window": json.loads(window)} if window else {}, now):
+                    return self.get(job)
+        finally:
+            waiting.close()
+        return None
+
+    def waits_s(self, job: Job) -> float:
+        """Return the seconds until a job that crashed is tried again; 0 for at once."""
+        return max(0.0, job.not_before_s - self.elapsed())
 
     def claim(self) -> Job | None:
         """Take the next job to run it: it is `running` when this returns."""
@@ -276,7 +324,7 @@ class Queue:
                     ran_s,
                     crashes,
                     crashed_at,
-                    now + wait_s if state == "queued" and wait_s else 0.0,
+                    self.elapsed() + wait_s if state == "queued" and wait_s else 0.0,
                     now if state in ENDED else None,
                     job,
                 ),
@@ -296,12 +344,30 @@ class Queue:
         Raises:
             BusyError: it has not ended.
         """
-        with self.store.transaction() as db:
-            row = self.get(job)
-            if row.state not in ENDED:
-                raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
-            db.execute("DELETE FROM jobs WHERE id = ?", (job,))
-            db.execute("DELETE FROM events WHERE job = ?", (job,))
+        with self.store.reserve.given_up():
+            with self.store.transaction() as db:
+                row = self.get(job)
+                if row.state not in ENDED:
+                    raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
+                db.execute("DELETE FROM jobs WHERE id = ?", (job,))
+            self._delete_events(job)
+
+    def delete_lost_events(self) -> None:
+        """Delete the events of jobs that are not there: of a job whose delete a kill cut short."""
+        # From one job's first event to the next one's: the events of all jobs may be millions.
+        lost = self.store.rows(
+            "WITH RECURSIVE seen(job) AS (SELECT MIN(job) FROM events UNION ALL "
+            "SELECT (SELECT MIN(job) FROM events WHERE job > seen.job) FROM seen WHERE seen.job IS NOT NULL) "
+            "SELECT job FROM seen WHERE job IS NOT NULL AND job NOT IN (SELECT id FROM jobs)"
+        )
+        for row in lost:
+            self._delete_events(row["job"])
+
+    def _delete_events(self, job: str) -> None:
+        """Delete in parts: all at once, SQLite would first write as much as they take, and the disk may be full."""
+        while (first := self.store.row("SELECT MIN(id) FROM events WHERE job = ?", job)) and first[0] is not None:
+            with self.store.transaction(frees=True) as db:
+                db.execute("DELETE FROM events WHERE job = ? AND id < ?", (job, first[0] + DELETED_AT_ONCE))
 
     def _say(self, job: str, state: str, reason: str, now: float, error: dict[str, Any] | None = None) -> None:
         event = {"event": "job", "time_s": now, "state": state, "reason": reason}
@@ -320,11 +386,3 @@ def in_window(spec: dict[str, Any], now_s: float) -> bool:
     minute = 60 * local.tm_hour + local.tm_min
     start, end = (60 * int(text[:2]) + int(text[3:]) for text in (window["start"], window["end"]))
     return start <= minute < end if start < end else minute >= start or minute < end
-
-
-def states_of(jobs: Iterable[Job]) -> dict[str, int]:
-    """Count the jobs in each state."""
-    counts: dict[str, int] = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
-    for job in jobs:
-        counts[job.state] += 1
-    return counts

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
-from ondevice.server.jobs import Limits, Window
+from ondevice.server.jobs import TASK_NAME, Limits, Window
 from ondevice.server.queue import State
 
 
@@ -170,6 +170,37 @@ class Segment(Answer):
     """True if its tokens are trained on."""
 
 
+class MethodRequest(Documented):
+    """The body of POST /v1/method."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=200)
+    """A model of GET /v1/models, or a hub id."""
+
+
+class PreviewRequest(Documented):
+    """The body of POST /v1/datasets/ID/preview: a model or an artifact reads the rows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(default=None, max_length=200)
+    """A model of GET /v1/models, or a hub id."""
+    artifact: str | None = Field(default=None, max_length=200)
+    """An artifact, in place of a model."""
+    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
+    """A prompt template of the tasks."""
+    max_length_tokens: int | None = Field(default=None, ge=8, le=65536)
+    """Taken from the rows if left out."""
+    column: list[str] | None = Field(default=None, max_length=40)
+    """Entries of the form field=column."""
+    train_on_prompt: bool = False
+    strict_columns: bool = False
+    """Refuse rows with a column or a key that nothing reads."""
+    rows: int = Field(default=3, ge=0, le=50)
+    """Examples to decode."""
+
+
 class PreviewAnswer(Answer):
     """GET /v1/datasets/ID/preview."""
 
@@ -192,7 +223,13 @@ class PreviewAnswer(Answer):
     """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: list[str]
-    """How the file was understood: a separator, a sheet, columns, the length."""
+    """How the file was understood: a separator, a sheet, columns, the length, conversations, what ends an answer."""
+
+    unread: dict[str, int]
+    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+
+    example_unread: list[list[str]]
+    """Of each example, what of its row nothing reads."""
 
 
 class Upload(Answer):
@@ -242,8 +279,8 @@ class JobAnswer(Answer):
     started_s: float | None
     ended_s: float | None
     ran_s: float
-    not_before_s: float
-    """When a job that crashed is tried again; 0 for at once."""
+    waits_s: float
+    """Seconds until a job that crashed is tried again; 0 for at once."""
     crashes: int
     attempt: int
     last_event: int

@@ -8,7 +8,7 @@ import ipaddress
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +18,12 @@ from ondevice.server.store import MissingError, Store
 SESSION_S = 12 * 3600.0
 TRIES, WINDOW_S = 10, 60.0
 COOKIE = "ondevice_session"
+"""Beginning of the cookie's name (`cookie_name`)."""
+REVOKED = "revoked"
+"""Kind of a row that stays of a revoked token, without its secret: the store is not open again without one."""
+
+
+NONE_LEFT = "every token of this server was revoked, and it stays closed"
 
 
 def create_token(store: Store, name: str = "") -> str:
@@ -27,7 +33,7 @@ def create_token(store: Store, name: str = "") -> str:
 
 def create_session(store: Store, token: str) -> str:
     """Make a session, the content of the browser's cookie: good for some hours, and as long as the token is."""
-    return _create(store, "session", "ods", "", time.time() + SESSION_S, token)
+    return _create(store, "session", "ods", "", store.clock.now() + SESSION_S, token)
 
 
 def check(store: Store, secret: str, kind: str = "token") -> str | None:
@@ -37,20 +43,21 @@ def check(store: Store, secret: str, kind: str = "token") -> str | None:
     row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
     expected = row["sha256"] if row is not None else _digest("")  # compared all the same, so that time tells no id
     same = hmac.compare_digest(expected, _digest(secret))
-    if row is None or not same or (row["expires_s"] is not None and row["expires_s"] < time.time()):
+    if row is None or not same or (row["expires_s"] is not None and row["expires_s"] < store.clock.now()):
         return None
     return str(row["id"])
 
 
 def has_tokens(store: Store) -> bool:
-    """Return True if there is a token: then every request needs one."""
+    """Return True if there is a token."""
     return store.row("SELECT 1 FROM tokens WHERE kind = 'token' LIMIT 1") is not None
 
 
 def needs_token(store: Store, host: str) -> bool:
-    """Return True if a server bound to `host` asks for one: always beyond this machine, even where the last was
-    revoked."""
-    return not is_loopback(host) or has_tokens(store)
+    """Return True if a server bound to `host` asks for one: always beyond this machine, and once one was made."""
+    if not is_loopback(host):
+        return True
+    return store.row("SELECT 1 FROM tokens WHERE kind IN ('token', ?) LIMIT 1", REVOKED) is not None
 
 
 def list_tokens(store: Store) -> list[dict[str, Any]]:
@@ -62,15 +69,26 @@ def list_tokens(store: Store) -> list[dict[str, Any]]:
 
 
 def revoke(store: Store, token: str) -> None:
-    """Revoke a token and the sessions that it opened.
+    """Revoke a token and the sessions that it opened. After the last one the store stays closed.
 
     Raises:
         MissingError: there is none of this id.
     """
     with store.transaction() as db:
-        if not db.execute("DELETE FROM tokens WHERE id = ? AND kind = 'token'", (token,)).rowcount:
+        query = "UPDATE tokens SET kind = ?, sha256 = '' WHERE id = ? AND kind = 'token'"
+        if not db.execute(query, (REVOKED, token)).rowcount:
             raise MissingError(f"there is no token {token}", hint="`ondevice serve token --list` lists them")
         db.execute("DELETE FROM tokens WHERE parent = ?", (token,))
+
+
+def cookie_name(port: int, tls: bool) -> str:
+    """Return the name of the session's cookie.
+
+    A browser sends a cookie to every port of a host. The port in the name keeps two daemons of one host
+    apart. With TLS the prefix `__Host-` makes the browser refuse one that another host, a plain connection
+    or another path has set.
+    """
+    return f"{'__Host-' if tls else ''}{COOKIE}_{port}"
 
 
 def end_session(store: Store, secret: str) -> None:
@@ -105,8 +123,13 @@ def ensure_guarded(store: Store, host: str) -> None:
         )
 
 
-def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
-    """Return True if a request that changes something comes from this server's own page, or from no page at all."""
+def same_origin(host: str, headers: Mapping[str, str]) -> bool:
+    """Return True if a request comes from this server's own page, or from no page at all.
+
+    Browsers say it (Fetch metadata) where the server is this machine or speaks TLS. Elsewhere there is only the origin,
+    which a GET may lack; but there no request passes without a token.
+    """
+    fetch_site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
     try:
@@ -157,21 +180,21 @@ class Tries:
 
     def failed(self, address: str) -> None:
         """Count a failed try."""
-        key = _network(address)
+        key = network_of(address)
         self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
         self._failed.move_to_end(key)
         while len(self._failed) > self.KEPT:  # an attacker with many addresses must not fill the memory
             self._failed.popitem(last=False)
 
     def _recent(self, address: str) -> deque[float]:
-        times = self._failed.get(_network(address), deque())
+        times = self._failed.get(network_of(address), deque())
         while times and times[0] + WINDOW_S <= self.clock():
             times.popleft()
         return times
 
 
-def _network(address: str) -> str:
-    """Return the key that failed tries are counted by: an IPv6 customer has 2^64 addresses, which count as one."""
+def network_of(address: str) -> str:
+    """Return the key that a client is counted by: an IPv6 customer has 2^64 addresses, which count as one."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -183,7 +206,7 @@ def _create(store: Store, kind: str, prefix: str, name: str, expires_s: float | 
     number = secrets.token_hex(6)
     secret = f"{prefix}_{number}_{secrets.token_urlsafe(32)}"
     with store.transaction() as db:
-        db.execute("DELETE FROM tokens WHERE expires_s < ?", (time.time(),))
+        db.execute("DELETE FROM tokens WHERE expires_s < ?", (store.clock.now(),))
         db.execute(
             "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
             (number, kind, name, _digest(secret), time.time(), expires_s, parent),

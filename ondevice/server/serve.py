@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 HOST, PORT = "127.0.0.1", 8765
 _log = logging.getLogger(__name__)
-CONNECTIONS = 2000
 DRAIN_S = 5
+LOOK_TICKS = 10
+"""Turns of the server's loop, of a tenth of a second, between two looks at late connections."""
 
 
 def default_store() -> Path:
@@ -60,6 +62,7 @@ def serve(
     try:
         import uvicorn
 
+        from ondevice.server.connections import HEAD_S, Connection, Crowd, connection_limit
         from ondevice.server.daemon import Daemon
     except ImportError as error:
         raise missing(error) from None
@@ -85,15 +88,30 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        http=Connection,
+        loop="asyncio",
         timeout_graceful_shutdown=DRAIN_S,
         ws="none",
     )
 
     class Server(uvicorn.Server):
-        """Says that it is ready once it listens."""
+        """Says that it is ready once it listens, and closes connections that are late."""
+
+        crowd = Crowd(connection_limit())
+
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            self.server_state = self.crowd
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % LOOK_TICKS == 0:
+                self.crowd.close_late()
+            return await super().on_tick(counter)
 
         async def startup(self, sockets: list[Any] | None = None) -> None:
+            if tls_cert is not None:  # before it a connection is not one of the crowd; asyncio's own limit is a minute
+                loop: Any = asyncio.get_running_loop()
+                loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)
             await super().startup(sockets)
             if self.started:
                 _ready(ready, daemon, host, address)

@@ -4,6 +4,7 @@
         ondevice.db      jobs, events, data sets, uploads, adapters, activations, thumbs,
                          conversions, tokens
         serve.lock       held by the daemon that serves this store
+        reserve          room on the disk that deletes may use
         datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
         models/NAME/     models that were uploaded or put there by hand
         artifacts/NAME/  exported programs, likewise
@@ -20,6 +21,7 @@ Paths in the database are relative, so a store can be copied while nothing write
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -27,12 +29,15 @@ import secrets
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
+from ondevice.server.clock import StoreClock
+from ondevice.server.reserve import NAME as RESERVE
+from ondevice.server.reserve import RESERVE_BYTES, Reserve
 
 FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -100,8 +105,18 @@ MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE keys (key TEXT PRIMARY KEY, digest TEXT NOT NULL, job TEXT NOT NULL, created_s REAL NOT NULL);
     """,
+    """
+    CREATE TABLE clock (boot TEXT NOT NULL, uptime_s REAL NOT NULL, seconds REAL NOT NULL);
+    CREATE TABLE ages (name TEXT PRIMARY KEY, since_s REAL NOT NULL);
+    UPDATE jobs SET not_before_s = 0;
+    UPDATE keys SET created_s = 0;
+    DELETE FROM tokens WHERE kind = 'session';
+    """,
 )
-"""One script a schema version; `PRAGMA user_version` counts those that have run."""
+"""One script a schema version; `PRAGMA user_version` counts those that have run. No statement holds a `;`.
+
+Since the fourth, `jobs.not_before_s`, `keys.created_s` and `tokens.expires_s` are in the store's time (`clock`).
+"""
 
 
 class MissingError(ConfigError):
@@ -120,16 +135,19 @@ class Store:
         self._local = threading.local()
         self._connections: dict[threading.Thread, sqlite3.Connection] = {}
         self._connecting = threading.Lock()
+        self.reserve = Reserve(self.root / RESERVE)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for name in FOLDERS:
-                (self.root / name).mkdir(exist_ok=True, mode=0o700)
-            self._migrate()
+            with self.reserve.given_up():  # SQLite makes files when it opens a database
+                for name in FOLDERS:
+                    (self.root / name).mkdir(exist_ok=True, mode=0o700)
+                self._migrate()
+                self.clock = StoreClock(self)
         except (OSError, sqlite3.Error) as error:
-            raise StorageError(
-                f"{self.root}: the store cannot be opened: {error}",
-                hint="choose another --store, or restore this one from a copy",
-            ) from None
+            hint = "choose another --store, or restore this one from a copy"
+            if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVE_BYTES:
+                hint = f"the disk is full: free {RESERVE_BYTES >> 20} MiB of it, and start again"
+            raise StorageError(f"{self.root}: the store cannot be opened: {error}", hint=hint) from None
 
     def discard(self, kind: str, name: str) -> None:
         """Remove the folder of a thing that the database no longer knows.
@@ -164,7 +182,6 @@ class Store:
                 self.root / "ondevice.db", timeout=30, isolation_level=None, check_same_thread=False
             )
             connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
             connection.execute("PRAGMA foreign_keys=ON")
             self._local.connection = connection
             # Web frameworks start and end threads as they like: each would leave an open file behind.
@@ -175,16 +192,21 @@ class Store:
         return connection
 
     @contextmanager
-    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, durable: bool = True, frees: bool = False) -> Iterator[sqlite3.Connection]:
         """Run a block all or nothing; nobody else writes meanwhile. Inside another transaction it is a part of that.
 
         Args:
+            frees: the block deletes something, which a full disk must not prevent: it may use the reserve.
             durable: the disk has it when the block ends. Without, a power cut may take the last such blocks back
                 (never a part of one); the next durable one makes them durable too.
         """
         connection = self.connection
         if connection.in_transaction:
             yield connection
+            return
+        if frees:
+            with self.reserve.given_up(), self.transaction(durable=durable):
+                yield connection
             return
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")  # the write lock now: taken at the first write, it could fail half-way
@@ -205,6 +227,41 @@ class Store:
     def row(self, query: str, *values: Any) -> sqlite3.Row | None:
         """Return the first row of a SELECT; None without one."""
         return self.connection.execute(query, values).fetchone()
+
+    def page(
+        self,
+        table: str,
+        order: str,
+        limit: int | None,
+        after: str | None = None,
+        *,
+        where: str = "1",
+        values: Sequence[Any] = (),
+        columns: str = "*",
+    ) -> tuple[list[sqlite3.Row], bool]:
+        """Return a part of a list, and if there is more behind it; SQLite reads and sorts, Python sees the part only.
+
+        Args:
+            table: with a column `id`.
+            order: SQL expressions; the last differs from row to row.
+            limit: rows of the part; None takes all.
+            after: the id of the row before the part; None begins.
+            where: a condition with places for `values`.
+
+        Raises:
+            ConfigError: `after` is not in the list.
+        """
+        behind, begin = "", []
+        if after is not None:
+            if self.row(f"SELECT 1 FROM {table} WHERE id = ? AND {where}", after, *values) is None:
+                raise ConfigError(f"{after} is not in this list", expected="the last id of the page before",
+                                  received=after, hint="it may have been deleted: begin without `after`")  # fmt: skip
+            behind, begin = f"AND ({order}) > (SELECT {order} FROM {table} WHERE id = ?)", [after]
+        # The ids first, from an index where there is one: the rows' texts are read for the part only.
+        chosen = f"SELECT rowid FROM {table} WHERE {where} {behind} ORDER BY {order} LIMIT ?"
+        query = f"SELECT {columns} FROM {table} WHERE rowid IN ({chosen}) ORDER BY {order}"
+        rows = self.rows(query, *values, *begin, -1 if limit is None else limit + 1)
+        return rows[:limit], limit is not None and len(rows) > limit
 
     def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
         """Append events to a job's stream inside a transaction; return the newest id. Ids begin at 1, without gaps."""
@@ -234,18 +291,35 @@ class Store:
         self._local = threading.local()
 
     def _migrate(self) -> None:
-        connection = self.connection
+        """Bring the schema up to date, all or nothing. Of several first starts at once one does it, the others wait."""
+        folder = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # SQLite does not wait for a lock where the journal's mode changes, and refuses the second of two.
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            # Readers do not wait for a writer. It is kept in the file.
+            self.connection.execute("PRAGMA journal_mode=WAL")
+        finally:
+            os.close(folder)
         os.chmod(self.root / "ondevice.db", 0o600)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
-            raise StorageError(
-                f"{self.root}: a newer version of ondevice wrote this store",
-                expected=f"schema {len(MIGRATIONS)} or older",
-                received=f"schema {version}",
-                hint="update ondevice, or choose another --store",
-            )
-        for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
+        if self._version() == len(MIGRATIONS):
+            return
+        with self.transaction() as db:
+            version = self._version()
+            if version > len(MIGRATIONS):
+                raise StorageError(
+                    f"{self.root}: a newer version of ondevice wrote this store",
+                    expected=f"schema {len(MIGRATIONS)} or older",
+                    received=f"schema {version}",
+                    hint="update ondevice, or choose another --store",
+                )
+            # One statement at a time: `executescript` would commit the transaction first.
+            for script in MIGRATIONS[version:]:
+                for statement in script.split(";"):
+                    db.execute(statement)
+            db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+
+    def _version(self) -> int:
+        return self.connection.execute("PRAGMA user_version").fetchone()[0]
 
     @staticmethod
     def _roll_back(connection: sqlite3.Connection) -> None:

@@ -197,8 +197,8 @@ class Supervisor(threading.Thread):
         job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done)
         if error and error.get("error") == BusyError.__name__:  # the worker before still holds the folder: soon again
             with self.store.transaction() as db:
-                now = self.queue.clock()
-                db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (now + BUSY_WAIT_S, job.id))
+                again_s = self.queue.elapsed() + BUSY_WAIT_S
+                db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (again_s, job.id))
         _log.info("job %s: ended with %d, now %s %s", job.id, code, job.state, reason)
 
 

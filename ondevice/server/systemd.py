@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ondevice.artifact.files import atomic_write
+from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError
 from ondevice.server.serve import HOST, PORT
 
@@ -69,7 +70,7 @@ RemoveIPC=yes
 LockPersonality=yes
 KeyringMode=private
 SystemCallArchitectures=native
-SystemCallFilter=@system-service
+SystemCallFilter=@system-service landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SystemCallFilter=~@privileged @obsolete
 SystemCallErrorNumber=EPERM
 # Of devices, those of an NVIDIA GPU and the usual ones (null, zero, random). Memory may be made executable:
@@ -113,7 +114,7 @@ def unit(
     Raises:
         ConfigError: a path or host that cannot stand in a unit.
     """
-    words = [python, "-P", "-m", "ondevice", "serve", "--host", host, "--port", str(port)]
+    words = python_command("-m", "ondevice", "serve", "--host", host, "--port", str(port), python=python)
     files = {"tls-cert": tls_cert, "tls-key": tls_key}
     # A DynamicUser cannot read root's key: systemd hands over a copy, in a folder of the service's own.
     credentials = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}

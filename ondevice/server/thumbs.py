@@ -35,15 +35,19 @@ def judge(
     return _row(store.row("SELECT * FROM thumbs WHERE id = ?", name))
 
 
-def list_thumbs(store: Store, limit: int) -> list[dict[str, Any]]:
-    """List at most `limit` judged answers, the newest first."""
-    rows = store.rows("SELECT * FROM thumbs ORDER BY created_s DESC, number DESC LIMIT ?", limit)
-    return [_row(row) for row in rows]
+def list_thumbs(store: Store, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """Return so many judged answers behind `after`, the newest first, and if there are more.
+
+    Raises:
+        ConfigError: `after` is not in the list.
+    """
+    rows, more = store.page("thumbs", "-created_s, -number", limit, after)
+    return [_row(row) for row in rows], more
 
 
 def remove(store: Store, name: str) -> None:
     """Forget a judgement; MissingError if there is none."""
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         if not db.execute("DELETE FROM thumbs WHERE id = ?", (name,)).rowcount:
             raise MissingError(f"there is no thumb {name}", hint="GET /v1/thumbs lists them")
 

@@ -53,7 +53,11 @@ def unpack(source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | No
     try:
         _check_directory(source)
         with zipfile.ZipFile(source) as archive:
-            entries = [entry for entry in archive.infolist() if not entry.is_dir() and not _by_the_way(entry.filename)]
+            entries = [
+                entry
+                for entry in archive.infolist()
+                if not entry.filename.endswith("/") and not _by_the_way(entry.filename)
+            ]
             names = [_check(entry) for entry in entries]
             _check_all(entries, names, limit_bytes)
             total = sum(entry.file_size for entry in entries)

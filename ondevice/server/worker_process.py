@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
+from ondevice.core.child import python_command
 from ondevice.core.errors import (
     INTERRUPTED_EXIT_CODE,
     BusyError,
@@ -91,7 +92,7 @@ def start_process(python: str, folder: Path, values: dict[str, Any]) -> subproce
         # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
         # memory back. A session of its own, so that all that it starts can be killed with it.
         return subprocess.Popen(
-            [python, "-P", "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
+            python_command("-m", "ondevice.server.worker", str(folder), str(os.getpid()), python=python),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,

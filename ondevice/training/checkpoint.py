@@ -29,6 +29,7 @@ import numpy as np
 
 from ondevice.artifact.files import DamagedError, atomic_directory, read_tensors, sha256_file, write_tensors
 from ondevice.core.errors import BusyError, CheckpointError, StorageError
+from ondevice.core.untrusted import inside, read_json
 from ondevice.training.identity import ENCODED, NAMES
 
 FILE_NAME = "run.lock"
@@ -270,6 +271,8 @@ class CheckpointStore:
             try:
                 meta = read_meta(path)
                 expected = {STATE_FILE: meta.state_sha256, **meta.parts}
+                if absent := [name for name in expected if not (path / name).is_file()]:
+                    raise DamagedError(f"{path.name} is damaged: it has no file {absent[0]}")
                 with ThreadPoolExecutor() as pool:
                     actual = pool.map(lambda name, path=path: sha256_file(path / name), expected)
                     for name, digest in zip(expected, actual, strict=True):
@@ -344,7 +347,7 @@ def read_meta(path: Path) -> Meta:
         CheckpointError: if it is of another version.
     """
     try:
-        values = json.loads((path / META_FILE).read_text())
+        values = read_json(path / META_FILE)
         schema = values["schema"]
         if schema != SCHEMA_VERSION:  # not damaged: an older checkpoint would be taken in its place
             raise CheckpointError(
@@ -354,9 +357,23 @@ def read_meta(path: Path) -> Meta:
                 hint="resume with the version of ondevice that wrote it",
             )
         score = values.pop("score")
-        return Meta(score=None if score is None else tuple(score), **values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        meta = Meta(score=None if score is None else tuple(map(float, score)), **values)
+        _check_fields(meta, path)
+        return meta
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path.name} is damaged: {META_FILE} cannot be read ({type(error).__name__})") from None
+
+
+def _check_fields(meta: Meta, folder: Path) -> None:
+    """Check the types of `meta.json`'s fields, and that its files are in the checkpoint; ValueError if not."""
+    kinds = {"step": int, "seed": int, "backend": str, "identity": dict, "state_sha256": str, "parts": dict}
+    for name, kind in kinds.items():
+        if type(getattr(meta, name)) is not kind:
+            raise ValueError(name)
+    if not isinstance(meta.evaluation, dict | None):
+        raise ValueError("evaluation")
+    for name in meta.parts:
+        inside(folder, name)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

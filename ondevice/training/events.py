@@ -9,6 +9,7 @@ cut, and cut where a resume begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,11 +17,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, TypeAdapter
 
 from ondevice.core.errors import StorageError
+from ondevice.core.untrusted import parse_json
 
 SCHEMA_VERSION = 1
+Whole = Annotated[int, Field(strict=True)]
+"""A number that a log has as a number, and not as a text or a boolean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +51,19 @@ class Start(Event):
     """The head of a log: all that a reader needs to open the same program again."""
 
     kind: ClassVar[str] = "start"
-    schema: int = SCHEMA_VERSION
+    schema: Whole = SCHEMA_VERSION
     config: dict[str, Any]
     """The whole run file, as JSON values."""
     identity: dict[str, Any]
     """The settings that make two runs the same run; a resume must have the same (`checkpoint.py`)."""
-    seed: int
+    seed: Whole
     backend: str
     """`torch-cpu`, `torch-cuda` or `executorch`."""
     generator_backend: str = ""
     """Which kernel of the random generator made the noise; empty for methods without noise."""
     model_source: str = ""
     model_sha256: str = ""
-    steps: int = 0
+    steps: Whole = 0
     """Steps asked for."""
     said: list[str] = field(default_factory=list)
     """The choices for the run, in sentences: the method, where none was named, and the precision."""
@@ -75,13 +81,13 @@ class Resume(Event):
     """The run goes on; `step` is the first step that is run again."""
 
     kind: ClassVar[str] = "resume"
-    step: int
-    steps: int
+    step: Whole
+    steps: Whole
     """Steps asked for, in all."""
     backend: str
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
-    changed: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = field(default_factory=dict)
     """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ...; also
     the parts of the identity that were accepted (`encoded.template`) and of the environment (`environment.torch`)."""
 
@@ -91,18 +97,18 @@ class Step(Event):
     """One optimizer step."""
 
     kind: ClassVar[str] = "step"
-    step: int
+    step: Whole
     loss: float
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...]
     learning_rate: float
-    tokens: int
+    tokens: Whole
     """Tokens of the batch, padding included; perturbed copies of a row are not counted again."""
     step_time_s: float
     tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: Whole
     """Highest resident memory of the process since the run began."""
-    peak_device_bytes: int | None = None
+    peak_device_bytes: Whole | None = None
     """Highest CUDA memory that tensors took since the run began; None without CUDA."""
     eta_s: float = 0.0
     overlap: dict[str, Any] | None = None
@@ -114,7 +120,7 @@ class Prepare(Event):
     """Before step `step` a file was written that a replay needs from there on, such as a new subspace."""
 
     kind: ClassVar[str] = "prepare"
-    step: int
+    step: Whole
     path: str
     """File name inside the run's folder."""
     sha256: str
@@ -125,7 +131,7 @@ class Evaluate(Event):
     """An evaluation after `step` steps."""
 
     kind: ClassVar[str] = "evaluate"
-    step: int
+    step: Whole
     loss: float
     accuracy: float | None = None
     f1: float | None = None
@@ -134,7 +140,7 @@ class Evaluate(Event):
     metric: str | None = None
     metric_value: float | None = None
     """The metric of a template of one's own: `macro_f1`, `matthews`, `pearson` or `spearman`."""
-    rows: int = 0
+    rows: Whole = 0
     seconds_s: float = 0.0
     best: bool = False
     """No earlier evaluation of the run was better."""
@@ -145,10 +151,10 @@ class Checkpoint(Event):
     """A checkpoint was written after `step` steps."""
 
     kind: ClassVar[str] = "checkpoint"
-    step: int
+    step: Whole
     path: str
     """Folder name inside the run's folder."""
-    size_bytes: int
+    size_bytes: Whole
     seconds_s: float
 
 
@@ -158,7 +164,7 @@ class Warning(Event):
 
     kind: ClassVar[str] = "warning"
     message: str
-    step: int | None = None
+    step: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +172,7 @@ class Interrupt(Event):
     """The run was asked to stop, and its state after `step` steps is saved."""
 
     kind: ClassVar[str] = "interrupt"
-    step: int
+    step: Whole
     signal: str
 
 
@@ -175,7 +181,7 @@ class Error(Event):
     """The run ended with an error; `error` is what `--json` prints."""
 
     kind: ClassVar[str] = "error"
-    step: int
+    step: Whole
     error: dict[str, Any]
 
 
@@ -184,12 +190,12 @@ class Finish(Event):
     """All steps are done, or the run stopped early."""
 
     kind: ClassVar[str] = "finish"
-    steps: int
+    steps: Whole
     first_loss: float
     final_loss: float
     step_time_s: float
     tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: Whole
     reason: str = ""
     """Why it ended before the steps that were asked for (`train.patience`); empty where all are done."""
 
@@ -204,19 +210,22 @@ def parse(line: bytes | str) -> Event | None:
     """Read one line. Keys that this version does not know are left out; an unknown event gives None.
 
     Raises:
-        ValueError: if the line is not a JSON object or lacks a field.
+        ValueError: if the line is not a JSON object, or lacks a field or has one of a wrong type.
     """
-    values = json.loads(line)
+    return event_of(parse_json(line))
+
+
+def event_of(values: Any) -> Event | None:
+    """Build the event of a line's JSON value; see `parse`."""
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         raise ValueError("not an event")
     event = KINDS.get(values["event"])
-    if event is None:
-        return None
-    fields = {item.name: item for item in dataclasses.fields(event)}
-    try:
-        return event(**{name: _typed(values[name], str(item.type)) for name, item in fields.items() if name in values})
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return None if event is None else _adapter(event).validate_python(values)
+
+
+@functools.cache
+def _adapter(event: type[Event]) -> TypeAdapter[Event]:
+    return TypeAdapter(event)
 
 
 def plain(value: Any) -> Any:
@@ -232,18 +241,6 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy scalar
         return plain(value.item())
     return str(value)
-
-
-def _typed(value: Any, annotation: str) -> Any:
-    if annotation.startswith("tuple"):
-        if not isinstance(value, list):
-            raise ValueError(f"expected a list, received {value!r}")
-        return tuple(float(item) for item in value)
-    if annotation == "float":
-        return float(value)
-    if annotation == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f"expected an integer, received {value!r}")
-    return value
 
 
 FILE_NAME = "events.jsonl"
@@ -291,7 +288,7 @@ class LogContent:
 def read_log(path: Path) -> LogContent:
     """Read `path`; a file that is not there is an empty log."""
     entries, unreadable, offset, intact = [], [], 0, 0
-    if not path.exists():
+    if not path.is_file():
         return LogContent()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -228,6 +228,7 @@ def read_rows_of(
             max_length_tokens=max_length_tokens,
             train_on_prompt=data.train_on_prompt,
             classes=classes,
+            strict_columns=data.strict_columns,
         )
         return checked(dataset, path)
 
@@ -275,6 +276,7 @@ def _open_stream(
                 train_on_prompt=data.train_on_prompt,
                 allow_empty=True,
                 classes=classes,
+                strict_columns=data.strict_columns,
             )
         ),
         task=data.task or task,

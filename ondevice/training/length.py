@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.data import length_of, read_rows
+from ondevice.data import length_of
 from ondevice.data.dated import dated
 from ondevice.data.encode import refuse_preferences
+from ondevice.data.reading import about, ensure_usable, open_reading
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
@@ -14,15 +15,16 @@ if TYPE_CHECKING:
 
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
+    from ondevice.data.reading import Reading
     from ondevice.data.rows import Rows
     from ondevice.models import LoadedModel
 
 
-def _rows_of(data: DataConfig) -> Rows:
-    """Read the rows that are measured: all, or of a streamed file the first."""
+def _rows_of(data: DataConfig) -> Rows | Reading:
+    """Return the rows that are measured: all, one at a time, or of a streamed file the first."""
     assert data.path is not None  # noqa: S101  checked by the caller
     if not data.streaming:
-        return read_rows(data.path, task=data.task, columns=data.columns)
+        return open_reading(data.path, task=data.task, columns=data.columns)
     from ondevice.data.stream import first_rows
 
     return first_rows(data.path, data.shuffle_records, task=data.task, columns=data.columns)
@@ -30,7 +32,7 @@ def _rows_of(data: DataConfig) -> Rows:
 
 def with_length(
     config: RunConfig,
-    rows: Rows | None = None,
+    rows: Rows | Reading | None = None,
     loaded: LoadedModel | None = None,
     when: datetime | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
@@ -52,7 +54,8 @@ def with_length(
     if rows is None:
         assert data.path is not None  # noqa: S101  checked above
         rows = _rows_of(data)
-    refuse_preferences(rows)
+    ensure_usable(rows)
+    refuse_preferences(about(rows))
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
     length = length_of(rows, dated(tokenizer, when), most_tokens=most)
     settings = data.model_copy(update={"max_length_tokens": length.tokens})

@@ -166,6 +166,9 @@ def describe_data(part: str, figures: dict[str, Any]) -> list[str]:
     left_out = sum(figures["left_out"].values())
     told = f"{part} data: {figures['sequences']:,} sequences, {left_out:,} rows left out, "
     lines.append(f"{told}{figures['cut']:,} cut to {figures['max_length_tokens']} tokens")
+    if unread := figures.get("unread"):
+        named = ", ".join(f"{name} ({count:,})" for name, count in unread.items())
+        lines.append(f"{part} data: columns and keys that nothing reads: {named}")
     reasons = list(figures["left_out"].items())
     lines += [f"  {count:,} left out: {reason}" for reason, count in reasons[:REASONS]]
     if reasons[REASONS:]:

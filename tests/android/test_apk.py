@@ -29,6 +29,9 @@ PERMISSIONS = {
     "android.permission.RECEIVE_BOOT_COMPLETED",
     "android.permission.WAKE_LOCK",
 }
+DOMAINS = [place + kind for place in ("", "device_") for kind in ("root", "file", "database", "sharedpref")] + [
+    "external"
+]
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For programs that end before the JVM's second compiler pays: half the time of Kotlin's compiler."""
 
@@ -146,8 +149,24 @@ def test_components(manifest: str, classes: set[str]) -> None:
     assert provider["exported"] == "false" and provider["grantUriPermissions"] == "true"
     (application,) = elements(manifest, "application")
     assert application["allowBackup"] == "false"
+    assert [a["name"] for tag in ("activity", "service", "receiver", "provider") for a in elements(manifest, tag)
+            if a["exported"] == "true"] == ["org.ondevice.app.MainActivity"]  # fmt: skip
     names = [application["name"], *services, provider["name"], *(a["name"] for a in elements(manifest, "activity"))]
     assert [name for name in names if name not in classes] == []
+
+
+def test_nothing_private_is_copied_to_another_phone(apk: Path, manifest: str) -> None:
+    """What no rule excludes is copied: each domain that Android 12 and later know is excluded, in both ways."""
+    (application,) = elements(manifest, "application")
+    rules = "xml/data_extraction_rules"
+    (number,) = re.findall(rf"resource (0x\w+) {rules}", run("aapt2", "dump", "resources", apk))
+    assert application["dataExtractionRules"] == f"@{number}"
+    tree = run("aapt2", "dump", "xmltree", apk, "--file", f"res/{rules}.xml")
+    for way in ("cloud-backup", "device-transfer"):
+        inside = re.split(r"E: (?:cloud-backup|device-transfer) ", tree)[1 if way == "cloud-backup" else 2]
+        assert re.search(rf"E: {way} ", tree) and "E: include" not in inside
+        domains = re.findall(r'A: domain="(\w+)"', inside)
+        assert sorted(domains) == sorted(DOMAINS) and inside.count('A: path="."') == len(DOMAINS)
 
 
 def test_classes(classes: set[str]) -> None:
@@ -340,8 +359,65 @@ def test_the_gradle_wrapper_is_whole_and_gradle_s_own() -> None:
     wrapper = APP / "gradle" / "wrapper"
     properties = (wrapper / "gradle-wrapper.properties").read_text("utf-8")
     assert "distributionUrl=https\\://services.gradle.org/distributions/gradle-8.10.2-bin.zip" in properties
+    # As Gradle publishes it for this distribution.
+    assert "distributionSha256Sum=31c55713e40233a8303827ceb42ca48a47267a0ad4bab9177123121e71524c26\n" in properties
     digest = hashlib.sha256((wrapper / "gradle-wrapper.jar").read_bytes()).hexdigest()
     assert digest == "2db75c40782f5e8ba1fc278a5574bab070adccb2d21ca5a6e5ed840888448046"
     with zipfile.ZipFile(wrapper / "gradle-wrapper.jar") as archive:
         assert "org/gradle/wrapper/GradleWrapperMain.class" in archive.namelist()
     assert os.access(APP / "gradlew", os.X_OK) and (APP / "gradlew.bat").is_file()
+
+
+@pytest.fixture
+def central(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`locked` with an empty local repository, and a folder as Maven Central."""
+    from tools import locked
+
+    there, here = tmp_path / "central", tmp_path / "repository"
+    monkeypatch.setenv("MAVEN_CENTRAL", there.as_uri())
+    monkeypatch.setenv("MAVEN_REPOSITORY", str(here))
+    monkeypatch.setattr(locked, "LIST", tmp_path / "maven.sha256")
+    (there / "a/b/1").mkdir(parents=True)
+    (there / "a/b/1/b-1.jar").write_bytes(b"as it was listed")
+    return locked, there, here
+
+
+def test_what_comes_from_maven_central_is_what_was_listed(central) -> None:
+    locked, there, here = central
+    name = "a/b/1/b-1.jar"
+    locked.LIST.write_text("")
+    with pytest.raises(Exception, match=r"a/b/1/b-1.jar: expected a SHA-256 in maven.sha256, received none"):
+        locked.fetch(name)
+    locked.add(name)
+    (there / name).write_bytes(b"changed on the way")
+    with pytest.raises(Exception, match=r"expected SHA-256 \w{64}, received \w{64}"):
+        locked.fetch_all(tests=True)
+    assert not here.exists()
+    (there / name).write_bytes(b"as it was listed")
+    locked.fetch_all(tests=True)
+    (here / name).write_bytes(b"changed in the local repository")
+    with pytest.raises(Exception, match=r"try: delete .*b-1.jar and build again"):
+        locked.fetch_all(tests=True)
+
+
+def test_the_list_has_everything_that_the_build_names() -> None:
+    listed = dict(line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines())
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in listed.values())
+    for pom in (APP / "pom.xml", APP / "core/pom.xml", APP / "app/pom.xml"):
+        text = re.sub(r"<parent>.*?</parent>", "", pom.read_text("utf-8"), flags=re.DOTALL)
+        for artifact in re.findall(r"<artifactId>([\w.-]+)</artifactId>\s*<version>", text):
+            if artifact not in ("android", "core", "app"):
+                assert any(f"/{artifact}/" in path for path in listed), artifact
+
+
+def test_gradle_takes_into_the_apk_what_is_listed() -> None:
+    listed = dict(line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines())
+    metadata = (APP / "gradle/verification-metadata.xml").read_text("utf-8")
+    found = re.findall(
+        r'<component group="([\w.]+)" name="([\w-]+)" version="([\w.]+)">\s*'
+        r'<artifact name="([\w.-]+)">\s*<sha256 value="(\w+)"',
+        metadata,
+    )
+    assert {name for _, name, *_ in found} == {"gson", "kotlin-stdlib", "fbjni", "nativeloader", "executorch-android"}
+    for group, name, version, file, value in found:
+        assert listed[f"{group.replace('.', '/')}/{name}/{version}/{file}"] == value

@@ -185,3 +185,23 @@ def test_a_model_that_cannot_be_had_is_told_before_a_framework_is_loaded(verb, m
         "GGUF files of architecture 'mamba' are not supported" if model.endswith("f") else "the hub cannot be reached"
     )
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_nothing_reads_is_named_and_refused_if_asked(ondevice, tmp_path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [
+        {"id": number, "instruction": "Name a fruit.", "output": "Apple.", "system": "Be brief.", "mood": None}
+        for number in range(4)])  # fmt: skip
+    shown = ondevice("data", data, "--model", "tiny:llama", "--json").json
+    assert shown["unread"] == {"id": 4} and shown["example_unread"] == [["id"]] * 3
+    assert "not read" in ondevice("data", data, "--model", "tiny:llama").out
+    assert ondevice("data", data, "--model", "tiny:llama", "--strict-columns").code == DATA
+    options = [*tiny(), "--data", data, "--steps", 1, "--out", tmp_path / "run"]
+    done = ondevice("train", *options)
+    assert done.code == 0 and done.err.count("columns and keys that nothing reads: id (4)") == 1
+    assert started(tmp_path / "run")["data"]["train"]["unread"] == {"id": 4}
+    for verb in (["train", *options, "--overwrite"], ["train", *options, "--overwrite", "--streaming"],
+                 ["eval", "tiny:llama", "--data", data]):  # fmt: skip
+        refused = ondevice(*verb, "--strict-columns")
+        assert refused.code == DATA and "id (4)" in refused.err, refused.err
+    streamed = ondevice("train", *options, "--overwrite", "--streaming", "--json")
+    assert streamed.json["data"]["train"]["unread"] == {"id": 4}

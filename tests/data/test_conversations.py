@@ -16,6 +16,7 @@ from ondevice.data import IGNORE, encode, read_dataset, read_rows
 Write = Callable[..., Path]
 TURNS = (("system", "Be kind."), ("user", "2 + 2?"), ("assistant", "4"))
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+IDS = {"OpenAI": {"id": "1"}, "ShareGPT": {}}
 ADD = {"name": "add", "parameters": {"type": "object"}}
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -25,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ShareGPT with a system key": {"system": "Be kind.", "conversations": [
         {"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
     "content parts": {"messages": [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
         {"role": "user", "content": [{"type": "input_text", "text": "2 + 2?"}]},
         {"role": "assistant", "content": "4"}]},
     "prompt and completion as turns": {"prompt": [{"role": role, "content": text} for role, text in TURNS[:2]],
@@ -56,7 +57,7 @@ TOOL_SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", TOOL_SHAPES)
 def test_tool_calls_are_turns(shape: str, write: Write) -> None:
     (row,) = read_rows(write([TOOL_SHAPES[shape]])).items
-    called = ("assistant", "", {"tool_calls": [CALL]})
+    called = ("assistant", "", {"tool_calls": [IDS[shape] | CALL]})
     assert row.messages == (("user", "2 + 2?"), called, ("tool", "4"), ("assistant", "It is 4."))
     assert row.tools == ({"type": "function", "function": ADD},)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ondevice.data import preview
 from ondevice.data.preview import Preview
+from tests.data.public_templates import tokenizer_for
 
 Write = Callable[..., Path]
 ROWS = [
@@ -113,3 +114,32 @@ def test_segments_spell_the_row(prompt: str, answer: str, write: Write, tokenize
     if view.examples:
         assert "".join(segment.text for segment in view.examples[0]) == prompt + answer + "<|end|>"
         assert view.examples[0][-1].trained
+
+
+def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not_read(write: Write) -> None:
+    qwen = tokenizer_for("qwen3")
+    call = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Ask."},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "It rains.", "mood": "dry"},
+    ]
+    view = preview(write([{"messages": messages, "id": 7}] * 2), qwen, rows=1)
+    shown = qwen.apply_chat_template(messages, tokenize=False).rstrip("\n")
+    whole = ["".join(segment.text for segment in example) for example in view.examples]
+    trained = ["".join(segment.text for segment in example if segment.trained) for example in view.examples]
+    assert whole[-1] == shown and '<think>\nAsk.\n</think>\n\n<tool_call>\n{"name": "weather"' in trained[0]
+    assert view.unread == {"messages[].tool_calls[].id": 2, "messages[].mood": 2, "id": 2}
+    assert {*view.example_unread[0]} == {*view.unread} and len(view.examples) == len(view.example_unread)
+    text = drawn(view)
+    assert (
+        text.count("not read") == 1 + len(view.examples)
+        and "messages[].mood" in text
+        and "trained as <|im_end|>: 4" in text
+    )
+
+
+def test_a_long_answer_is_shown_whole_and_a_long_prompt_in_part(write: Write, tokenizer: Any) -> None:
+    text = drawn(preview(write([{"prompt": "foo " * 900, "completion": " bar" * 900}]), tokenizer))
+    assert text.count("bar") == 900 and text.count("foo") < 400

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import DataError
-from ondevice.data import Batches, read_dataset
+from ondevice.data import Batches, read_dataset, read_rows
 from ondevice.data.encode import IGNORE, encode
 from ondevice.data.stream import Stream, StreamBatches, first_rows
 from ondevice.training.fit import RunRows, _answers
+from tests.data.public_templates import tokenizer_for
 
 LENGTH = 48
 
@@ -185,3 +186,28 @@ def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:
     with pytest.raises(DataError, match="has changed since the run began"):
         for place in range(opened.ends[-1], 2 * opened.ends[-1]):
             opened.example(place)
+
+
+def test_conversations_of_several_sequences_are_streamed_as_they_are_read(tmp_path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    turns = [("user", "Name a fruit."), ("assistant", "Apple."), ("user", "Another?"), ("assistant", "Pear.")]
+    path = lines(tmp_path / "rows.jsonl", [
+        {"id": n, "messages": [{"role": role, "content": f"{text} {n}"} for role, text in turns[: 2 + 2 * (n % 2)]]}
+        for n in range(11)])  # fmt: skip
+    whole = encode(read_rows(path), tokenizer, max_length_tokens=200)
+
+    def opened() -> Stream:
+        return Stream(path, lambda rows: encode(rows, tokenizer, max_length_tokens=200, allow_empty=True), task=None,
+                      columns=None, window_records=4, seed=1)  # fmt: skip
+
+    first = opened()
+    first.keep(tmp_path / "windows.json", {}, recall=False)
+    count = len(whole.items)
+    epoch = [first.example(place).ids for place in range(count)]
+    assert count == 16 and sorted(epoch) == sorted(item.example.ids for item in whole.items)
+    first.example(count)
+    told, expected = first.figures(), whole.figures()
+    assert told["unread"] == expected["unread"] == {"id": 11} and told["notes"][:-1] == expected["notes"]
+    again = opened()
+    again.keep(tmp_path / "windows.json", {}, recall=True)
+    assert again.figures()["unread"] == {"id": 11}

@@ -73,6 +73,12 @@ def test_relative_links_resolve(document: Path) -> None:
     assert documents.broken_links(document, ROOT) == []
 
 
+@pytest.mark.parametrize("document", EVERY_MARKDOWN, ids=name)
+def test_the_tests_that_a_page_names_are_in_the_files_that_it_links_to(document: Path) -> None:
+    for test, file in re.findall(r"\[`(test_\w+)`\]\(([^)]+\.py)\)", document.read_text()):
+        assert f"def {test}(" in (document.parent / file).read_text(), f"{file} has no {test}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_tables_are_the_measured_ones(document: Path) -> None:
     text = document.read_text()

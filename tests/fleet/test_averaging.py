@@ -138,7 +138,7 @@ def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, mo
     """A grid in this process, whose nodes are the simulation's members."""
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.averaging.apps import AdapterServer
-    from ondevice.fleet.averaging.records import CONFIG, reply_of, request_of
+    from ondevice.fleet.averaging.records import CONFIG, content_of, request_of
     from ondevice.fleet.averaging.simulate import AveragingSimulation
     from ondevice.fleet.open import open_run
 
@@ -160,7 +160,7 @@ def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, mo
             if asked["last"]:
                 return {CONFIG: {"digest": digest(arrays)}}
             answer = simulation.members[node].answer(asked["round"], arrays)
-            return reply_of({"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss})
+            return content_of({"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss})
 
     for rounds in (2, 3):  # a server that is started again goes on with its moments
         with AdapterStore.create(tmp_path / "served", simulation.charter, simulation.first) as store:
@@ -188,4 +188,4 @@ def test_a_device_answers_with_the_tensors_that_it_trains(ondevice: CommandLine,
     last = device.reply({**message, "adapter": to_bytes(first | trained), "last": True}, 1)
     assert last == {"digest": digest(first | trained)}
     other = charter.model_copy(update={"seed": 9}).to_bytes()
-    assert "another fleet" in device.reply({**message, "charter": other}, 1)["error"]
+    assert device.reply({**message, "charter": other}, 1) == {"error": "other_fleet"}

@@ -27,12 +27,12 @@ from ondevice.core.errors import ConfigError
 from ondevice.fleet.asking import ask
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering
-from ondevice.fleet.flower import APP, Link
+from ondevice.fleet.link import Link
 from ondevice.fleet.messages import Answer
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
 from tests.cli.command import CommandLine
-from tests.fleet.fleets import charter
+from tests.fleet.fleets import charter, open_to_others
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
 from tests.ports import free_port
@@ -99,6 +99,37 @@ def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk
     assert result["devices"] == 3
     assert result["rounds"] == 2
     assert result["bytes_per_device_round"] <= (12_000 if kind == "secure" else 256)
+    for name in ("server", "keys", "device-1", "device-2", "device-3"):
+        assert open_to_others(walks[kind].folder / name) == []
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_first_order_devices_rejoin_a_server_that_was_started_again(ondevice: CommandLine, tmp_path: Path) -> None:
+    python()
+    port, link = str(free_port()), ("--host", "localhost", "--insecure")
+    done = ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--method",
+                    "lora", "--out", tmp_path / "server", "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    command = [sys.executable, "-m", "ondevice", "fleet"]
+    devices = []
+    for number in (1, 2):
+        data, out = rows(tmp_path / f"r-{number}.jsonl"), tmp_path / f"device-{number}"
+        arguments = ["device", "--data", str(data), "--batch-size", "2", "--out", str(out), "--port", port, *link]
+        devices.append(subprocess.Popen([*command, *arguments]))
+    try:
+        for count in ("1", "2"):
+            arguments = ["server", str(tmp_path / "server"), "--rounds", count, "--devices", "2", "--port", port, *link]
+            server = subprocess.run([*command, *arguments, "--json"], capture_output=True, text=True, check=False)
+            assert server.returncode == 0, server.stderr
+            result = json.loads(server.stdout)
+            assert (result["rounds"], result["devices"], result["hashes_equal"]) == (int(count), 2, True)
+    finally:
+        for device in devices:
+            device.terminate()
+            device.wait()
+    assert open_to_others(tmp_path / "server") == []
 
 
 @pytest.mark.flower
@@ -163,6 +194,7 @@ def test_connections_are_encrypted_unless_somebody_says_otherwise(tmp_path: Path
     Link("localhost", 1, insecure=True).check(CERTIFICATES)
 
 
+@pytest.mark.flower
 def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_path: Path) -> None:
     x509 = pytest.importorskip("cryptography.x509")
     from ondevice.fleet.certificates import make
@@ -185,28 +217,21 @@ def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) 
     session, fleet = fleet_of("stateful")
     session.close()
     task = Rounds(fleet).begin([9]).tasks[9].to_bytes()
-    settings = DeviceSettings(folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2")
+    settings = DeviceSettings(
+        folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2", model=fleet.model_source
+    )
     with answering(settings) as file:
-        assert "holds no fleet" in ask(file, {"task": task}, 9)["error"]
+        assert ask(file, {"task": task}, 9) == {"error": "no_fleet"}
         assert ask(file, {"charter": fleet.to_bytes()}, 9) == {"place": 0}
         first = ask(file, {"events": [], "task": task}, 9)
         assert Answer.from_bytes(first["answer"]).device == 9
         assert ask(file, {"events": [], "task": task}, 9) == first
         assert ask(file, {"events": []}, 9)["digest"] == fleet.state().digest()
-        assert "another fleet" in ask(file, {"charter": charter().to_bytes()}, 9)["error"]
-        assert "cut off" in ask(file, {"events": [], "task": task[:20]}, 9)["error"]
+        assert ask(file, {"charter": charter().to_bytes()}, 9) == {"error": "other_fleet"}
+        assert ask(file, {"events": [], "task": task[:20]}, 9) == {"error": "malformed"}
     gone = tmp_path / "gone.json"
     gone.write_text(json.dumps({"socket": str(tmp_path / "nobody")}))
-    assert "does not answer" in ask(gone, {}, 9)["error"]
-
-
-def test_the_app_that_is_submitted_names_no_dependencies() -> None:
-    """Flower would otherwise make an environment of its own for it, without ondevice."""
-    import tomllib
-
-    app = tomllib.loads(APP)
-    assert app["project"]["dependencies"] == []
-    assert app["tool"]["flwr"]["app"]["components"]["serverapp"] == "fleetapp.server:server_app"
+    assert ask(gone, {}, 9) == {"error": "no_process"}
 
 
 def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
@@ -217,6 +242,23 @@ def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
     unit.write_text(text.replace("/opt/ondevice/bin/ondevice", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_containers_of_a_fleet_are_not_root_and_publish_the_devices_port_only(root: Path) -> None:
+    import yaml
+
+    services = yaml.safe_load((root / "examples/fleet/compose.yaml").read_text())["services"]
+    assert {name: service.get("ports", []) for name, service in services.items()} == {
+        "server": ["9092:9092"],
+        "device": [],
+    }
+    for service in services.values():
+        assert service["user"] == "${FLEET_USER:-1000:1000}"
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert service["read_only"] and service["mem_limit"] and service["pids_limit"]
+        assert "privileged" not in service and "network_mode" not in service
+        private = [volume for volume in service["volumes"] if volume.endswith(".key:ro")]
+        assert len(private) == 1, "each has its own key and no other"
 
 
 def test_the_unit_and_the_compose_file_name_flags_that_exist(root: Path) -> None:

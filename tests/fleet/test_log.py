@@ -144,3 +144,13 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
             break
     assert point > 20
     assert found == set(range(rounds + 1))
+
+
+def test_a_charter_that_names_no_devices_keeps_its_number() -> None:
+    """Fleets that were begun before charters could name them go on: their messages have this number."""
+    assert "device_keys" not in charter().values()
+    assert charter().id == 3604656094
+    assert Charter.from_bytes(charter().to_bytes()) == charter()
+    named = charter().model_copy(update={"device_keys": ("a" * 64,)})
+    assert named.id != charter().id
+    assert Charter.from_bytes(named.to_bytes()) == named

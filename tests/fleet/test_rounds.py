@@ -31,11 +31,11 @@ def answers(server: Rounds, values: list[list[float]], rows: list[int] | None = 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (1 * 1 + 2 * 2 + 3 * 1 + 100 * 4) / 8),
-        ({"most_rows": 1}, (1 + 2 + 3 + 100) / 4),
+        ({}, (1 + 2 + 3 + 3) / 4),  # the median of the rows is 1, and the longest answer is shortened to the next one
+        ({"most_rows": 1}, (1 + 2 + 3 + 3) / 4),
         ({"combine": "median"}, 2.5),
         ({"combine": "trimmed_mean", "trim": 0.25}, 2.5),
-        ({"combine": "trimmed_mean", "trim": 0.2}, 26.5),
+        ({"combine": "trimmed_mean", "trim": 0.2}, (1 + 2 + 3 + 3) / 4),  # a fifth of four is none
         ({"combine": "trimmed_mean", "trim": 0.49}, 2.5),
         ({"most_rows": 1, "clip_norm": 2.0}, (1 + 2 + 2 + 2) / 4),
     ],
@@ -74,7 +74,7 @@ def test_own_seeds_try_other_directions_and_move_by_the_weighted_mean() -> None:
         server.receive(item.to_bytes(), item.device)
     outcome = server.close(0)
     third = outcome.groups[2].coefficients.values()
-    assert third == pytest.approx([1e-2 / 2 * value * 2 / 4 for value in (1, 2, 3, 4)], rel=1e-4)
+    assert third == pytest.approx([1e-2 / 2 * value / 3 for value in (1, 2, 3, 4)], rel=1e-4)
 
 
 def refused(server: Rounds, item, sender: int | None = None) -> str:

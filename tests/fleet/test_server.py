@@ -157,7 +157,7 @@ def test_rounds_that_nobody_answers_end_the_server(tmp_path: Path) -> None:
         run(tmp_path / "silent", grid, rounds=9)
     lost = [Node(7), Node(8), Node(9)]
     for node in lost:
-        node.reply = lambda content: {"error": "it holds another fleet"}  # type: ignore[method-assign]
+        node.reply = lambda content: {"error": "other_fleet"}  # type: ignore[method-assign]
     with pytest.raises(FleetError, match="0 of 3"):
         run(tmp_path / "other", Grid(lost))
     assert Store.open(tmp_path / "other").table()[0]["answers"] == 0

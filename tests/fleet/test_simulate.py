@@ -75,7 +75,7 @@ def test_whatever_happens_every_device_has_the_servers_hash(
     assert done["hashes_equal"] is True
     assert ondevice("fleet", "replay", done["log"], "--json").json["final_hash"] == done["final_hash"]
     if "simulation.late=0.5" in more and "fleet.open_rounds=2" not in more:
-        assert list(done["refused"]) == ["the answer is late: its round is not open"]
+        assert list(done["refused"]) == ["late"]
 
 
 def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(ondevice: CommandLine, tmp_path: Path) -> None:
@@ -166,7 +166,9 @@ def test_robust_rules_keep_what_hostile_devices_would_ruin(tmp_path: Path) -> No
     for attack in ("flip", "huge"):
         assert distance(attack, combine="trimmed_mean", trim=0.2) < 0.6 * start
         assert distance(attack, combine="median") < 0.6 * start
-        assert distance(attack, combine="mean") > start
+        assert distance(attack, combine="mean") < 0.6 * start, (
+            "a fifth of the devices, each no longer than an honest one"
+        )
 
 
 def test_a_signal_ends_the_running_round_and_the_fleet_goes_on(tmp_path: Path) -> None:

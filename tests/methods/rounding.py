@@ -4,7 +4,8 @@ Each operation of a float64 run is given the relative error that float32 would m
 unit roundoff for an elementwise operation, the square root of the number of terms times as much for a sum (Higham,
 "Accuracy and Stability of Numerical Algorithms", section 2.8). What becomes of these errors in the result is the
 condition of the computation on these very inputs. A correct float32 implementation errs about that much, whatever its
-kernels, instructions and order of summation; a wrong one, or one that sums in half precision, errs a hundred times more.
+kernels, instructions and order of summation. A wrong one, or one that sums in half precision, errs a hundred times
+more.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "adapter": (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "give its base model"),
-    "config cut off": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
+    "config cut off": (lambda f: (f / "config.json").write_text("{"), "config.json is not readable JSON"),
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
     "tokenizer cut off": (lambda f: (f / "tokenizer.json").write_text('{"model": '), "tokenizer cannot be read"),
     "tokenizer of another model": (other_tokenizer, "the tokenizer is another model's"),

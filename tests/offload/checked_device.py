@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -154,6 +155,7 @@ class CheckedRanks(Ranks):
     def __init__(self, checker: Checker) -> None:
         super().__init__()
         self.rank, self.world, self.single = 1, 2, False
+        self.beat = SimpleNamespace(lost=None)
         with checker.quiet():  # made before everything
             self.checker, self.communicator = checker, torch.zeros(1)
         checker.name(self.communicator, "the communicator")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_device_file_adds_and_replaces(tmp_path: Path) -> None:
         ("- a\n- b", "expected a device name"),
         (MINE.replace("memory_gib", "memory_gb"), "did you mean 'memory_gib'"),
         (MINE.replace("0.4", "1.4"), "my-phone: 'usable_fraction'"),
+        (re.sub(r"memory_gib: [0-9.]+", "memory_gib: .inf", MINE), "my-phone: 'memory_gib'"),
+        (re.sub(r"memory_gib: [0-9.]+", "memory_gib: 1.0e+308", MINE), "my-phone: 'memory_gib'"),
     ],
 )
 def test_a_wrong_device_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
@@ -123,3 +126,25 @@ def test_a_containers_limit_counts(tmp_path: Path, limit: str, expected: tuple[i
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 400\n")
     assert machine._container(tmp_path) == expected
+
+
+def limited(folder: Path, limit: str, used: int, v1: bool = False) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(limit)
+    (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text(str(used))
+    (folder / "memory.stat").write_text("inactive_file 0\n")
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_the_limit_of_a_nested_cgroup_counts(tmp_path: Path, v1: bool) -> None:
+    """`systemd-run --scope -p MemoryMax=2G`, or a job of Slurm: the limit is not at the root."""
+    mounted = tmp_path / "memory" if v1 else tmp_path
+    line = "4:memory:" if v1 else "0::"
+    limited(mounted / "user.slice" / "run-1.scope", "2000", 100, v1)
+    own = f"{line}/user.slice/run-1.scope\n"
+    assert machine._container(tmp_path, own) == (2000, 100)
+    assert machine._container(tmp_path, f"{line}/user.slice/run-1.scope/leaf\n") == (2000, 100)
+    assert machine._container(tmp_path, f"{line}/other\n") == (None, 0)
+    limited(mounted / "user.slice", "5000", 4500, v1)  # the others in it leave 500
+    assert machine._container(tmp_path, own) == (2000, 1500)
+    assert machine._container(tmp_path, f"{line}/../../etc\n")[0] is None

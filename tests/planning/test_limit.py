@@ -136,7 +136,7 @@ def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(tmp_path, capsy
     from ondevice.planning import fits as limit
     from tests.cli.command import CommandLine
 
-    monkeypatch.setattr(limit, "_limit_data", lambda _: pytest.fail("MLX would end by a signal"))
+    monkeypatch.setattr(limit, "own_memory", lambda _: pytest.fail("MLX would end by a signal"))
     (tmp_path / "rows.jsonl").write_text(ROWS)
     model, ondevice = save_tiny(tmp_path / "model", "qwen2", 1), CommandLine(capsys)
     words = ["train", "--method", "mesp", "--backend", "mlx", "--model", model, "--data", tmp_path / "rows.jsonl"]

@@ -182,6 +182,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
 
     from ondevice.planning.devices import find_device
     from ondevice.server.app import create_app
+    from ondevice.server.pools import Pools
 
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
     monkeypatch.setattr("ondevice.planning.devices.find_device", lambda name: small)
@@ -191,6 +192,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
         supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),
         queue=SimpleNamespace(get=lambda _: SimpleNamespace(progress={})),
         model=None,
+        pools=Pools(),
     )
     daemon.model = type("Model", (), {
         "stream": staticmethod(lambda call, **arguments: complete.complete(**arguments)),

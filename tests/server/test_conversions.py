@@ -129,24 +129,23 @@ def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(ser
         assert store.path("exits", name).is_dir()
         go_on.set()
         wait_for(lambda: not store.path("exits", name).exists(), "its folder's end")
-        assert len(stages) == 1 and not conversions.list()  # of three
+        assert len(stages) == 1 and not conversions.page(10)[0]  # of three
     finally:
         conversions.stop()
 
 
 def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
     """What ran is noted as failed, what is done stays for a day."""
-    now = time.time()
-    for name, state, created in (("exit-1", "running", now), ("exit-2", "done", now), ("exit-3", "done", now - KEPT_S)):
+    for name, state, age_s in (("exit-1", "running", 0), ("exit-2", "done", 0), ("exit-3", "done", KEPT_S + 1)):
         store.connection.execute(
-            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, ?)",
-            (name, state, created - 1),
+            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, 0)", (name, state)
         )
+        store.connection.execute("INSERT INTO ages VALUES (?, ?)", (f"exits/{name}", store.clock.now() - age_s))
         store.path("exits", name).mkdir()
     conversions = Conversions(store, lambda: None)
     conversions.start()
     try:
-        assert [row["state"] for row in conversions.list()] == ["done", "failed"]
+        assert [row["state"] for row in conversions.page(10)[0]] == ["done", "failed"]
         assert "the daemon ended" in conversions.get("exit-1")["error"]["message"]
         assert [folder.name for folder in (store.root / "exits").iterdir()] == ["exit-2"]
     finally:

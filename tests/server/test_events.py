@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sqlite3
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from ondevice.server import events as hub
-from ondevice.server.events import KEPT_FRAMES, Hub, follow
+from ondevice.server.events import KEPT_FRAMES, Hub, curve, follow
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from tests.server.kills import check_stream
@@ -234,3 +236,45 @@ def _step(part: bytes) -> float:
     except ValueError:
         return float("inf")
     return event["step"] if event["event"] == "step" else -1
+
+
+def plain_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the curve of a run is, said with dictionaries: the last event of each step counts."""
+    steps: dict[int, Any] = {}
+    evaluations: dict[int, Any] = {}
+    for event in events:
+        step = event["step"]
+        if event["event"] == "step":
+            steps[step] = event
+        elif event["event"] == "evaluate":
+            evaluations[step] = event
+        else:
+            steps = {key: value for key, value in steps.items() if key < step}
+            evaluations = {key: value for key, value in evaluations.items() if key <= step}
+    kept = [*steps.values(), *evaluations.values()]
+    return sorted(kept, key=lambda event: (event["step"], event["event"] == "step"))
+
+
+def test_the_curve_of_a_run_with_resumes_has_the_last_event_of_each_step(store: Store) -> None:
+    chance = random.Random(5)
+    for run in range(20):
+        events, step = [{"event": "start", "step": 0, "loss": None}], 0
+        for number in range(chance.randint(1, 60)):
+            kind = chance.choice(["step"] * 6 + ["evaluate", "resume"])
+            step = max(0, step - chance.randint(0, 5)) if kind == "resume" else step + (kind == "step")
+            events.append({"event": kind, "step": step, "loss": number / 7})
+        with store.transaction():
+            store.add_events(f"job-{run}", events)
+        expected = [(event["event"], event["step"], event["loss"]) for event in plain_curve(events)]
+        assert [(one["event"], one["step"], one["loss"]) for one in curve(store, f"job-{run}", 5000)] == expected
+
+
+def test_a_curve_of_many_steps_holds_those_that_are_shown(store: Store) -> None:
+    with store.transaction():
+        store.add_events("job-1", ({"event": "step", "step": n, "loss": 1.0, "text": "x" * 200} for n in range(50_000)))
+    tracemalloc.start()
+    shown = curve(store, "job-1", 100)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(shown) == 100 and (shown[0]["step"], shown[-1]["step"]) == (0, 49_999)
+    assert peak < 4 << 20

@@ -101,6 +101,8 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
 
     from fastapi.testclient import TestClient
 
+    from ondevice.server.pools import Pools
+
     monkeypatch.setattr(
         "ondevice.planning.devices.find_device", lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20)
     )
@@ -111,6 +113,7 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
         supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),
         queue=SimpleNamespace(get=lambda _: SimpleNamespace(progress={})),
         model=lambda call, **arguments: calls[call](**arguments),
+        pools=Pools(),
     )
     (store.path("jobs", "job-1")).mkdir()
     (store.path("jobs", "job-1") / "job.json").write_text(json.dumps({"config": {}, "artifact": None}))

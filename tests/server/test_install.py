@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import BusyError, ConfigError, DoesNotFitError, StorageError
-from ondevice.server import metrics, service, systemd
+from ondevice.server import clock, metrics, service, systemd
 from ondevice.server.daemon import Daemon, sweep
 from ondevice.server.helper import Helper
 from ondevice.server.serve import default_store
@@ -126,7 +126,7 @@ def test_what_a_killed_daemon_left_is_swept_up(tmp_path) -> None:
     assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists() and not partial.exists()
 
 
-def test_without_its_database_a_store_loses_nothing(tmp_path) -> None:
+def test_without_its_database_a_store_loses_nothing(tmp_path, monkeypatch) -> None:
     store = Store(tmp_path / "store")
     store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
     for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
@@ -142,9 +142,12 @@ def test_without_its_database_a_store_loses_nothing(tmp_path) -> None:
     lost = store.root / "lost"
     for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
         assert (lost / kind / name / "content").read_text() == name and not store.path(kind, name).exists()
-    sweep(store, time.time() + 29 * 24 * 3600)
+    began_s = clock.uptime_s()
+    monkeypatch.setattr(clock, "uptime_s", lambda: began_s + 29 * 24 * 3600)
+    sweep(store)
     assert len(list(lost.glob("*/*"))) == 3
-    sweep(store, time.time() + 31 * 24 * 3600)
+    monkeypatch.setattr(clock, "uptime_s", lambda: began_s + 31 * 24 * 3600)
+    sweep(store)
     assert not list(lost.glob("*/*"))
     store.close()
 

@@ -42,7 +42,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.store = Store(self.folder / "store")
-        self.queue = Queue(self.store, clock=lambda: self.now)
+        self.queue = Queue(self.store, clock=lambda: self.now, elapsed=lambda: self.now)
 
     def teardown(self) -> None:
         self.store.close()
@@ -185,7 +185,7 @@ TestQueueMachine.settings = settings(
 
 
 def test_a_checkpoint_between_two_crashes_begins_the_count_again(store: Store) -> None:
-    queue = Queue(store, clock=lambda: 1e9)
+    queue = Queue(store, clock=lambda: 1e9, elapsed=lambda: 1e9)
     job = queue.create(SPEC)
     for step in range(1, 8):
         store.connection.execute("UPDATE jobs SET not_before_s = 0 WHERE id = ?", (job.id,))
@@ -246,5 +246,5 @@ def test_the_newest_event_is_of_the_row_that_was_read(store: Store) -> None:
     row = queue.create(SPEC | {"config": {}})
     assert queue.claim() is not None
     assert (row.last_event, queue.get(row.id).last_event, queue.list()[0].last_event) == (1, 2, 2)
-    answer = _answer(SimpleNamespace(store=store), row)  # type: ignore[arg-type]
+    answer = _answer(SimpleNamespace(store=store, queue=queue), row)  # type: ignore[arg-type]
     assert (answer.state, answer.last_event) == ("queued", 1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import re
+import socket
 import sqlite3
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -19,10 +23,11 @@ from ondevice.core.errors import ConfigError
 from ondevice.server import security
 from ondevice.server.app import BODY_BYTES, CSP
 from ondevice.server.client import Client, RefusedError
+from ondevice.server.connections import HEAD_S
 from ondevice.server.serve import serve
 from ondevice.server.store import MissingError, Store
 from ondevice.server.uploads import PART_BYTES
-from tests.server.running import DaemonProcess
+from tests.server.running import DaemonProcess, rows
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,68 @@ def test_another_page_changes_nothing(served, headers: dict[str, str]) -> None:
         assert send(served.daemon, method, path, b"{}", JSON | headers)[0] == 403
 
 
+OTHER_PAGES = (
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+)
+
+
+@pytest.mark.parametrize("headers", OTHER_PAGES)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+def test_another_page_reads_nothing(served, method: str, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/v1/jobs", "/v1/health", "/v1/openapi.json", "/metrics", "/v1/thumbs/export"):
+        assert send(served.daemon, method, path, headers=headers)[0] == 403
+
+
+def test_a_link_to_the_page_may_be_followed(served) -> None:
+    visit = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert send(served.daemon, "GET", "/", headers=visit)[0] == 200
+    assert send(served.daemon, "GET", "/", headers=visit | {"Sec-Fetch-Dest": "iframe"})[0] == 403
+    assert send(served.daemon, "GET", "/js/app.js", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+    for own in ({"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {}):
+        assert send(served.daemon, "GET", "/v1/jobs", headers=own)[0] == 200
+
+
+def test_no_get_leaves_the_machine(tmp_path, root: Path) -> None:
+    """Every GET of the API, with a hub id wherever text is taken, while the hub is a server that counts."""
+    visits: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            visits.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_the-owner-s"}
+    try:
+        with DaemonProcess(tmp_path / "store", environment=environment) as daemon:
+            dataset = daemon.client.upload("dataset", rows(tmp_path / "rows.jsonl"))["id"]
+            for path, operations in daemon.client.ask("GET", "/v1/openapi.json")["paths"].items():
+                if "get" in operations:
+                    names = [one["name"] for one in operations["get"].get("parameters", []) if one["in"] == "query"]
+                    asked = urlencode(dict.fromkeys({*names, "model"} - {"limit", "bytes", "points"}, "some/model"))
+                    send(daemon, "GET", f"{re.sub(r'{.*?}', dataset, path)}?{asked}")
+            assert visits == []
+            with pytest.raises(RefusedError):  # a POST does, so the hub above is one that is asked
+                daemon.client.ask("POST", f"/v1/datasets/{dataset}/preview", {"model": "some/model"})
+            assert any("some/model" in path for path in visits)
+            seen = len(visits)
+            daemon.client.ask("POST", "/v1/method", {"model": "some/other"})
+            assert len(visits) > seen
+    finally:
+        server.shutdown()
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_forms_are_not_taken(served, kind: str) -> None:
     body = json.dumps({"kind": "dataset", "name": "x.jsonl", "bytes": 1}).encode()
@@ -178,6 +245,17 @@ def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
     assert send(closed, "GET", "/v1/jobs", headers=bearer(pair["Cookie"].partition("=")[2]))[0] == 401
 
 
+def test_a_session_is_of_one_port_only(closed) -> None:
+    body = json.dumps({"token": closed.token}).encode()
+    cookie = send(closed, "POST", "/v1/session", body, JSON)[1]["set-cookie"]
+    name, secret = cookie.partition(";")[0].split("=")
+    port = closed.address.rpartition(":")[2]
+    assert name == f"ondevice_session_{port}" and "Path=/" in cookie and "Domain" not in cookie
+    assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{name}={secret}"})[0] == 200
+    for other in ("ondevice_session", "ondevice_session_1", f"__Host-{name}"):
+        assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{other}={secret}"})[0] == 401
+
+
 def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets = [str(closed.token), "odt_0123456789ab_made-up-secret", "hunter2-hunter2"]
     body = json.dumps({"token": secrets[0]}).encode()
@@ -185,7 +263,7 @@ def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets.append(cookie.partition("=")[2])
     for secret in secrets:
         send(closed, "GET", f"/v1/jobs?token={secret}", headers=bearer(secret))
-        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"ondevice_session={secret}"})
+        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"{cookie.partition('=')[0]}={secret}"})
         send(closed, "POST", "/v1/session", json.dumps({"token": secret, "x": secret}).encode(), JSON)
     send(closed, "GET", "/v1/jobs", headers={"Cookie": "x" * 300})
     time.sleep(0.2)
@@ -241,7 +319,7 @@ def test_tokens(store: Store) -> None:
     assert security.check(store, session, "session") and security.check(store, session) is None
     assert [token["name"] for token in security.list_tokens(store)] == ["one", ""]
     assert one not in json.dumps(security.list_tokens(store))
-    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (time.time() - 1,))
+    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (store.clock.now() - 1,))
     assert security.check(store, session, "session") is None
     session = security.create_session(store, first)
     security.revoke(store, first)
@@ -297,8 +375,16 @@ def test_tls(tmp_path) -> None:
             "127.0.0.1", port, context=ssl.create_default_context(cafile=str(cert)), timeout=20
         )
         connection.request("GET", "/v1/health")
-        assert "max-age" in str(connection.getresponse().getheader("Strict-Transport-Security"))
+        response = connection.getresponse()
+        assert "max-age" in str(response.getheader("Strict-Transport-Security")) and response.read()
+        token = security.create_token(Store(tmp_path / "store"))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/session", json.dumps({"token": token}), headers)
+        cookie = str(connection.getresponse().getheader("Set-Cookie"))
+        assert cookie.startswith(f"__Host-ondevice_session_{port}=") and "Secure" in cookie and "Path=/" in cookie
         connection.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=2 * HEAD_S) as silent:
+            assert silent.recv(1) == b""  # no handshake came
         with pytest.raises(Exception, match="does not answer"):
             Client(daemon.address).health()  # an unknown certificate
 
@@ -313,3 +399,21 @@ def test_the_daemon_reads_no_pickle(root: Path) -> None:
         if word in path.read_text() and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
     ]
     assert collected == []
+
+
+def test_a_revoked_last_token_leaves_the_daemon_closed(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    token = security.create_token(store)
+    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+        security.revoke(store, str(security.check(store, token)))
+        for _ in range(2):
+            status, _, body = send(daemon, "GET", "/v1/jobs")
+            assert status == 401 and security.NONE_LEFT in json.loads(body)["message"]
+            assert "ondevice serve token" in json.loads(body)["hint"]
+            assert json.loads(send(daemon, "GET", "/v1/health")[2])["token_needed"]
+            daemon.stop()
+            daemon.start()
+        again = security.create_token(store)
+        assert send(daemon, "GET", "/v1/jobs", headers=bearer(again))[0] == 200
+        assert [row["name"] for row in security.list_tokens(store)] == [""]
+    store.close()

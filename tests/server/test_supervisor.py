@@ -36,7 +36,7 @@ class Turns:
 
     def __init__(self, store: Store) -> None:
         self.store, self.now = store, time.time()
-        self.queue = Queue(store, clock=lambda: self.now)
+        self.queue = Queue(store, clock=lambda: self.now, elapsed=lambda: self.now)
         self.supervisor = Supervisor(store, self.queue, python=str(store.root / "worker"))
         self.supervisor.cgroup = Cgroup(own="")
         folder = store.path("datasets", "data-1")

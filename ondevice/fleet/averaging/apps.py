@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.averaging.arrays import digest, to_bytes
 from ondevice.fleet.averaging.charter import Averaging
-from ondevice.fleet.averaging.records import ARRAYS, CONFIG, arrays_of, record_of
-from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, check_alike
+from ondevice.fleet.averaging.records import ARRAYS, CONFIG, METRICS, arrays_of, record_of, reply_of
+from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, bounded
 from ondevice.fleet.averaging.store import AdapterStore
+from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.post import POLL_S, Post
+from ondevice.fleet.replies import Failed, Held, Reply
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ondevice.fleet")
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without an answer."""
+Answer = tuple[Arrays, int, float]
+"""A device's tensors, rows and loss."""
 
 
 def strategy_of(config: Averaging, sample: float, least_devices: int) -> Any:
@@ -45,6 +51,20 @@ def strategy_of(config: Averaging, sample: float, least_devices: int) -> Any:
     }
     kind, more = kinds[config.strategy]
     return kind(**shared, **more)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """An answer as Flower's strategies read it."""
+
+    content: RecordDict
+
+    @classmethod
+    def of(cls, arrays: Arrays, rows: int, loss: float) -> _Taken:
+        return cls(RecordDict({ARRAYS: record_of(arrays), METRICS: MetricRecord({"num-examples": rows, "loss": loss})}))
+
+    def has_error(self) -> bool:
+        return False
 
 
 class AdapterServer:
@@ -79,10 +99,44 @@ class AdapterServer:
         content = RecordDict({ARRAYS: record_of(arrays), CONFIG: self._config(last=True)})
         messages = [Message(content=content, message_type="train", dst_node_id=node) for node in self._nodes()]
         for node, reply in self.post.exchange(messages):
-            said = {} if reply.has_error() else dict(reply.content.get(CONFIG, {}))
-            equal[str(node)] = said.get("digest") == expected
+            said = self._reply(node, reply, arrays)
+            equal[str(node)] = isinstance(said, Held) and said.digest == expected
         self.store.set_fact("devices", json.dumps(dict(sorted(equal.items()))))
         print(f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
+
+    def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | Answer | None:
+        """Return what a device says; None where it says nothing that can be taken."""
+        if message.has_error():
+            log.warning("device %s: Flower could not ask it", node)
+            return None
+        try:
+            said = reply_of(message.content, arrays)
+        except Refusal as error:
+            self._refuse(node, error.code)
+            return None
+        if isinstance(said, Failed):
+            log.warning("device %s: %s", node, said.error)
+        return said
+
+    def _refuse(self, node: int, code: Code) -> None:
+        self.refused += 1
+        log.warning("device %s: its reply is refused: %s", node, code)
+
+    def _alike(self, answers: dict[int, Answer], asked: int) -> dict[int, Answer]:
+        """Return the answers with the tensors that this fleet trains: those that most devices sent, and once they were
+        a majority of the devices that were asked, always the same."""
+        times = Counter(frozenset(arrays) for arrays, _, _ in answers.values())
+        if not times:
+            return {}
+        known = json.loads(self.store.fact("tensors") or "null") or list(getattr(self.strategy, "m_t", None) or ())
+        most = max(times, key=lambda names: (times[names], len(names), sorted(names)))
+        trained = frozenset(known) or most
+        if not known and 2 * times[most] > asked:
+            self.store.set_fact("tensors", json.dumps(sorted(most)))
+        for node, (arrays, _, _) in answers.items():
+            if frozenset(arrays) != trained:
+                self._refuse(node, Code.NUMBERS)
+        return {node: answer for node, answer in answers.items() if frozenset(answer[0]) == trained}
 
     def _nodes(self) -> list[int]:
         return sorted(self.grid.get_node_ids())
@@ -104,33 +158,27 @@ class AdapterServer:
         began = time.time()
         messages = list(self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid))
         down = len(to_bytes(arrays))
-        replies, sent = [], 0
-        for node, reply in self.post.exchange(messages):
-            if reply.has_error() or ARRAYS not in reply.content:
-                why = reply.error.reason if reply.has_error() else dict(reply.content.get(CONFIG, {})).get("error")
-                log.warning("device %s: %s", node, why)
-                continue
-            try:
-                given = arrays_of(reply.content[ARRAYS])
-                check_alike(given, {name: arrays[name] for name in given if name in arrays})
-            except FleetError as error:
-                self.refused += 1
-                log.warning("device %s: answer refused: %s", node, error)
-                continue
-            replies.append(reply)
-            sent += down + len(to_bytes(given))
-        replies.sort(key=lambda reply: reply.metadata.src_node_id)  # sums of floats depend on their order
-        loss = None
-        if replies:
-            names = set.intersection(*(set(reply.content[ARRAYS]) for reply in replies))
-            if self.store.charter.averaging.strategy in ADAPTIVE:
-                self.strategy.current_arrays = {name: arrays[name] for name in sorted(names)}
-            found, metrics = self.strategy.aggregate_train(number + 1, replies)
+        answers: dict[int, Answer] = {}
+        for node, message in self.post.exchange(messages):
+            said = self._reply(node, message, arrays)
+            if isinstance(said, tuple):
+                answers[node] = said
+        answers, sent, loss = self._alike(answers, len(messages)), 0, None
+        if answers:
+            nodes = sorted(answers)  # sums of floats depend on their order
+            sent = sum(down + len(to_bytes(answers[node][0])) for node in nodes)
+            trained = {name: arrays[name] for name in sorted(answers[nodes[0]][0])}
+            rule = self.store.charter.averaging.strategy
+            given = bounded(trained, [answers[node][:2] for node in nodes], rule)
+            if rule in ADAPTIVE:
+                self.strategy.current_arrays = trained
+            taken = [_Taken.of(values, rows, answers[node][2]) for node, (values, rows) in zip(nodes, given)]
+            found, metrics = self.strategy.aggregate_train(number + 1, taken)
             arrays = arrays | {name: value.astype(np.float32) for name, value in arrays_of(found).items()}
             loss = float(metrics["loss"])
         moments = (getattr(self.strategy, "m_t", None) or {}, getattr(self.strategy, "v_t", None) or {})
-        self.store.add(number, arrays, moments, loss=loss, answers=len(replies), refused=self.refused,
+        self.store.add(number, arrays, moments, loss=loss, answers=len(answers), refused=self.refused,
                        sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
         shown = "no answers" if loss is None else f"loss {loss:.4f}"
-        print(f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(replies)} answers", flush=True)
-        return arrays, len(replies)
+        print(f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True)
+        return arrays, len(answers)

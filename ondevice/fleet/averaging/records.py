@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from ondevice.fleet import replies
 from ondevice.fleet.averaging.arrays import from_bytes, to_bytes
-from ondevice.fleet.averaging.rules import Arrays
+from ondevice.fleet.averaging.rules import Arrays, check_alike
+from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.replies import Finite, Reply, Rows, checked
 
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
+MOST_HEADER_BYTES = 4096
+"""Of numpy's header before a tensor's numbers."""
+
+
+class Metrics(Reply):
+    """The numbers beside an adapter."""
+
+    rows: Rows
+    loss: Finite
 
 
 def request_of(content: RecordDict) -> dict[str, Any]:
@@ -21,12 +35,48 @@ def request_of(content: RecordDict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def reply_of(reply: dict[str, Any]) -> RecordDict:
+def content_of(reply: dict[str, Any]) -> RecordDict:
     """Return a device's answer as Flower's strategies read it; a mistake, or a hash, has no arrays."""
     if "adapter" not in reply:
         return RecordDict({CONFIG: ConfigRecord(reply)})
     metrics = MetricRecord({"num-examples": int(reply["rows"]), "loss": float(reply["loss"])})
     return RecordDict({ARRAYS: record_of(from_bytes(reply["adapter"])), METRICS: metrics})
+
+
+def reply_of(content: Any, expected: Arrays) -> Reply | tuple[Arrays, int, float]:
+    """Return what a device says: its tensors, rows and loss, or something without tensors.
+
+    Args:
+        expected: the fleet's tensors, of which a device may send some.
+
+    Raises:
+        Refusal: it has another form; nothing that is larger than the fleet's tensors is read.
+    """
+    with malformed():
+        if ARRAYS not in content:
+            return replies.reply_of(dict(content[CONFIG]))
+        metrics = dict(content[METRICS])
+        said = checked(Metrics, {"rows": metrics.get("num-examples"), "loss": metrics.get("loss")})
+        given = {}
+        for name, value in content[ARRAYS].items():
+            if name not in expected or len(value.data) > expected[name].nbytes + MOST_HEADER_BYTES:
+                raise Refusal(Code.NUMBERS, "the answer has other tensors than the fleet")
+            given[name] = value.numpy()
+    check_alike(given, {name: expected[name] for name in given})
+    if not given:
+        raise Refusal(Code.NUMBERS, "the answer has no tensors")
+    return given, said.rows, said.loss
+
+
+@contextmanager
+def malformed() -> Iterator[None]:
+    """Refuse whatever Flower's records or numpy cannot read."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception:
+        raise Refusal(Code.MALFORMED, "the reply cannot be read") from None
 
 
 def record_of(arrays: Arrays) -> ArrayRecord:

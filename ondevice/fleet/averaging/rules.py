@@ -6,12 +6,14 @@ always taken in the order of the devices' numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ondevice.core.errors import FleetError
+from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.combine import longest_of, weights_of
 
 if TYPE_CHECKING:
     from ondevice.fleet.averaging.charter import Averaging
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 Rule = Literal["fedavg", "fedadam", "fedyogi", "fedadagrad", "fedmedian", "fedtrimmedavg"]
 ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
+LARGEST = 1e15
+"""Magnitude of an adapter's number. Its square, which the server's optimizers keep, is then a float32 too."""
 
 
 class Combiner:
@@ -47,7 +51,7 @@ class Combiner:
             answers: the adapter that each device ended with and its rows, in the order of their numbers; one at least.
 
         Raises:
-            FleetError: the answers have other tensors than each other or than `before`.
+            Refusal: the answers have other tensors than each other or than `before`.
         """
         for arrays, _ in answers:
             check_alike(arrays, before)
@@ -89,25 +93,61 @@ class Combiner:
         return {name: value.astype(np.float32) for name, value in moved.items()}
 
 
+def bounded(before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule) -> list[tuple[Arrays, int]]:
+    """Return answers of which none counts for more than an honest device's: rows by `weights_of`, changes by
+    `longest_of` where the rule looks at their length: a trimmed mean of few answers trims none.
+
+    Args:
+        before: the adapter that the devices began from.
+    """
+    weights = weights_of([rows for _, rows in answers])
+    given = [(arrays, weight) for (arrays, _), weight in zip(answers, weights, strict=True)]
+    if rule == "fedmedian":
+        return given
+    lengths = [_change_length(before, arrays) for arrays, _ in given]
+    most = longest_of(lengths)
+    return [
+        (_shortened(before, arrays, most / length) if length > most else arrays, weight)
+        for (arrays, weight), length in zip(given, lengths, strict=True)
+    ]
+
+
+def _change_length(before: Arrays, arrays: Arrays) -> float:
+    squares = (np.square(value.astype(np.float64) - before[name]).sum() for name, value in arrays.items())
+    return math.sqrt(math.fsum(map(float, squares)))
+
+
+def _shortened(before: Arrays, arrays: Arrays, share: float) -> Arrays:
+    return {
+        name: (before[name] + share * (value.astype(np.float64) - before[name])).astype(np.float32)
+        for name, value in arrays.items()
+    }
+
+
 def check_alike(arrays: Arrays, expected: Arrays) -> None:
     """Refuse arrays of other names, shapes or types, and such as are not finite.
 
     Raises:
-        FleetError: with the first difference.
+        Refusal: with the first difference.
     """
     if arrays.keys() != expected.keys():
         odd = sorted(arrays.keys() ^ expected.keys())
-        raise FleetError("the answer has other tensors than the fleet", expected=len(expected), received=odd[:3])
+        raise Refusal(
+            Code.NUMBERS, "the answer has other tensors than the fleet", expected=len(expected), received=odd[:3]
+        )
     for name, value in arrays.items():
         want = expected[name]
         if value.shape != want.shape or value.dtype != np.float32:
-            raise FleetError(
+            raise Refusal(
+                Code.NUMBERS,
                 f"the answer's {name} has another form",
                 expected=f"float32 {list(want.shape)}",
                 received=f"{value.dtype} {list(value.shape)}",
             )
         if not np.isfinite(value).all():
-            raise FleetError(f"the answer's {name} is not finite", expected="finite numbers")
+            raise Refusal(Code.NOT_FINITE, f"the answer's {name} is not finite", expected="finite numbers")
+        if np.abs(value).max(initial=0) > LARGEST:
+            raise Refusal(Code.NUMBERS, f"the answer's {name} is too large", expected=f"at most {LARGEST:g}")
 
 
 def _mean(answers: Sequence[tuple[Arrays, int]]) -> Arrays:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.core.errors import ConfigError, FleetError
+from ondevice.core.errors import ConfigError
 from ondevice.fleet.averaging.arrays import arrays_of, digest, put, to_bytes
 from ondevice.fleet.averaging.member import AdapterAnswer, AdapterMember, NumberMember
-from ondevice.fleet.averaging.rules import Arrays, Combiner, check_alike
+from ondevice.fleet.averaging.rules import Arrays, Combiner, bounded, check_alike
 from ondevice.fleet.averaging.store import FILE_NAME, AdapterStore
+from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.curve import Curve
 from ondevice.fleet.simulate import Round, Simulated, make_room
 from ondevice.fleet.split import split
@@ -118,12 +119,12 @@ class AveragingSimulation:
             if device in self.hostile:
                 answer = lie(answer, arrays, config.simulation.attack, draw)
             if late:
-                self._refuse("the answer is late: its round is not open")
+                self._refuse(Code.LATE)
                 continue
             try:
                 check_alike(answer.arrays, {name: arrays[name] for name in answer.arrays if name in arrays})
-            except FleetError as error:
-                self._refuse(error.message)
+            except Refusal as error:
+                self._refuse(error.code)
                 continue
             answers.append(answer)
         after, sent, loss = arrays, 0, None
@@ -132,18 +133,20 @@ class AveragingSimulation:
             names = sorted(set.intersection(*(set(answer.arrays) for answer in answers)))
             trained = {name: arrays[name] for name in names}
             given = [({name: answer.arrays[name] for name in names}, answer.rows) for answer in answers]
+            given = bounded(trained, given, combiner.config.strategy)
             after = arrays | combiner.combine(number + 1, trained, given)
             down = len(to_bytes(trained))
             sent = sum(down + answer.sent_bytes for answer in answers)
-            loss = sum(a.loss * a.rows for a in answers) / sum(a.rows for a in answers)
+            weights = [rows for _, rows in given]
+            loss = sum(a.loss * rows for a, rows in zip(answers, weights, strict=True)) / sum(weights)
         refused = sum(self.refused.values())
         store.add(number, after, combiner.moments, loss=loss, answers=len(answers), refused=refused,
                   sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
         on_round(Round(number, config.fleet.rounds, loss, len(answers), refused))
         return after
 
-    def _refuse(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+    def _refuse(self, code: Code) -> None:
+        self.refused[code] = self.refused.get(code, 0) + 1
 
     def _evaluate(self, arrays: Arrays) -> Any:
         from ondevice.training.evaluate import evaluate_dataset

@@ -111,22 +111,22 @@ class LspEngine(OffloadEngine):
         Raises:
             DataError: no token of the batch is labelled.
             ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs; the message names the layer.
+            TrainingError: a thread died or hangs, and the message names the layer; or a step before ended half done.
         """
-        count = self._labelled(labels)
+        count, rows = self._labelled(labels), self.ranks.rows(len(ids))
         self._open(True)
         if self.updates.after:
             self.updates.flush()
         self.updates.clipping.begin(step, learning_rate)
         self._watch(step)
-        rows = self.ranks.rows(len(ids))
         ids, labels = ids[rows], labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
-        gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
-        known = self.cache.all_reduce_total(total.reshape(1), self.total)
-        self.passes.backward(gradients, ids, micro_batches)
-        self.updates.end_backward()
+        with self.watch.whole("the step"):  # gradients leave, and updates begin
+            gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+            known = self.cache.all_reduce_total(total.reshape(1), self.total)
+            self.passes.backward(gradients, ids, micro_batches)
+            self.updates.end_backward()
         known().wait()
         return float(self.total) / count
 

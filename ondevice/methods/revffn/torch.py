@@ -3,7 +3,6 @@ folder opened again in the numbers that it was trained in."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError, ModelError
 from ondevice.core.session import OpenedNetwork, Session, StepResult
+from ondevice.core.untrusted import read_header, read_object, well_formed
 from ondevice.methods.engine_session import as_numpy
 from ondevice.methods.model_loss import ModelSession
 from ondevice.methods.revffn.config import RevffnConfig
@@ -175,21 +175,24 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {"late": 0.0, "fraction_bits": None} | json.loads((folder / "config.json").read_text())
-    base: dict[str, Any] = dict(config["base"])
+    path, hint = folder / "config.json", "copy it again"
+    config = {"late": 0.0, "fraction_bits": None} | read_object(path, ModelError, hint=hint)
+    with well_formed(path, ModelError, hint=hint):
+        base: dict[str, Any] = dict(config["base"])
+        settings: dict[str, Any] = dict(config["settings"])
+        dtype = getattr(torch, config["dtype"])
     family = family_for(base.get("model_type"), str(folder / "config.json"))
     try:
+        read_header(folder / FILE_NAME)
         tensors = load_file(folder / FILE_NAME)
     except Exception as error:  # safetensors raises its own kinds
         raise ModelError(f"{folder}: the weights cannot be read", received=str(error), hint="copy it again") from error
     with quiet_transformers():
         plain = AutoConfig.for_model(base.pop("model_type"), **base)
-        dtype = getattr(torch, config["dtype"])
         model = AutoModelForCausalLM.from_config(plain, attn_implementation="sdpa", dtype=dtype)
     named = dict(model.named_parameters())
     model.to(torch.device(device))
     loaded = wrap(model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder))
-    settings = config["settings"]
     scaled = settings if config["fraction_bits"] is None else settings | {"fraction_bits": config["fraction_bits"]}
     session = RevffnSession(loaded, RevffnConfig.parse(scaled, "config.json"), 0)
     session.network.config = RevffnConfig.parse(settings, "config.json")  # a scale not set by hand may become coarser

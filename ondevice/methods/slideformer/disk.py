@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from ondevice.offload.device import Device
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Units
+    from ondevice.offload.worker import Watch
 
 
 class DiskActivations:
     """Layers' inputs in a file: a ring of host buffers between the accelerator and the disk."""
 
-    def __init__(self, folder: Path, timeout_s: float, timeline: Timeline) -> None:
-        self.folder, self.timeout_s, self.timeline = folder, timeout_s, timeline
+    def __init__(self, folder: Path, timeline: Timeline, watch: Watch) -> None:
+        self.folder, self.timeline, self.watch = folder, timeline, watch
         self.file: TierFile | None = None
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
@@ -38,7 +39,7 @@ class DiskActivations:
         count."""
         if self.file is not None:
             self.file.close()
-        self.file = TierFile(self.folder, "activations", [size_bytes] * count, timeout_s=self.timeout_s)
+        self.file = TierFile(self.folder, "activations", [size_bytes] * count, timeout_s=self.watch.timeout_s)
         self.ring = [buffer(size_bytes, pin=pin) for _ in range(buffers)]
         self.futures: list[Future[None] | None] = [None] * buffers
         self.holds: list[int | None] = [None] * buffers
@@ -75,7 +76,7 @@ class DiskActivations:
     def _wait(self, turn: int) -> None:
         future, self.futures[turn] = self.futures[turn], None
         if future is not None:
-            future.result()
+            self.watch.result(future, "transfer of a layer's input to or from the disk")
 
     def close(self) -> None:
         if self.file is not None:
@@ -102,7 +103,7 @@ class Disk:
 
 
 def open_disk(
-    units: Units, config: SlideformerConfig, device: Device, timeline: Timeline, ranks: Ranks = SINGLE
+    units: Units, config: SlideformerConfig, device: Device, timeline: Timeline, watch: Watch, ranks: Ranks = SINGLE
 ) -> Disk:
     """Return the files that `config` asks for.
 
@@ -118,9 +119,9 @@ def open_disk(
     folder = temporary or Path(str(config.disk_folder))
     if not ranks.single:
         folder = folder / f"rank-{ranks.rank}"
-    disk = Disk(None, DiskActivations(folder, config.timeout_s, timeline) if activations else None, temporary)
+    disk = Disk(None, DiskActivations(folder, timeline, watch) if activations else None, temporary)
     try:
-        disk.states = DiskStates(owned, config, folder, device, timeline) if states else None
+        disk.states = DiskStates(owned, config, folder, device, timeline, watch) if states else None
     except BaseException:
         disk.close()
         raise

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit
+    from ondevice.offload.worker import Watch
 
 STAGED = 3
 """Units whose states are in host memory at once: read ahead, updated, written back; and layers whose weights are."""
@@ -37,9 +38,15 @@ class DiskStates:
     """The states on disk of each unit that was chosen for it; one thread updates, another one sends weights."""
 
     def __init__(
-        self, owned: list[Unit], config: SlideformerConfig, folder: Path, device: Device, timeline: Timeline
+        self,
+        owned: list[Unit],
+        config: SlideformerConfig,
+        folder: Path,
+        device: Device,
+        timeline: Timeline,
+        watch: Watch,
     ) -> None:
-        self.kind, self.split, self.timeline = config.moments, is_split(config), timeline
+        self.kind, self.split, self.timeline, self.watch = config.moments, is_split(config), timeline, watch
         count = max(1, round(config.disk_fraction * len(owned)))
         chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
@@ -88,6 +95,7 @@ class DiskStates:
 
         Raises:
             StorageError: the disk failed, or what was read is not what was written.
+            TrainingError: the disk does not answer.
         """
         if not self.holds(unit):
             return state
@@ -95,7 +103,7 @@ class DiskStates:
             entry = self.staged.pop(unit.index, None) or self._read(unit, self._memory())
         memories, futures = entry
         for future in futures:
-            future.result()
+            self.watch.result(future, f"read of {unit.name}")
         self.loaded = memories
         return self._state(unit, state, memories)
 
@@ -152,12 +160,12 @@ class DiskStates:
             entry = self.coming.pop(unit.index, None)
             if entry is None and not self.idle:  # what is read ahead, and is needed later, gives its memory
                 _, (memory, future) = self.coming.popitem()
-                future.result()
+                self.watch.result(future, "read of weights")
                 self.idle.append((memory, None))
             if entry is None:
                 entry = self._read_weights(unit, 0)
         self.sending, future = entry
-        future.result()
+        self.watch.result(future, f"read of {unit.name}")
         return self._weights(unit, self.sending)
 
     def sent(self, event: Event) -> None:
@@ -234,7 +242,7 @@ class DiskStates:
             if not self.writing:
                 _, (memories, futures) = self.staged.popitem()
                 for future in futures:
-                    future.result()
+                    self.watch.result(future, "read of a state")
                 return memories
             self._written(self.writing[0])
         return memories
@@ -248,6 +256,6 @@ class DiskStates:
     def _written(self, entry: Staged) -> None:
         """Wait for a write, and take its memory back."""
         for future in entry[1]:
-            future.result()
+            self.watch.result(future, "write of a state")
         self.writing = [other for other in self.writing if other is not entry]  # tensors have no plain ==
         self.free.append(entry[0])

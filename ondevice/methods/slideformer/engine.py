@@ -53,7 +53,7 @@ class SlideformerEngine(OffloadEngine):
         super().__init__(family, config, device, ranks)
         units = self.units
         self.last: Task | None = None
-        self.disk = open_disk(units, config, self.device, self.timeline, ranks)
+        self.disk = open_disk(units, config, self.device, self.timeline, self.watch, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
         self.overdue = None if ranks.single else Overdue(self.watch, ranks)
         try:
@@ -87,22 +87,23 @@ class SlideformerEngine(OffloadEngine):
         Raises:
             DataError: no token of the batch is labelled.
             ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs; the message names the layer.
+            TrainingError: a thread died or hangs, and the message names the layer; or a step before ended half done.
         """
         count = self._labelled(labels)
+        every, rows = ids, self.ranks.rows(len(ids))
         self._open(True)
         self.updater.clipping.begin(step, learning_rate)
-        every, rows = ids, self.ranks.rows(len(ids))
         ids, labels = ids[rows], labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=every)
         for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
             self.updater.wait(unit)
-        gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
-        summed = self.window.all_reduce_total(total.reshape(1), self.total)
-        self.passes.backward(gradients, ids, micro_batches)
-        known = summed()
-        self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
+        with self.watch.whole("the step"):  # gradients leave, and updates begin
+            gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+            summed = self.window.all_reduce_total(total.reshape(1), self.total)
+            self.passes.backward(gradients, ids, micro_batches)
+            known = summed()
+            self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
         known.wait()
         return float(self.total) / count
 

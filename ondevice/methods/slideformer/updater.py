@@ -208,6 +208,7 @@ class Updater:
         for name, event in self.kept.items():
             if key is None or name == key:
                 event.set()
+        self.watch.progress()
 
     def flush(self) -> None:
         """Wait until every gradient that was sent is applied."""

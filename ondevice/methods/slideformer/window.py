@@ -321,14 +321,13 @@ class Window:
             slot, at = self.head_gradient[0], self._upload(rows)
             table = slot.memory[: unit.numel].view(-1, self.width)
             table.index_copy_(0, at, table[at] + gradient)
-            if self.ranks.single:
-                self._update_here(unit, Slot(slot.memory))
-            else:
-                self._update_together(unit, slot)
+            (self._update_here if self.ranks.single else self._update_together)(unit, slot)
         elif self.ranks.single:
             at, table = self._upload(rows), self.embedding_gradient[: unit.numel].view(-1, self.width)
             table.index_copy_(0, at, gradient)
-            self._update_here(unit, Slot(self.embedding_gradient), square(gradient) if self.clipping else None)
+            slot = Slot(self.embedding_gradient)
+            self._update_here(unit, slot, square(gradient) if self.clipping else None)
+            self.leaving = slot.task  # keeps the norm until it has left
             table.index_fill_(0, at, 0.0)
         else:
             bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request
 from fastapi.responses import Response
 
-from ondevice.core.errors import ConfigError
 from ondevice.server.daemon import Daemon
 
 
-def daemon_of(request: Request) -> Daemon:
-    """Return the daemon that serves the request."""
+async def daemon_of(request: Request) -> Daemon:
+    """Return the daemon that serves the request. On the event loop: a plain function would take a thread."""
     return request.app.state.daemon
 
 
@@ -27,25 +26,12 @@ Limit = Annotated[int, Query(ge=1, le=MOST, description='At most so many; `Link:
 After = Annotated[str | None, Query(max_length=64, description="Only those behind this id, the last that was seen.")]
 
 
-def page_of(items: Sequence[Any], limit: int, after: str | None, request: Request, response: Response) -> list[Any]:
-    """Return the part of a list that was asked for, and name the next part in the header `Link`.
-
-    Args:
-        items: rows or jobs with an `id`, in the order of the list.
-
-    Raises:
-        ConfigError: `after` is none of them.
-    """
-    ids = [item.id if hasattr(item, "id") else item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise ConfigError(f"{after} is not in this list", expected="the last id of the page before", received=after,
-                          hint="it may have been deleted: begin without `after`")  # fmt: skip
-    first = 0 if after is None else ids.index(after) + 1
-    found = list(items[first : first + limit])
-    if first + limit < len(items):
-        following = request.url.include_query_params(limit=limit, after=ids[first + limit - 1])
+def name_next(found: Sequence[Any], more: bool, limit: int, request: Request, response: Response) -> None:
+    """Name the next part of a list in the header `Link`, if there is `more` behind the rows or jobs `found`."""
+    if more:
+        last = found[-1].id if hasattr(found[-1], "id") else found[-1]["id"]
+        following = request.url.include_query_params(limit=limit, after=last)
         response.headers["Link"] = f'<{following.path}?{following.query}>; rel="next"'
-    return found
 
 
 def json_answer(status: int, values: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

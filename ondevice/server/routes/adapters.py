@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, Response
-from starlette.background import BackgroundTask
+from fastapi.responses import Response, StreamingResponse
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
-from ondevice.server.daemon import running_job
+from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
-from ondevice.server.queue import ENDED
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
+PIECE_BYTES = 1 << 20
 
 
 @router.get("/adapters", response_model=list[schemas.Adapter])
@@ -23,7 +24,9 @@ def list_adapters(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
     """Return adapters, the newest first."""
-    return page_of(adapters.list_adapters(daemon.store), limit, after, request, response)
+    found, more = adapters.list_adapters(daemon.store, limit, after)
+    name_next(found, more, limit, request, response)
+    return found
 
 
 @router.post("/adapters/rollback", response_model=schemas.Active)
@@ -43,12 +46,21 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
     response_class=Response,
     responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files."}},
 )
-def download_adapter(daemon: Serving, adapter: Id) -> Response:
+async def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
-    packed = adapters.zipped(adapter_folder(daemon.store, adapter), daemon.store.root / "uploads")
-    return FileResponse(
-        packed, media_type="application/zip", filename=f"{adapter}.zip", background=BackgroundTask(packed.unlink)
-    )
+    folder = adapter_folder(daemon.store, adapter)
+    packed = await daemon.pools.files.run(adapters.zipped_stream, folder, daemon.store.root / "uploads")
+    headers = {
+        "Content-Disposition": f'attachment; filename="{adapter}.zip"',
+        "Content-Length": str(os.fstat(packed.fileno()).st_size),
+    }
+    return StreamingResponse(_pieces(packed), headers=headers, media_type="application/zip")
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 @router.post("/adapters/{adapter}/activate", response_model=schemas.Active)
@@ -61,16 +73,19 @@ def activate_adapter(daemon: Serving, adapter: Id) -> dict[str, str | None]:
 @router.delete("/adapters/{adapter}", response_model=schemas.Done)
 def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
     """Delete an adapter that is not active and that no waiting or running job starts from."""
-    for job in daemon.queue.list():
-        if job.state not in ENDED and job.spec.get("adapter") == adapter:
-            raise BusyError(f"job {job.id} needs the adapter", hint="cancel the job first")
+    if job := daemon.queue.needing("adapter", adapter):
+        raise BusyError(f"job {job} needs the adapter", hint="cancel the job first")
     adapters.remove_adapter(daemon.store, adapter)
     return {"ok": True}
 
 
 @router.post("/generate", response_model=schemas.GenerateAnswer)
-def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
+async def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
     """Answer a prompt with the base model, and with the adapter. 409 where the model does not fit beside a job."""
+    return await daemon.pools.questions.run(_generate, daemon, body)
+
+
+def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
     if (body.model is None) == (body.artifact is None):
         raise ConfigError("a question is for a model or an artifact", expected="one of them", received="both or none")
     adapter = body.adapter or adapters.active_adapter(daemon.store)

@@ -9,12 +9,12 @@ from typing import Any
 from anyio import CancelScope
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
 from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
+from ondevice.server.pools import Pool
 from ondevice.server.routes import Serving, json_answer
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
@@ -33,15 +33,15 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/chat/completions", response_class=Response, responses=_ANSWERS)
-def chat(daemon: Serving, body: ChatQuestion, request: Request) -> Response:
+async def chat(daemon: Serving, body: ChatQuestion, request: Request) -> Response:
     """Answer a conversation by the model's chat template. 409 where the model does not fit beside a job."""
-    return _answer(daemon, body, request, chat=True, probabilities=bool(body.logprobs))
+    return await _answer(daemon, body, request, chat=True, probabilities=bool(body.logprobs))
 
 
 @router.post("/completions", response_class=Response, responses=_ANSWERS)
-def complete(daemon: Serving, body: TextQuestion, request: Request) -> Response:
+async def complete(daemon: Serving, body: TextQuestion, request: Request) -> Response:
     """Continue a text. 409 where the model does not fit beside a job."""
-    return _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
+    return await _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
 
 
 def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str | None]:
@@ -75,17 +75,27 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
     return {"model": locate_model(daemon.store, base), "artifact": None, "adapter": adapter}
 
 
-def _answer(
+async def _answer(
     daemon: Daemon, body: ChatQuestion | TextQuestion, request: Request, *, chat: bool, probabilities: bool
 ) -> Response:
+    parts, begun = await daemon.pools.questions.run(_begin, daemon, body)
+    answer = Answer(chat, body.model, begun["prompt_tokens"], probabilities)
+    if not body.stream:
+        return await daemon.pools.answers.run(_whole, answer, parts)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    events = _while_read(daemon.pools.answers, request, _events(answer, parts, usage))
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _begin(daemon: Daemon, body: ChatQuestion | TextQuestion) -> tuple[Generator[Any, None, Any], dict[str, Any]]:
+    """Wait for the model, and ask. The first part says that the model is there and the prompt fits: what is refused
+    has a status of its own."""
     asked = body.asked() | locate(daemon, body.model, body.adapter)
     parts = daemon.model.stream("complete", **asked, job=running_job(daemon))
-    # The first part says that the model is there and the prompt fits: what is refused has a status of its own.
-    begun = next(parts)
-    answer = Answer(chat, body.model, begun["prompt_tokens"], probabilities)
-    if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_while_read(request, _events(answer, parts, usage)), media_type="text/event-stream")
+    return parts, next(parts)
+
+
+def _whole(answer: Answer, parts: Generator[Any, None, Any]) -> Response:
     collected = []
     while True:
         try:
@@ -94,16 +104,16 @@ def _answer(
             return json_answer(200, answer.whole(collected, end.value))
 
 
-async def _while_read(request: Request, events: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+async def _while_read(pool: Pool, request: Request, events: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
     """Yield events as long as somebody reads; a lost connection ends the answer at its next token."""
     try:
-        async for event in iterate_in_threadpool(events):
+        while (event := await pool.run(next, events, None)) is not None:
             if await request.is_disconnected():
                 return
             yield event
     finally:
         with CancelScope(shield=True):
-            await run_in_threadpool(events.close)
+            await pool.run(events.close)
 
 
 def _events(answer: Answer, parts: Generator[Any, None, Any], usage: bool) -> Generator[bytes, None, None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 from ondevice.server import conversions, schemas
 from ondevice.server.conversions import ConversionRequest
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["conversions"])
 
@@ -28,9 +28,13 @@ def convert_adapter(daemon: Serving, body: ConversionRequest) -> dict[str, Any]:
 
 
 @router.get("/conversions", response_model=list[schemas.Conversion])
-def list_conversions(daemon: Serving) -> list[dict[str, Any]]:
-    """Return all conversions, the newest first. They are kept for a day."""
-    return daemon.conversions.list()
+def list_conversions(
+    daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
+) -> list[dict[str, Any]]:
+    """Return conversions, the newest first. They are kept for a day."""
+    found, more = daemon.conversions.page(limit, after)
+    name_next(found, more, limit, request, response)
+    return found
 
 
 @router.get("/conversions/{conversion}", response_model=schemas.Conversion)

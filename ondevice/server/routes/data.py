@@ -5,35 +5,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
-from ondevice.server.queue import ENDED
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
-ModelName = Annotated[str | None, Query(max_length=200, description="A model of GET /v1/models.")]
-ArtifactName = Annotated[str | None, Query(max_length=200, description="An artifact, in place of a model.")]
-Task = Annotated[
-    str | None, Query(max_length=64, pattern=jobs.TASK_NAME, description="A prompt template of the tasks.")
-]
 
 
 @router.get("/models", response_model=schemas.ModelList)
 def list_models(daemon: Serving) -> dict[str, Any]:
     """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
-    packaged one where it is cached, random tiny ones for trying), adapters, each over its own model, and the weights of
-    artifacts that PyTorch runs."""
+    packaged one where it is cached, random tiny ones for trying), the newest thousand adapters, each over its own
+    model, and the weights of artifacts that PyTorch runs."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
-    for row in adapters.list_adapters(daemon.store):
+    for row in adapters.list_adapters(daemon.store, MOST)[0]:
         about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
         models.append({**about, **owned, "base_model": row["base_model"]})
     for one in jobs.list_artifacts(daemon.store):
@@ -45,15 +39,14 @@ def list_models(daemon: Serving) -> dict[str, Any]:
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
     """Return the method of a job of this model that names none, and the sentence that says so."""
-    return daemon.rows("choose", source=jobs.locate_model(daemon.store, model))
+    return daemon.plans("choose", source=jobs.locate_model(daemon.store, model))
 
 
-@router.get("/method", response_model=schemas.Chosen)
-def choose_method(
-    daemon: Serving, model: Annotated[str, Query(max_length=200, description="A model of GET /v1/models, or a hub id.")]
-) -> dict[str, str]:
-    """Return the method that a job takes where it names none: the first by preference that takes the model."""
-    return chosen_method(daemon, model)
+@router.post("/method", response_model=schemas.Chosen)
+async def choose_method(daemon: Serving, body: schemas.MethodRequest) -> dict[str, str]:
+    """Return the method that a job takes where it names none: the first by preference that takes the model. A POST,
+    because a hub id asks the hub."""
+    return await daemon.pools.rows.run(chosen_method, daemon, body.model)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
@@ -87,8 +80,9 @@ def list_datasets(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
     """Return data sets, the newest first."""
-    rows = daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")
-    return [_dataset(daemon, row) for row in page_of(rows, limit, after, request, response)]
+    rows, more = daemon.store.page("datasets", "-created_s, id", limit, after)
+    name_next(rows, more, limit, request, response)
+    return [_dataset(daemon, row) for row in rows]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
@@ -100,34 +94,29 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     return _dataset(daemon, row)
 
 
-@router.get("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
-def preview_dataset(
-    daemon: Serving,
-    dataset: Id,
-    model: ModelName = None,
-    artifact: ArtifactName = None,
-    task: Task = None,
-    max_length_tokens: Annotated[
-        int | None, Query(ge=8, le=65536, description="Taken from the rows if left out.")
-    ] = None,
-    column: Annotated[list[str] | None, Query(max_length=40, description="field=column, repeated.")] = None,
-    train_on_prompt: bool = False,
-    rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
-) -> dict[str, Any]:
-    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on."""
+@router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
+async def preview_dataset(daemon: Serving, dataset: Id, body: schemas.PreviewRequest) -> dict[str, Any]:
+    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on. A POST, because
+    a model of the hub is fetched."""
+    return await daemon.pools.rows.run(_preview, daemon, dataset, body)
+
+
+def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict[str, Any]:
+    model, artifact = body.model, body.artifact
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
-    shown = daemon.rows(
+    shown = daemon.plans(
         "preview",
         file=str(file),
         model=None if model is None else jobs.locate_model(daemon.store, model),
         artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
-        task=task,
-        columns=column,
-        max_length_tokens=max_length_tokens,
-        train_on_prompt=train_on_prompt,
-        rows=rows,
+        task=body.task,
+        columns=body.column,
+        max_length_tokens=body.max_length_tokens,
+        train_on_prompt=body.train_on_prompt,
+        strict_columns=body.strict_columns,
+        rows=body.rows,
     )
     problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]
     return shown | {"problems": problems}
@@ -136,11 +125,11 @@ def preview_dataset(
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)
 def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
     """Delete a data set that no waiting or running job names."""
-    with daemon.store.transaction() as db:
+    with daemon.store.transaction(frees=True) as db:
         dataset_file(daemon.store, dataset)
-        for job in daemon.queue.list():
-            if job.state not in ENDED and dataset in (job.spec["dataset"], job.spec.get("eval_dataset")):
-                raise BusyError(f"job {job.id} needs the data set", hint="cancel the job first")
+        for kind in ("dataset", "eval_dataset"):
+            if job := daemon.queue.needing(kind, dataset):
+                raise BusyError(f"job {job} needs the data set", hint="cancel the job first")
         db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
     daemon.store.discard("datasets", dataset)
     return {"ok": True}
@@ -149,12 +138,11 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
 def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
     """Take a folder out of the store, at once; what a killed daemon leaves of it goes with the forgotten uploads."""
     folder = daemon.store.path(f"{kind}s", name)
-    with daemon.store.transaction():
+    with daemon.store.transaction(frees=True):
         if not folder.is_dir():
             raise MissingError(f"there is no {kind} {name}", hint=f"GET /v1/{kind}s lists them")
-        for job in daemon.queue.list():
-            if job.state not in ENDED and job.spec.get(kind) == name:
-                raise BusyError(f"job {job.id} needs the {kind}", hint="cancel the job first")
+        if job := daemon.queue.needing(kind, name):
+            raise BusyError(f"job {job} needs the {kind}", hint="cancel the job first")
         doomed = daemon.store.root / "uploads" / f".{new_id(kind)}"
         try:
             os.rename(folder, doomed)

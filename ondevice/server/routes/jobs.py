@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 
 from ondevice.server import schemas
+from ondevice.server.adapters import adapters_of
+from ondevice.server.daemon import Daemon
 from ondevice.server.events import curve
 from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve, with_method
 from ondevice.server.queue import Job, State
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.routes.data import chosen_method
 from ondevice.server.service import tail
 from ondevice.server.supervisor import remove_job
@@ -37,8 +41,9 @@ def list_jobs(
     after: After = None,
 ) -> list[schemas.JobAnswer]:
     """List jobs: those that run, those that wait in the order they will run, then ended ones, the newest first."""
-    jobs = page_of(daemon.queue.list(*(state or [])), limit, after, request, response)
-    return [_answer(daemon, job) for job in jobs]
+    jobs, more = daemon.queue.page(state or [], limit, after)
+    name_next(jobs, more, limit, request, response)
+    return _answers(daemon, jobs)
 
 
 @router.post(
@@ -47,12 +52,20 @@ def list_jobs(
     response_model=schemas.JobAnswer,
     responses={200: {"model": schemas.PlanAnswer, "description": "The plan of a dry run."}},
 )
-def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
+async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing.
 
     A method that the job does not name is the first that takes the model. A request that is sent again with the same
     `Idempotency-Key`, because its answer was lost, gives the job that it made.
     """
+    method = body.config.get("method", {})
+    asks_helper = body.dry_run or (body.artifact is None and isinstance(method, dict) and "name" not in method)
+    if asks_helper:
+        return await daemon.pools.rows.run(_create_job, daemon, body, key)
+    return await run_in_threadpool(_create_job, daemon, body, key)
+
+
+def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     if key is not None and not body.dry_run and (made := daemon.queue.made(key, digest)) is not None:
         return _answer(daemon, made)
@@ -62,7 +75,7 @@ def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     if body.dry_run:
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
-        plan = daemon.rows("plan", config=values, artifact=artifact)
+        plan = daemon.plans("plan", config=values, artifact=artifact)
         return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
     values = spec.model_dump(mode="json")
     return _answer(daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest)))
@@ -152,13 +165,19 @@ def job_metrics(
 
 
 def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
-    """Build the answer about a job from its row of the queue, its spec and what the store has of it."""
-    adapters = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
-    row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
-    sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
-    settings = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
-    method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
-    return schemas.JobAnswer.model_validate(
-        row | sources | settings | {"method": method}
-        | {"adapters": [adapter["id"] for adapter in adapters]}
-    )  # fmt: skip
+    return _answers(daemon, [job])[0]
+
+
+def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
+    """Build the answers about jobs from their rows of the queue, their specs and what the store has of them."""
+    adapters = adapters_of(daemon.store, [job.id for job in jobs])
+    answers = []
+    for job in jobs:
+        row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
+        sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
+        settings = {key: job.spec.get(key) for key in ("config", "window", "limits")}
+        method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
+        more = {"name": job.spec.get("name", ""), "method": method, "adapters": adapters.get(job.id, [])}
+        more["waits_s"] = daemon.queue.waits_s(job)
+        answers.append(schemas.JobAnswer.model_validate(row | sources | settings | more))
+    return answers

@@ -62,12 +62,13 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
         tries.failed(address)
         return refused(401, "the token is not known", "a token", "another", "`ondevice serve token` makes one")
     response.set_cookie(
-        security.COOKIE,
+        _cookie(request),
         security.create_session(daemon.store, token),
         max_age=int(security.SESSION_S),
         httponly=True,
         samesite="strict",
         secure=request.app.state.tls,
+        path="/",
     )
     return {"ok": True}
 
@@ -75,6 +76,10 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
 @router.delete("/v1/session", response_model=schemas.Done)
 def log_out(daemon: Serving, request: Request, response: Response) -> dict[str, bool]:
     """End the session of the cookie."""
-    security.end_session(daemon.store, request.cookies.get(security.COOKIE, ""))
-    response.delete_cookie(security.COOKIE, httponly=True, samesite="strict")
+    security.end_session(daemon.store, request.cookies.get(_cookie(request), ""))
+    response.delete_cookie(_cookie(request), httponly=True, samesite="strict", secure=request.app.state.tls)
     return {"ok": True}
+
+
+def _cookie(request: Request) -> str:
+    return security.cookie_name(request.scope["server"][1], request.app.state.tls)

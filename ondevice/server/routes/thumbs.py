@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from ondevice.server import schemas, thumbs
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["thumbs"])
 
@@ -21,9 +21,13 @@ def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
 
 
 @router.get("/thumbs", response_model=list[schemas.Thumb])
-def list_thumbs(daemon: Serving, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+def list_thumbs(
+    daemon: Serving, request: Request, response: Response, limit: Limit = 100, after: After = None
+) -> list[dict[str, Any]]:
     """Return judged answers, the newest first."""
-    return thumbs.list_thumbs(daemon.store, limit)
+    found, more = thumbs.list_thumbs(daemon.store, limit, after)
+    name_next(found, more, limit, request, response)
+    return found
 
 
 @router.get(

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from starlette.concurrency import run_in_threadpool
 
 from ondevice.server import schemas, uploads
 from ondevice.server.routes import Id, Serving
 from ondevice.server.uploads import PART_BYTES, UploadRequest
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+PIECE_BYTES = 1 << 20
+"""Bytes that are written at once."""
+HELD_BYTES = 32 << 20
+"""Bytes of all parts that are in memory before they are written; each may hold what the network gave it at once."""
+_arriving = 0
+"""Parts that arrive now."""
 
 
 @router.post("", status_code=201, response_model=schemas.Upload)
@@ -43,15 +48,30 @@ async def put_part(
     request: Request,
     offset: Annotated[int, Query(ge=0, lt=2**63, description="Where the part begins: what has arrived so far.")],
 ) -> dict[str, Any]:
-    """Append a part."""
-    content = await request.body()
-    return await run_in_threadpool(uploads.write, daemon.store, upload, offset, content)
+    """Append a part. One that breaks off leaves what has come of it; GET says how much that is."""
+    global _arriving
+    files, store = daemon.pools.files, daemon.store
+    size = int(request.headers.get("content-length", "0"))
+    await files.run(uploads.check_part, store, upload, offset, size)
+    _arriving += 1
+    try:
+        held = bytearray()
+        async for chunk in request.stream():
+            held += chunk
+            # The more parts arrive at once, the smaller the pieces: those that never end must not fill the memory.
+            if len(held) >= min(PIECE_BYTES, HELD_BYTES // _arriving):
+                await files.run(uploads.write, store, upload, offset, bytes(held))
+                offset, held = offset + len(held), bytearray()
+        return await files.run(uploads.write, store, upload, offset, bytes(held))
+    finally:
+        _arriving -= 1
 
 
 @router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
-def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
-    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong."""
-    return uploads.finish(daemon.store, upload, daemon.rows)
+async def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
+    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong; one that
+    could not be checked now, as on a full disk, stays and can be finished later."""
+    return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.check)
 
 
 @router.delete("/{upload}", response_model=schemas.Done)

@@ -146,11 +146,11 @@ def test_a_wrong_weights_file_is_an_error_that_says_what_is_wrong(copy) -> None:
     path = copy / WEIGHTS_NAME
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArtifactError, match="truncated at") as caught:
+    with pytest.raises(ArtifactError, match="truncated") as caught:
         damaged(copy)
     assert str(len(whole) // 2) in str(caught.value)
     path.write_bytes(b"\x00" * 100)
-    with pytest.raises(ArtifactError, match="no whole safetensors file"):
+    with pytest.raises(ArtifactError, match="not a whole safetensors file"):
         damaged(copy)
     path.unlink()
     with pytest.raises(ArtifactError, match=WEIGHTS_NAME):

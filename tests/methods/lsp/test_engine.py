@@ -283,6 +283,24 @@ def test_a_thread_that_hangs_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     engine.close()
 
 
+@pytest.mark.parametrize("schedule", ["zero", "layerwise"])
+def test_a_step_that_ended_half_done_is_not_gone_on_with(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LspEngine(tiny_model("llama", layers=3).family, settings(schedule=schedule, timeout_s=20.0), "cpu")
+    backward = engine.passes.backward
+
+    def interrupted(*rest: Any) -> None:
+        backward(*rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.passes, "backward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(*batches(1)[0], 0, RATE)
+    monkeypatch.setattr(engine.passes, "backward", backward)
+    with pytest.raises(TrainingError, match="the step failed: KeyboardInterrupt"):
+        engine.step(*batches(1)[0], 0, RATE)
+    engine.close()
+
+
 def test_a_batch_without_labels_is_refused() -> None:
     engine = LspEngine(tiny_model("llama", layers=1).family, settings(), "cpu")
     ids = np.ones((2, 5), dtype=np.int64)

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,77 @@ def test_a_disk_that_refuses_writes_during_training(
     assert "the disk is full" in error.message and "record" in error.message
     closes_soon(engine)
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"activations": "disk"}, {"disk_fraction": 1.0}, {"disk_fraction": 1.0, "disk_masters": True}],
+    ids=str,
+)
+def test_a_disk_that_does_not_answer_ends_the_step(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine({**config, "disk_folder": tmp_path}, layers=12)
+    run(engine, batches(1))
+    released, move = threading.Event(), drive.Drive.move
+
+    def hang(*rest: Any, **options: Any) -> int:
+        released.wait()
+        return move(*rest, **options)
+
+    monkeypatch.setattr(drive.Drive, "move", hang)
+    engine.watch.timeout_s = 0.5
+    try:
+        assert "did not end within 0.5 s" in raises_soon(engine, TrainingError, steps=3).message
+    finally:
+        released.set()
+    closes_soon(engine)
+
+
+def test_a_checkpoint_may_take_longer_than_a_wait() -> None:
+    """Units are updated as they are written, one after the other; only one that takes too long ends the step."""
+    engine = open_engine({"timeout_s": 1.0}, layers=6)
+    run(engine, batches(1))
+    keys = [unit.key for unit in engine.units.all]
+    engine.updater.keep(set(keys))
+
+    def write() -> None:
+        for key in keys:
+            time.sleep(0.5)
+            engine.updater.release(key)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    run(engine, batches(2))
+    writer.join()
+    engine.updater.keep(set(keys))
+    error = raises_soon(engine, TrainingError, steps=3)
+    assert "waiting for the checkpoint of " in error.message or "running for" in str(error.received)
+    closes_soon(engine)
+
+
+@pytest.mark.parametrize("clip", ["previous", "global"])
+def test_a_step_that_ended_half_done_is_not_gone_on_with(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some units have their update and others do not, and their gradients hold the buffers."""
+    engine = open_engine({"max_grad_norm": 0.1, "clip": clip, "timeout_s": 20.0}, layers=LAYERS)
+    run(engine, batches(1))
+    block, calls = engine.passes.family.block, Counter[int]()
+
+    def interrupted(i: int, *rest: Any, **options: Any) -> Any:
+        calls[i] += 1
+        if i == 1 and calls[i] == 2:  # on the way back
+            raise KeyboardInterrupt
+        return block(i, *rest, **options)
+
+    monkeypatch.setattr(engine.passes.family, "block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(*batches(1)[0], 1, 1e-3)
+    began = time.monotonic()
+    for follow in (lambda: engine.step(*batches(1)[0], 1, 1e-3), engine.flush):
+        with pytest.raises(TrainingError, match="the step failed: KeyboardInterrupt"):
+            follow()
+    assert time.monotonic() - began < 10
+    closes_soon(engine)
 
 
 def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from ondevice.artifact.manifest import Manifest, ProgramMethod
 from ondevice.core.errors import ArtifactError
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
+from ondevice.core.untrusted import read_object, well_formed
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import IN_MLX, LoraParameters, check_family, initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx import functions as recorded
@@ -145,22 +146,19 @@ class MlxProgramSession(ProgramSession, MlxSession):
 
     def __init__(self, folder: Path, manifest: Manifest, functions: Any, streamed: bool | None = None) -> None:
         folder = Path(folder)
-        self.program = json.loads((folder / manifest.program).read_text(encoding="utf-8"))
+        path = folder / manifest.program
+        self.program = read_object(path, ArtifactError, hint="copy the artifact again")
         config = MespConfig.parse(manifest.method, "manifest.json: method")
-        dims, listed = ModelDims.from_manifest(manifest.model.dims), dict(self.program["settings"])
-        rope = listed.pop("rope")
-        rope |= {name: tuple(value) for name, value in rope.items() if isinstance(value, list)}
-        settings = Settings(
-            dims=dims,
-            target_modules=tuple(listed.pop("target_modules")),
-            rope=Rope(**rope),
-            **listed,
-        )
+        dims = ModelDims.from_manifest(manifest.model.dims)
+        with well_formed(path, ArtifactError, hint="copy the artifact again"):
+            settings = _settings(self.program["settings"], dims)
+            tiles = [(int(low), int(high)) for low, high in self.program["loss_tiles"]]
+            self.loss_rows = {int(length): int(one["loss_rows"]) for length, one in self.program["lengths"].items()}
         streamed = config.weight_placement == "streamed" if streamed is None else streamed
         read = open_weights if streamed else load_weights
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
         model = Model(settings, weights, functions=functions, fixed_chunks=True)
-        model.tiles = [(low, high) for low, high in self.program["loss_tiles"]]
+        model.tiles = tiles
         parameters = lora_parameters(dims, families()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
         self.manifest, self.seed = manifest, manifest.generator.seed
@@ -186,7 +184,16 @@ class MlxProgramSession(ProgramSession, MlxSession):
                 expected=f"{self.batch_size} rows of {' or '.join(map(str, self.lengths_tokens))} tokens",
                 received=f"{rows} rows of {length} tokens",
             )
-        self.model.chunk_tokens = self.program["lengths"][str(length)]["loss_rows"]
+        self.model.chunk_tokens = self.loss_rows[length]
+
+
+def _settings(listed: dict[str, Any], dims: ModelDims) -> Settings:
+    """Read what `program` wrote of the settings."""
+    rest = {name: value for name, value in listed.items() if name not in ("rope", "target_modules")}
+    rope: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in listed["rope"].items()
+    }
+    return Settings(dims=dims, target_modules=tuple(listed["target_modules"]), rope=Rope(**rope), **rest)
 
 
 STAGES = StagesProgram(problems, write, MlxProgramSession)

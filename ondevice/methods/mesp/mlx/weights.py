@@ -7,7 +7,6 @@ error that names it, where a memory map would end the process.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import sys
@@ -18,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts
 
@@ -136,29 +136,22 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         try:
+            self.entries = read_header(self.path).tensors
             self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - held while the model is
-            size = os.fstat(self.file.fileno()).st_size
-            length = int.from_bytes(self.file.read(8), "little")
-            if length > size:
-                raise ValueError("the header is longer than the file")
-            self.entries: dict[str, Any] = json.loads(self.file.read(length))
-            self.start = 8 + length
         except (OSError, ValueError) as error:
-            raise self._error("damaged", str(error)) from None
-        self.entries.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in self.entries.values()]
-        if self.start + max(ends, default=0) > size:
-            raise self._error("truncated", f"{size} bytes, of {self.start + max(ends, default=0)}")
-
-    def _error(self, state: str, received: str) -> ModelError:
-        return ModelError(f"{self.path} is {state}", expected="a whole safetensors file", received=received,
-                          hint="copy the model again, or delete the folder where it was converted")  # fmt: skip
+            state = "truncated" if str(error).startswith("truncated") else "damaged"
+            raise ModelError(
+                f"{self.path} is {state}",
+                expected="a whole safetensors file",
+                received=str(error),
+                hint="copy the model again, or delete the folder where it was converted",
+            ) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.entries[name]["shape"])
+        return self.entries[name].shape
 
     def read(self, name: str, low: int = 0, high: int | None = None) -> Any:
         """Return a tensor, or rows `low` to `high` of it.
@@ -189,10 +182,10 @@ class TensorFile:
 
     def _place(self, name: str) -> tuple[str, int, tuple[int, ...]]:
         entry = self.entries.get(name)
-        if entry is None or entry["dtype"] not in _TYPES:
-            received = "no such tensor" if entry is None else entry["dtype"]
+        if entry is None or entry.dtype not in _TYPES:
+            received = "no such tensor" if entry is None else entry.dtype
             raise ModelError(f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received)
-        return entry["dtype"], self.start + entry["data_offsets"][0], tuple(entry["shape"])
+        return entry.dtype, entry.start, entry.shape
 
     def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
         left = array.reshape(-1).view(np.uint8).data

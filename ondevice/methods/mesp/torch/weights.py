@@ -7,7 +7,6 @@ a step takes does not depend on what the system keeps cached.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.torch.attention import wide
 from ondevice.models.moe import MoeFamily
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ondevice.models import Family, LoadedModel, ModelDims, ModelFiles
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-HEADER_BYTES = 8
 ALIGNMENT = 64
 """Elements: where a tensor begins in a slot."""
 STAGING_BYTES = 4 << 20
@@ -213,23 +212,14 @@ class Files:
             self._read_header(path)
 
     def _read_header(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(HEADER_BYTES), "little")
-            header = json.loads(file.read(length))
-        start, size = HEADER_BYTES + length, path.stat().st_size
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            first, last = (start + offset for offset in entry["data_offsets"])
-            if last > size:
-                received, hint = f"{size} bytes", "copy the model again"
-                raise ModelError(
-                    f"{path} is truncated: '{name}'", expected=f"{last} bytes", received=received, hint=hint
-                )
-            if entry["dtype"] not in DTYPES:
-                raise ModelError(f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=entry["dtype"])
-            place = Place(path, first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-            self.places[name] = place
+        try:
+            tensors = read_header(path).tensors
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} is damaged", received=str(error), hint="copy the model again") from None
+        for name, stored in tensors.items():
+            if stored.dtype not in DTYPES:
+                raise ModelError(f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=stored.dtype)
+            self.places[name] = Place(path, stored.start, stored.shape, DTYPES[stored.dtype])
         self.open[path] = os.open(path, os.O_RDONLY)
 
     def read(self, name: str, target: Tensor, first: int = 0) -> None:

@@ -93,7 +93,7 @@ export function progressOf(job) {
 function progressWords(job, step, steps) {
   if (!steps) return job.state === "running" ? "starting" : "not started";
   const parts = [`${number(step)} of ${number(steps)} steps`];
-  const waits = job.state === "queued" ? job.not_before_s - Date.now() / 1000 : 0;
+  const waits = job.state === "queued" ? job.waits_s : 0;
   if (job.state === "running" && job.progress.eta_s > 0 && step) parts.push(`${duration(job.progress.eta_s)} left`);
   else if (waits > 0) parts.push(`tried again in ${duration(waits)}`);
   else if (ACTIVE.includes(job.state) && !step) parts.push("starting");

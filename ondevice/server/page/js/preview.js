@@ -1,6 +1,6 @@
 /** Rows as the model sees them: what is trained on, what is only read, how long they are. */
 
-import { at, get } from "./api.js";
+import { at, post } from "./api.js";
 import { h, terms } from "./dom.js";
 import { rowProblems } from "./errors.js";
 import { number } from "./format.js";
@@ -11,14 +11,12 @@ import { number } from "./format.js";
  * @returns the API's answer
  */
 export async function showPreview(place, dataset, options, signal) {
-  const query = new URLSearchParams(
-    Object.entries(options)
-      .filter(([, value]) => value !== null && value !== undefined && value !== "")
-      .flatMap(([key, value]) => [value].flat().map((one) => [key, one])),
+  const asked = Object.fromEntries(
+    Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== ""),
   );
   place.replaceChildren(h("p", { class: "soft", role: "status" }, "The rows are being read…"));
   try {
-    const found = await get(`${at("/v1/datasets", dataset)}/preview?${query}`, signal);
+    const found = await post(at("/v1/datasets", dataset, "/preview"), asked, signal);
     place.replaceChildren(...previewParts(found));
     return found;
   } catch (error) {
@@ -29,9 +27,7 @@ export async function showPreview(place, dataset, options, signal) {
 
 function previewParts(found) {
   const lengths = found.lengths_tokens;
-  const labels = Object.entries(found.labels ?? {})
-    .map(([label, count]) => `${label}: ${number(count)}`)
-    .join(", ");
+  const labels = counted(found.labels);
   return [
     terms(
       [
@@ -43,6 +39,7 @@ function previewParts(found) {
           `half up to ${number(lengths.p50)}, 95% up to ${number(lengths.p95)}, the longest ${number(lengths.max)}`,
         ],
         ["Trained tokens", number(found.trained_tokens)],
+        ["Not read", counted(found.unread) || null],
         ["Labels", labels],
         ["Rows cut to the length", found.truncated ? number(found.truncated) : null],
         ["Rows left out, too long", found.too_long ? number(found.too_long) : null],
@@ -63,11 +60,20 @@ function previewParts(found) {
           {},
           found.example_names[index] ? h("strong", {}, found.example_names[index]) : null,
           h("p", { class: "example", dir: "auto" }, segments.map(piece)),
+          found.example_unread[index]?.length
+            ? h("p", { class: "soft" }, `Not read: ${found.example_unread[index].join(", ")}`)
+            : null,
         ),
       ),
     ),
     found.problems.length ? rowProblems(found.problems) : null,
   ].filter(Boolean);
+}
+
+function counted(counts) {
+  return Object.entries(counts ?? {})
+    .map(([name, count]) => `${name}: ${number(count)}`)
+    .join(", ");
 }
 
 /** A screen reader hears where the trained part begins and ends. */

@@ -103,7 +103,7 @@ export async function wizardView(main, { signal }) {
     start.hidden = !next.hidden;
     method.artifact(model.kind() === "artifact");
     if (index === 2 && model.kind() === "model") {
-      get(`/v1/method?model=${encodeURIComponent(model.source().model)}`, signal)
+      post("/v1/method", { model: model.source().model }, signal)
         .then(method.suggest)
         .catch(() => {}); // the plan says what is wrong with a model
     }

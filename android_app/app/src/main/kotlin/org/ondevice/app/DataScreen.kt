@@ -2,6 +2,7 @@ package org.ondevice.app
 
 import android.app.AlertDialog
 import android.content.Intent
+import android.net.Uri
 import android.os.Bundle
 import android.text.InputType
 import android.text.SpannableStringBuilder
@@ -66,7 +67,7 @@ class DataScreen(host: MainActivity) : Screen(host) {
         parts += ui.title(string(R.string.tab_data))
         parts += ui.text(string(R.string.data_words), 14f, R.color.text_soft)
         app.jobs.error(PLACE)?.let { parts += dismissable(it) }
-        app.jobs.words(PLACE)?.let { parts += ui.busy(it) }
+        busy(PLACE)?.let { parts += it }
         parts += ui.row(
             ui.button(R.string.import_file, Tone.PRIMARY) { pick() }.apply { id = R.id.import_file },
             ui.button(R.string.write_example) { opened = app.store.examples.file.name; edit(-1) }.apply { id = R.id.write_example },
@@ -149,7 +150,7 @@ class DataScreen(host: MainActivity) : Screen(host) {
             stretched = emptySet(), gap = 12,
         )
         app.jobs.error(PLACE)?.let { parts += dismissable(it) }
-        app.jobs.words(PLACE)?.let { parts += ui.busy(it) }
+        busy(PLACE)?.let { parts += it }
         if (editing != null) parts += form()
         if (own) parts += examples()
         val shown = preview?.takeIf { previewOf == file.name }
@@ -263,6 +264,10 @@ class DataScreen(host: MainActivity) : Screen(host) {
         parts += ui.fact(string(R.string.lengths), string(R.string.lengths_value, preview.medianTokens, preview.longestTokens, preview.maxLengthTokens))
         parts += ui.fact(string(R.string.trained_tokens), Words.number(preview.trainedTokens))
         if (preview.labels.isNotEmpty()) parts += ui.fact(string(R.string.labels), preview.labels.entries.joinToString { "${it.key} ${it.value}" })
+        if (preview.unread.isNotEmpty()) {
+            val named = preview.unread.entries.joinToString(", ") { (name, count) -> "$name ($count)" }
+            parts += ui.notice(string(R.string.not_read, named), Tone.PLAIN)
+        }
         if (preview.truncated > 0) parts += ui.notice(host.resources.getQuantityString(R.plurals.truncated, preview.truncated, preview.truncated))
         if (preview.problems.isNotEmpty()) {
             val count = preview.problems.size
@@ -295,10 +300,8 @@ class DataScreen(host: MainActivity) : Screen(host) {
         host.pick(intent, PICK_FILE)
     }
 
-    override fun onPicked(request: Int, data: Intent) {
-        val uri = data.data ?: return
-        app.jobs.run(PLACE, string(R.string.importing), {
-            val imports = Imports(host.applicationContext)
+    override fun onPicked(request: Int, uri: Uri) {
+        app.import(PLACE, string(R.string.importing), sent = false, { imports ->
             imports.open(uri).use { app.store.importData(imports.name(uri), it) }
         }) { open(it.name) }
     }

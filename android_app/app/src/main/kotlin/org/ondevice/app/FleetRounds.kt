@@ -59,13 +59,19 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
         changed()
     }
 
-    /** Read a file that was picked, shared or opened. Nothing of it counts before the user takes part. */
-    fun open(uri: Uri) {
-        val imports = Imports(app)
-        app.jobs.run(FleetScreen.PLACE, app.getString(R.string.reading), {
+    /** Read a file that was picked, or that another app [sent]. Nothing of it counts before the user takes part. */
+    fun open(uri: Uri, sent: Boolean) {
+        app.jobs.cancel(FleetScreen.PLACE) // the newest file is the one to read
+        app.import(FleetScreen.PLACE, app.getString(R.string.reading), sent, { imports ->
             val name = imports.name(uri)
             val data = imports.small(uri, MOST_BYTES)
                 ?: throw OndeviceException(ErrorKind.FLEET, "$name carries no round of a fleet", "a *${FleetFile.SUFFIX} file below 2 kB", "a larger file")
+            name to data
+        }) { (name, data) -> look(name, data) }
+    }
+
+    private fun look(name: String, data: ByteArray) {
+        app.jobs.run(FleetScreen.PLACE, app.getString(R.string.reading), {
             val device = FleetDevice(folder)
             device.look(data, name) to standing(device)
         }) { (found, now) ->

@@ -34,20 +34,20 @@ class FleetScreen(host: MainActivity) : Screen(host) {
         app.runs.unwatch(runWatcher)
     }
 
-    override fun onPicked(request: Int, data: Intent) {
-        data.data?.let(::receive)
-    }
+    override fun onPicked(request: Int, uri: Uri) = open(uri, sent = false)
 
-    /** A file that the picker, another app's share sheet or a file manager gave. */
-    fun receive(uri: Uri) {
+    /** A file that another app's share sheet or a file manager gave. */
+    fun receive(uri: Uri) = open(uri, sent = true)
+
+    private fun open(uri: Uri, sent: Boolean) {
         said = null
-        app.rounds.open(uri)
+        app.rounds.open(uri, sent)
     }
 
     override fun content(): View {
         val parts = arrayListOf<View>(ui.title(string(R.string.tab_fleet)), ui.text(string(R.string.fleet_words), 14f, R.color.text_soft))
         app.jobs.error(PLACE)?.let { parts += ui.column(ui.problem(it), ui.button(R.string.dismiss) { app.jobs.dismiss(PLACE) }) }
-        app.jobs.words(PLACE)?.let { parts += ui.busy(it) }
+        busy(PLACE)?.let { parts += it }
         val live = app.rounds.live
         if (live != null && !live.isOver) {
             parts += working(live)

@@ -1,9 +1,11 @@
 package org.ondevice.app
 
+import android.os.CancellationSignal
 import android.os.Handler
 import android.os.Looper
 import org.ondevice.core.ErrorKind
 import org.ondevice.core.OndeviceException
+import java.util.concurrent.Executor
 import java.util.concurrent.ExecutorService
 import java.util.concurrent.Executors
 
@@ -30,13 +32,26 @@ class Jobs : Watched() {
     private val thread: ExecutorService = Executors.newSingleThreadExecutor { Thread(it, "ondevice-work") }
     private val main = Handler(Looper.getMainLooper())
 
-    /** What is being done, in words, by the place that shows it; null when nothing is. Main thread only. */
-    private val running = LinkedHashMap<String, String>()
+    private class Work(val words: String, val signal: CancellationSignal?)
+
+    /** What is being done, by the place that shows it. Main thread only. */
+    private val running = LinkedHashMap<String, Work>()
 
     /** The last error of a place, until it is dismissed or the next work there starts. */
     private val errors = LinkedHashMap<String, OndeviceException>()
 
-    fun words(place: String): String? = running[place]
+    /** What is being done at a place, in words; null when nothing is. */
+    fun words(place: String): String? = running[place]?.words
+
+    fun canCancel(place: String): Boolean = running[place]?.signal != null
+
+    /** End what is being done at a place, if it can be cancelled; nothing is heard of it any more. */
+    fun cancel(place: String) {
+        val signal = running[place]?.signal ?: return
+        running.remove(place)
+        signal.cancel()
+        changed()
+    }
 
     fun error(place: String): OndeviceException? = errors[place]
 
@@ -50,19 +65,27 @@ class Jobs : Watched() {
     }
 
     /** Run [work]; then [done] with what it gave, on the main thread. An error is shown at [place]. */
-    fun <T> run(place: String, words: String, work: () -> T, done: (T) -> Unit = {}) {
-        running[place] = words
+    fun <T> run(place: String, words: String, work: () -> T, done: (T) -> Unit = {}) = start(thread, place, Work(words, null), work, done)
+
+    /** Do as [run], for work that [signal] cancels; [aside] of all other work, if what holds it up is not the user's. */
+    fun <T> run(place: String, words: String, signal: CancellationSignal, aside: Boolean, work: () -> T, done: (T) -> Unit) {
+        val executor = if (aside) Executor { Thread(it, "ondevice-aside").start() } else thread
+        start(executor, place, Work(words, signal), work, done)
+    }
+
+    private fun <T> start(executor: Executor, place: String, now: Work, work: () -> T, done: (T) -> Unit) {
+        running[place] = now
         errors.remove(place)
         changed()
-        thread.execute {
+        executor.execute {
             val result = try {
                 Result.success(work())
             } catch (error: Throwable) {
                 Result.failure(plain(error))
             }
             main.post {
-                running.remove(place)
-                result.onSuccess(done).onFailure { errors[place] = it as OndeviceException }
+                if (running[place] === now) running.remove(place)
+                if (now.signal?.isCanceled != true) result.onSuccess(done).onFailure { errors[place] = it as OndeviceException }
                 changed()
             }
         }

@@ -2,11 +2,9 @@ package org.ondevice.app
 
 import android.Manifest
 import android.app.Activity
-import android.content.ContentResolver
 import android.content.Intent
 import android.content.pm.PackageManager
 import android.content.res.ColorStateList
-import android.net.Uri
 import android.os.Build
 import android.os.Bundle
 import android.view.Gravity
@@ -51,28 +49,21 @@ class MainActivity : Activity() {
         whole.setOnApplyWindowInsetsListener { view, insets -> keepClear(view, insets) }
         setContentView(whole)
         state?.let { saved -> tabs.forEach { tab -> saved.getBundle("screen_${tab.label}")?.let(tab.screen::restore) } }
-        val wanted = state?.getInt(TAB) ?: intent.getIntExtra(TAB, 0)
-        open(wanted.coerceIn(tabs.indices))
+        open(state?.getInt(TAB)?.coerceIn(tabs.indices) ?: Given.tab(intent, 0, tabs.indices))
         if (state == null) receive(intent)
         goOn()
     }
 
     override fun onNewIntent(intent: Intent) {
         super.onNewIntent(intent)
-        open(intent.getIntExtra(TAB, current).coerceIn(tabs.indices))
+        open(Given.tab(intent, current, tabs.indices))
         receive(intent)
         goOn()
     }
 
     /** A fleet's file that another app shares or opens; it is shown, and nothing is done before the user asks for it. */
     private fun receive(intent: Intent) {
-        @Suppress("DEPRECATION")
-        val uri = when (intent.action) {
-            Intent.ACTION_VIEW -> intent.data
-            Intent.ACTION_SEND -> intent.getParcelableExtra<Uri>(Intent.EXTRA_STREAM)
-            else -> null
-        }
-        if (uri?.scheme != ContentResolver.SCHEME_CONTENT) return
+        val uri = Given.document(intent) ?: return
         open(FLEET)
         (screen as FleetScreen).receive(uri)
     }
@@ -168,7 +159,7 @@ class MainActivity : Activity() {
         val index = request / REQUESTS
         if (result != RESULT_OK || data == null || index !in tabs.indices) return
         open(index)
-        screen.onPicked(request % REQUESTS, data)
+        Given.picked(data)?.let { screen.onPicked(request % REQUESTS, it) }
     }
 
     /** From Android 13 on a notification needs a permission; training works without it, only less visibly. */

@@ -4,6 +4,7 @@ import android.app.ActivityManager
 import android.app.AlertDialog
 import android.content.Context
 import android.content.Intent
+import android.net.Uri
 import android.view.View
 import org.json.JSONObject
 import org.ondevice.core.ArtifactInfo
@@ -22,18 +23,18 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
         val parts = ArrayList<View>()
         parts += ui.title(string(R.string.tab_models))
         parts += ui.text(string(R.string.models_words), 14f, R.color.text_soft)
-        val busy = app.jobs.words(PLACE)
+        val isFree = app.jobs.words(PLACE) == null
         app.jobs.error(PLACE)?.let { error ->
             parts += ui.column(ui.problem(error), ui.button(R.string.dismiss) { app.jobs.dismiss(PLACE) })
         }
-        busy?.let { parts += ui.busy(it) }
+        busy(PLACE)?.let { parts += it }
         val zip = ui.button(R.string.import_zip, Tone.PRIMARY) { pickZip() }.apply { id = R.id.import_zip }
         val folder = ui.button(R.string.import_folder) { pickFolder() }.apply { id = R.id.import_folder }
-        ui.enable(zip, busy == null)
-        ui.enable(folder, busy == null)
+        ui.enable(zip, isFree)
+        ui.enable(folder, isFree)
         parts += ui.row(zip, folder)
         val models = app.store.models()
-        if (models.isEmpty() && busy == null) parts += ui.empty(R.string.no_models, R.string.no_models_words)
+        if (models.isEmpty() && isFree) parts += ui.empty(R.string.no_models, R.string.no_models_words)
         models.forEach { parts += card(it) }
         runtime()?.let { parts += ui.soft(it) }
         return ui.page(R.id.page_models, *parts.toTypedArray())
@@ -106,10 +107,8 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
 
     private fun pickFolder() = host.pick(Intent(Intent.ACTION_OPEN_DOCUMENT_TREE), FOLDER)
 
-    override fun onPicked(request: Int, data: Intent) {
-        val uri = data.data ?: return
-        val imports = Imports(host.applicationContext)
-        app.jobs.run(PLACE, string(R.string.importing_model), {
+    override fun onPicked(request: Int, uri: Uri) {
+        app.import(PLACE, string(R.string.importing_model), sent = false, { imports ->
             if (request == ZIP) {
                 imports.open(uri).use { app.store.library.importZip(it, imports.name(uri).removeSuffix(".zip")) }
             } else {

@@ -1,6 +1,7 @@
 package org.ondevice.app
 
 import android.app.Application
+import android.os.CancellationSignal
 import android.system.Os
 import org.ondevice.core.Artifact
 import org.ondevice.core.Program
@@ -38,6 +39,20 @@ class OndeviceApp : Application() {
     var openAnswers: (Artifact) -> Program = { artifact ->
         ModuleProgram.check(artifact.answers!!)
         ModuleProgram(artifact, artifact.answersFile)
+    }
+
+    /** How long another app may take for an answer. */
+    var foreignLimitMs = Foreign.LIMIT_MS
+
+    /**
+     * Run [work] on what another app lends, as [Jobs.run]; the user may cancel it.
+     *
+     * What was [sent] without the user's asking is read aside of all other work.
+     */
+    fun <T> import(place: String, words: String, sent: Boolean, work: (Imports) -> T, done: (T) -> Unit = {}) {
+        val signal = CancellationSignal()
+        val threads = if (sent) Foreign.SENT else Foreign.PICKED
+        jobs.run(place, words, signal, sent, { Foreign(signal, foreignLimitMs, threads).use { work(Imports(this, it)) } }, done)
     }
 
     @Suppress("OVERRIDE_DEPRECATION")

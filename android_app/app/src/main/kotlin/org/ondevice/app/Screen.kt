@@ -1,6 +1,6 @@
 package org.ondevice.app
 
-import android.content.Intent
+import android.net.Uri
 import android.os.Bundle
 import android.view.View
 import android.widget.FrameLayout
@@ -36,7 +36,14 @@ abstract class Screen(protected val host: MainActivity) {
     open fun restore(state: Bundle) = Unit
 
     /** What the system's picker gave for a request of this screen. */
-    open fun onPicked(request: Int, data: Intent) = Unit
+    open fun onPicked(request: Int, uri: Uri) = Unit
+
+    /** What is being done at a place, with a way to end it if another app may hold it up; null when nothing is. */
+    protected fun busy(place: String): View? {
+        val row = ui.busy(app.jobs.words(place) ?: return null)
+        if (!app.jobs.canCancel(place)) return row
+        return ui.column(row, ui.button(R.string.cancel) { app.jobs.cancel(place) }.apply { id = R.id.cancel })
+    }
 
     protected fun string(id: Int, vararg arguments: Any): String = host.getString(id, *arguments)
 }

@@ -160,7 +160,7 @@ abstract class AppTest {
     protected fun pick(request: Int, name: String, bytes: ByteArray) {
         val uri = Uri.parse("content://documents/$name")
         shadowOf(app.contentResolver).registerInputStream(uri, ByteArrayInputStream(bytes))
-        activity.screen.onPicked(request, Intent().setData(uri))
+        activity.screen.onPicked(request, uri)
     }
 
     /** The screen as a picture, under build/screens. */

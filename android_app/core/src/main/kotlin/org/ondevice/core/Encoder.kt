@@ -126,7 +126,7 @@ class Encoder(
 
     /** Plain text in windows of at most [limit] tokens; each begins with the last token of the one before. */
     private fun windows(row: Row): List<Item> {
-        var ids = tokenizer.encode(row.pairs[0].second, addSpecialTokens = true)
+        var ids = once(tokenizer.encode(row.pairs[0].second, addSpecialTokens = true))
         val eos = tokenizer.eosId
         if (row.end && eos != null && (ids.isEmpty() || ids.last() != eos)) ids += eos
         if (ids.size < 2) throw BadRow("text", "has fewer than two tokens")
@@ -137,11 +137,15 @@ class Encoder(
 
     /** Ids with the special tokens that the tokenizer adds in front, but none that it adds behind. */
     private fun tokenize(text: String): IntArray {
-        var ids = tokenizer.encode(text, addSpecialTokens = true)
+        var ids = once(tokenizer.encode(text, addSpecialTokens = true))
         val eos = tokenizer.eosId ?: return ids
         while (ids.isNotEmpty() && ids.last() == eos && !text.endsWith(tokenizer.eosToken!!)) ids = ids.copyOf(ids.size - 1)
         return ids
     }
+
+    /** Ids with one BOS: a text that begins with its mark has two, as the tokenizer puts one in front of every text. */
+    private fun once(ids: IntArray): IntArray =
+        if (ids.size > 1 && tokenizer.bosId != null && ids[0] == tokenizer.bosId && ids[1] == ids[0]) ids.copyOfRange(1, ids.size) else ids
 
     private fun checkFit(answerTokens: Int, promptTokens: Int) {
         val room = if (promptTokens > 0) limit - 1 else limit

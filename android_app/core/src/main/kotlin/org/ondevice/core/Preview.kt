@@ -10,6 +10,7 @@ data class Segment(val text: String, val trained: Boolean)
  * @property longestTokens the longest row before truncation.
  * @property examples the first rows decoded, in stretches of equally trained tokens.
  * @property labels how often each label occurs.
+ * @property unread columns and keys that nothing reads, with how many rows or turns have them.
  */
 class Preview(
     val file: String,
@@ -28,6 +29,7 @@ class Preview(
     val examples: List<List<Segment>>,
     val problems: List<RowProblem>,
     val duplicates: List<Pair<Int, Int>>,
+    val unread: Map<String, Int> = emptyMap(),
 ) {
     companion object {
         /** Summarise rows that were read and encoded; [examples] is the number to decode. */
@@ -50,6 +52,7 @@ class Preview(
                 examples = dataset.items.take(examples).map { segments(it.example, tokenizer) },
                 problems = dataset.problems,
                 duplicates = rows.duplicates,
+                unread = rows.unread,
             )
         }
 

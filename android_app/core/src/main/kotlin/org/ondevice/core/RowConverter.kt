@@ -5,7 +5,25 @@ internal class RowConverter(private val format: Format, private val task: Task?,
     private val classes: Map<String, String> =
         if (task == null && format == Format.CLASSIFICATION) classesOf(records) else emptyMap()
 
-    fun row(line: Int, record: Map<*, *>): Row = when {
+    private val counts = HashMap<String, Int>()
+
+    /** Columns and keys of the rows so far that nothing reads, the most frequent first. */
+    val unread: Map<String, Int> get() = counts.entries.sortedByDescending { it.value }.associate { it.key to it.value }
+
+    fun row(line: Int, record: Map<*, *>): Row {
+        val row = converted(line, record)
+        count(record.filterKeys { it !in (task?.let(::keysOf) ?: READ.getValue(format)) }, "")
+        if (task == null && format == Format.CHAT) {
+            for (turn in record["messages"] as List<*>) count((turn as Map<*, *>).filterKeys { it !in TURN }, "messages[].")
+        }
+        return row
+    }
+
+    private fun count(values: Map<*, *>, prefix: String) {
+        for ((key, value) in values) if (says(value)) counts.merge("$prefix$key", 1, Int::plus)
+    }
+
+    private fun converted(line: Int, record: Map<*, *>): Row = when {
         task != null -> taskRow(task, line, record)
         format == Format.CHAT -> chatRow(line, record)
         format == Format.INSTRUCT -> instructRow(line, record)
@@ -42,8 +60,12 @@ internal class RowConverter(private val format: Format, private val task: Task?,
             if (message !is Map<*, *>) throw BadRow(where, "expected an object with role and content, received ${describe(message)}")
             val role = message["role"]
             if (role !is String || role !in ROLES) throw BadRow("$where.role", "expected ${ROLES.joinToString(", ")}; received ${describe(role)}")
+            refuse(message, if (role == "assistant") NOT_READ + WEIGHTS else NOT_READ, "$where.")
             turns.add(Turn(role, Texts.check(message["content"], "$where.content")))
         }
+        refuse(record, COLUMNS_NOT_READ, "")
+        val system = systemOf(record)
+        if (system != null && turns[0].role != "system") turns.add(0, Turn("system", system))
         while (turns.isNotEmpty() && turns.last().role != "assistant") turns.removeAt(turns.size - 1)
         if (turns.isEmpty()) throw BadRow("messages", "has no assistant turn to train on")
         if (turns[0].role == "assistant") throw BadRow("messages.0.role", "expected system or user first, received assistant")
@@ -57,9 +79,30 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         val given = !Texts.isBlank(context)
         val asked = if (given) "$instruction\n\n$context" else instruction
         val block = if (given) "\n\n### Input:\n$context" else ""
-        val prompt = "### Instruction:\n$instruction$block\n\n### Response:\n"
-        return Row(line, listOf(prompt to answer), turns = listOf(Turn("user", asked), Turn("assistant", answer)))
+        refuse(record, listOf("history"), "")
+        val system = systemOf(record)
+        val before = if (system == null) "" else "$system\n\n"
+        val prompt = "$before### Instruction:\n$instruction$block\n\n### Response:\n"
+        val turns = listOfNotNull(system?.let { Turn("system", it) }, Turn("user", asked), Turn("assistant", answer))
+        return Row(line, listOf(prompt to answer), turns = turns)
     }
+
+    private fun systemOf(record: Map<*, *>): String? {
+        val key = SYSTEM.firstOrNull { record[it] != null } ?: return null
+        return Texts.check(record[key], key, empty = true).takeUnless { Texts.isBlank(it) }
+    }
+
+    /** Leave out a row that says what the app does not do: in silence it would train something else. */
+    private fun refuse(values: Map<*, *>, keys: List<String>, where: String) {
+        val key = keys.firstOrNull { says(values[it]) && !(it in WEIGHTS && trains(it, values[it])) } ?: return
+        throw BadRow("$where$key", "is not read by the app: train on such rows with the command line")
+    }
+
+    private fun says(value: Any?): Boolean =
+        value != null && value != "" && value != emptyList<Any>() && value != emptyMap<Any, Any>()
+
+    private fun trains(key: String, value: Any?): Boolean =
+        if (key == "masked") value == false || value == 0L || value == 0.0 else value == true || value == 1L || value == 1.0
 
     private fun classRow(line: Int, record: Map<*, *>): Row {
         val text = text(record, "text", "sentence")
@@ -105,6 +148,31 @@ internal class RowConverter(private val format: Format, private val task: Task?,
     companion object {
         const val MAX_CLASSES = 50
         private val ROLES = listOf("system", "user", "assistant")
+        private val SYSTEM = listOf("system", "system_prompt", "system_message")
+
+        /** Keys of a turn, and columns, that change what is trained on, and that the app does not follow. */
+        private val NOT_READ = listOf(
+            "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "mask", "train_detail",
+        )
+        private val WEIGHTS = listOf("weight", "train", "training", "trainable", "loss", "masked")
+        private val COLUMNS_NOT_READ = listOf(
+            "tools", "functions", "documents", "chat_template_kwargs", "weights", "loss_mask", "train_mask", "turn_mask",
+        )
+        private val TURN = setOf("role", "content") + WEIGHTS
+
+        private val READ: Map<Format, Set<String>> = mapOf(
+            Format.CHAT to setOf("messages") + SYSTEM,
+            Format.INSTRUCT to setOf("instruction", "prompt", "input", "context", "output", "response") + SYSTEM,
+            Format.COMPLETION to setOf("prompt", "completion"),
+            Format.TEXT to setOf("text"),
+            Format.CLASSIFICATION to setOf("text", "sentence", "label"),
+            Format.MULTIPLE_CHOICE to setOf("question", "prompt", "choices", "answer"),
+            Format.QA to emptySet(),
+        )
+
+        private fun keysOf(task: Task): Set<String> =
+            (task.columns.values.flatten() + task.labels).map { it.substringBefore('.') }.toSet() +
+                setOf("task", "prompt_fields")
 
         /** The label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label. */
         fun labelKey(value: Any?): String? = when (value) {

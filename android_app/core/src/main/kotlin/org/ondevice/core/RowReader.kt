@@ -60,7 +60,7 @@ object RowReader {
         }
         problems.sortBy { it.line }
         if (items.isEmpty() && !allowEmpty) throw noRows(name, problems)
-        return Rows(name, format, items, problems, chosen?.name, duplicates(items))
+        return Rows(name, format, items, problems, chosen?.name, duplicates(items), convert.unread)
     }
 
     private fun records(name: String, bytes: ByteArray, problems: MutableList<RowProblem>): List<Pair<Int, Map<*, *>>> {

@@ -43,6 +43,7 @@ data class Row(
  * All rows of one file and every row that was left out.
  *
  * @property duplicates lines that say the same as an earlier line, with that line; they are kept.
+ * @property unread columns of the file and keys of turns that nothing reads, with how many rows or turns have them.
  */
 class Rows(
     val file: String,
@@ -51,6 +52,7 @@ class Rows(
     val problems: List<RowProblem>,
     val task: String? = null,
     val duplicates: List<Pair<Int, Int>> = emptyList(),
+    val unread: Map<String, Int> = emptyMap(),
 )
 
 /** Why one row cannot be used; readers turn it into a [RowProblem]. */

@@ -23,7 +23,7 @@ class Task internal constructor(
     val columns: Map<String, List<String>>,
     val choices: List<Choice>,
     val prompt: String,
-    private val labels: List<String> = listOf("label"),
+    internal val labels: List<String> = listOf("label"),
     private val clean: (Map<String, String>) -> Map<String, String> = { it },
     private val pairs: ((Map<String, String>) -> List<Pair<String, String>>)? = null,
 ) {

@@ -65,6 +65,41 @@ class DataTest {
         assertTrue(rows.items.any { it.line == 10 })
     }
 
+    private fun read(vararg lines: String): Rows =
+        RowReader.read("f.jsonl", lines.joinToString("\n").toByteArray(), allowEmpty = true)
+
+    @Test
+    fun whatTheAppDoesNotFollowIsLeftOutByName() {
+        val answer = """{"role": "assistant", "content": "Apple.""""
+        fun turns(extra: String) = """{"messages": [{"role": "user", "content": "Fruit?"}, $answer$extra}]}"""
+        for ((key, value) in mapOf("tool_calls" to "[{}]", "reasoning_content" to "\"A fruit.\"", "weight" to "0", "train" to "false", "masked" to "true")) {
+            val rows = read(turns(""), turns(", \"$key\": $value"))
+            assertEquals(listOf("messages.1.$key"), rows.problems.map { it.field })
+            assertTrue("is not read by the app" in rows.problems[0].reason)
+        }
+        assertEquals(emptyList<RowProblem>(), read(turns(", \"weight\": 1, \"tool_calls\": null, \"train\": true")).problems)
+        val history = read("""{"instruction": "a", "output": "b", "history": [["c", "d"]]}""")
+        assertEquals(listOf("history"), history.problems.map { it.field })
+    }
+
+    @Test
+    fun columnsThatNothingReadsAreCounted() {
+        val turns = """"messages": [{"role": "user", "content": "Fruit?", "name": "Ann"}, {"role": "assistant", "content": "Apple."}]"""
+        assertEquals(mapOf("messages[].name" to 2, "id" to 1), read("{$turns}", "{$turns, \"id\": 7}").unread)
+        assertEquals(mapOf("category" to 1), read("""{"instruction": "a", "response": "b", "category": "c"}""").unread)
+        val task = """{"task": "sst2", "prompt_fields": {"sentence": "good"}, "label": 1, "split": "x"}"""
+        assertEquals(mapOf("split" to 1), read(task).unread)
+    }
+
+    @Test
+    fun aSystemColumnIsASystemTurn() {
+        val row = read("""{"instruction": "a", "output": "b", "system_prompt": "Be brief."}""").items.single()
+        assertEquals(listOf("system", "user", "assistant"), row.turns.map { it.role })
+        assertEquals("Be brief.\n\n### Instruction:\na\n\n### Response:\n", row.pairs[0].first)
+        val chat = read("""{"system": "Be brief.", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}""")
+        assertEquals("Be brief.", chat.items.single().turns[0].content)
+    }
+
     @Test
     fun filesThatAreNoJsonLines() {
         for ((content, words) in mapOf(

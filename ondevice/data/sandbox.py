@@ -1,0 +1,253 @@
+"""Chat templates under limits: a template is a program of whoever made the model, and may try to fill the memory.
+
+transformers renders in Jinja's sandbox, which keeps a template from files and from code, but not from `'A' * 10**9` or
+from loops in loops. `LimitedEnvironment` is that sandbox with a budget for each rendering: of characters and list
+entries that it makes, and of processor time. What an operator, a method or a filter would make is estimated before it
+does; what goes through it unchanged costs nothing but its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MOST = 32_000_000
+"""Characters of one rendering, with all that it makes on the way."""
+ENTRY = 16
+"""Characters that an entry of a list or dictionary counts as: so many bytes it takes, and time to walk."""
+MOST_S = 5.0
+"""Processor time of one rendering."""
+WIDEST = 1000
+"""Largest width, indentation or precision that a filter or a format takes."""
+LONGEST_INT_BITS = 4096
+_COUNTS = ("default", "d", "int", "float", "truncate")
+"""Filters whose numbers are values, not widths."""
+_budget = threading.local()
+
+
+class TemplateLimitError(SecurityError):
+    """A template asks for more than a rendering may take."""
+
+
+def begin() -> None:
+    """Begin a rendering: its budget is whole."""
+    _budget.left, _budget.until_s = MOST, time.thread_time() + MOST_S
+
+
+def spend(count: int) -> None:
+    """Take characters or entries from the budget; `count` is known before they are made."""
+    _budget.left = getattr(_budget, "left", MOST) - count
+    if _budget.left < 0:
+        raise TemplateLimitError(f"the template makes more than {MOST:,} characters")
+    if time.thread_time() > getattr(_budget, "until_s", float("inf")):
+        raise TemplateLimitError(f"the template takes more than {MOST_S:g} s")
+
+
+def weigh(value: Any) -> int:
+    """Count the characters that a value has when it is written out, however often a part is shared."""
+    total, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str | bytes):
+            total += len(one)
+        elif isinstance(one, dict):
+            total += ENTRY * len(one)
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            total += ENTRY * len(one)
+            waiting += one
+        if total > MOST:
+            raise TemplateLimitError(f"the template makes more than {MOST:,} characters")
+    return total
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    return ENTRY * len(value) if isinstance(value, list | tuple | dict) else 1
+
+
+def _check_widths(text: str, values: tuple[Any, ...] = ()) -> None:
+    """Refuse widths in a format that are wider than any text needs; `values` may be widths too."""
+    numbers = [int(number[:9]) for number in re.findall(r"\d+", text)]
+    numbers += [value for value in values if isinstance(value, int)] if re.search(r":[^}]*\{|\*", text) else []
+    if max(numbers, default=0) > WIDEST:
+        raise TemplateLimitError(f"the template formats wider than {WIDEST} characters")
+
+
+def _joined(parts: Any, separator: Any) -> list[Any]:
+    items = list(islice(parts, MOST // ENTRY))
+    spend(weigh(items) + len(items) * len(str(separator)))
+    return items
+
+
+def _before_method(text: str, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """Spend what a method of a text makes; return its arguments, those of `join` as a list."""
+    if name == "join":
+        return (_joined(arguments[0], text),)
+    if name == "replace":
+        old, new = [*map(str, [*arguments, *named.values()]), "", ""][:2]
+        spend(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+    elif name in ("format", "format_map"):
+        values = (*arguments, *named.values())
+        _check_widths(text, values)
+        spend(len(text) * WIDEST if re.search(r"\d", text) else len(text))
+        spend(sum(map(weigh, values)) * max(1, text.count("{")))
+    elif name == "translate":
+        spend(len(text) * max(1, weigh([*arguments])))
+    else:  # a number is a width, for each tab of `expandtabs`
+        widest = max((value for value in arguments if isinstance(value, int)), default=0)
+        spend(len(text) + max(0, widest) * (1 + text.count("\t")))
+    return arguments
+
+
+def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that spends what it takes and makes."""
+
+    @functools.wraps(function)
+    def limited(*arguments: Any, **named: Any) -> Any:
+        values = (*arguments, *named.values())
+        spend(sum(weigh(value) for value in values if not isinstance(value, Context)))
+        numbers = [value for value in values[1:] if isinstance(value, int)]
+        if name not in _COUNTS and max(numbers, default=0) > WIDEST:
+            raise TemplateLimitError(f"filter '{name}': a width above {WIDEST}")
+        texts = [value for value in values if isinstance(value, str)]
+        if name == "format" and texts:
+            _check_widths(texts[0], values)
+            spend(len(texts[0]) * WIDEST if re.search(r"\d|\*", texts[0]) else 0)
+        elif name == "replace" and len(texts) > 2:
+            spend((texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1) * len(texts[2]))
+        elif name == "wordwrap" and len(texts) > 1:
+            spend(len(texts[0]) * max(map(len, texts[1:])))
+        elif name in ("indent", "tojson") and (numbers or len(texts) > 1):
+            width = max([*numbers, *map(len, texts[1:])])
+            spend(width * max(text.count("\n") for text in texts) if texts else width * weigh(values[0]))
+        elif name == "join":
+            # The list is before the separator; a context or an environment may stand before both.
+            place = next((i for i, value in enumerate(arguments) if hasattr(value, "__iter__")), None)
+            if place is not None:
+                separator = next((text for text in texts if text is not arguments[place]), "")
+                arguments = (*arguments[:place], _joined(arguments[place], separator), *arguments[place + 1 :])
+        result = function(*arguments, **named)
+        spend(_size(result))
+        return result
+
+    return limited
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Filters by name, each limited when it is looked up."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return _limited_filter(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = super().get(name)
+        return default if found is None else _limited_filter(name, found)
+
+
+class _Counted(NodeTransformer):
+    """Puts a call, which is counted, into each loop, and calls for what `~` joins."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("concatenated", node.nodes, node)
+
+
+def _call(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name, lineno=at.lineno), arguments, [], None, None, lineno=at.lineno)
+
+
+class _Rendering(Context):
+    """The variables of one rendering, whose budget begins with them."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        begin()
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox with a budget for each rendering."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+    context_class = _Rendering
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, finalize=self._written, **named)
+        self.filters = _Filters(self.filters)
+        self.globals.pop("lipsum", None)  # random text of any length
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Counted().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    @staticmethod
+    def turn() -> None:
+        """Do nothing: the call itself is counted."""
+
+    @staticmethod
+    def concatenated(*parts: Any) -> str:
+        """Join what `~` joins."""
+        spend(sum(map(weigh, parts)))
+        return "".join(map(str, parts))
+
+    @staticmethod
+    def _written(value: Any) -> Any:
+        spend(weigh(value))
+        return value
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [value for value in (left, right) if isinstance(value, str | bytes | list | tuple)]
+        if operator == "*" and sizes:
+            times = right if sizes[0] is left else left
+            spend(_size(sizes[0]) * max(0, times) if isinstance(times, int) else 0)
+        elif operator == "+" and sizes:
+            spend(sum(map(_size, sizes)))
+        elif operator == "%" and isinstance(left, str):
+            values = right if isinstance(right, tuple) else (right,)
+            _check_widths(left, values)
+            spend(len(left) * WIDEST if re.search(r"\d|\*", left) else len(left))
+            spend(sum(map(weigh, values)) * max(1, left.count("%")))
+        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(1, right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > LONGEST_INT_BITS:
+                raise TemplateLimitError(f"the template computes a number of more than {LONGEST_INT_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        spend(1)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str):
+            args = _before_method(text, name, args, kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        spend(_size(result))
+        return result
+
+
+def install() -> None:
+    """Let transformers render every chat template of this process in the limited environment."""
+    from transformers.utils import chat_template_utils
+
+    templates: Any = chat_template_utils
+    # The module names the class when it compiles a template: no other place renders one.
+    if templates.ImmutableSandboxedEnvironment is not LimitedEnvironment:
+        templates.ImmutableSandboxedEnvironment = LimitedEnvironment
+        templates._compile_jinja_template.cache_clear()

@@ -1,0 +1,55 @@
+"""A limit on the memory of this process, kept by the kernel: an allocation beyond it fails here.
+
+Private writable memory counts (RLIMIT_DATA), pages of files do not. macOS and Windows have no such limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_REFUSED = re.compile(
+    r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread|malloc of size",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def own_memory(limit_bytes: int | None) -> Iterator[None]:
+    """Limit the private memory of this process to `limit_bytes` within the block; None is no limit.
+
+    What libraries had mapped without touching it, before the block, is added to the limit.
+    """
+    if limit_bytes is None or not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = limit_bytes + max(0, status_bytes("VmData") - status_bytes("RssAnon"))
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def was_refused(error: BaseException) -> bool:
+    """Return True for the error of an allocation that was refused."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return bool(_REFUSED.search(str(error)))
+
+
+def status_bytes(name: str) -> int:
+    """Read a size in /proc/self/status, in bytes; 0 where there is none."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0)
+    except OSError:
+        return 0

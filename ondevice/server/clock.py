@@ -1,0 +1,86 @@
+"""The store's own time: seconds that never jump, for everything that waits, expires or is deleted.
+
+A board without a battery starts in 1970 and jumps by decades once it has a network. The wall clock
+therefore only labels things (`created_s`) and decides when a daily window is open. All else is measured
+by the machine's time since boot, which also counts while it sleeps. It goes on across restarts of the
+daemon, and across reboots with what was counted before: time during which the machine was off does not
+count.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ondevice.server.store import Store
+
+KEEP_S = 300.0
+"""How often the time is written down: a power cut loses so much of it at most."""
+_UNKNOWN_BOOT = str(uuid.uuid4())
+
+
+def uptime_s() -> float:
+    """Return seconds since the machine started, sleep included; only differences mean something."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def boot_id() -> str:
+    """Return an id of the machine's present run; where the system has none, of this process."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return _UNKNOWN_BOOT
+
+
+class StoreClock:
+    """Seconds of a store's time, and the ages of the things in it.
+
+    An age is counted from `renew`, or from the first time that somebody asks for it, so a thing that the
+    database does not know is as old as our knowledge of it, whatever date its file has.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store, self._kept_s = store, 0.0
+        row, now = store.row("SELECT * FROM clock"), uptime_s()
+        counted = 0.0 if row is None else float(row["seconds"])
+        if row is not None and row["boot"] == boot_id() and now >= row["uptime_s"]:
+            counted += now - row["uptime_s"]
+        self._base = counted - now
+
+    def now(self) -> float:
+        """Return the store's time, in seconds."""
+        return self._base + uptime_s()
+
+    def keep(self, *, at_once: bool = False) -> None:
+        """Write the time down for the next start; only the daemon does, every few minutes and when it ends."""
+        now = self.now()
+        if not at_once and now - self._kept_s < KEEP_S:
+            return
+        with self.store.transaction(durable=False) as db:
+            db.execute("DELETE FROM clock")
+            db.execute("INSERT INTO clock VALUES (?, ?, ?)", (boot_id(), now - self._base, now))
+        self._kept_s = now
+
+    def renew(self, name: str) -> None:
+        """Begin to count the age of a thing, or begin again; `name` is its place in the store."""
+        with self.store.transaction(durable=False) as db:
+            db.execute("INSERT OR REPLACE INTO ages VALUES (?, ?)", (name, self.now()))
+
+    def age_s(self, name: str) -> float:
+        """Return the age of a thing, in seconds."""
+        row = self.store.row("SELECT since_s FROM ages WHERE name = ?", name)
+        if row is None:
+            self.renew(name)
+            return 0.0
+        return self.now() - float(row["since_s"])
+
+    def forget_missing(self) -> None:
+        """Forget the ages of things that are no longer there."""
+        gone = [row["name"] for row in self.store.rows("SELECT name FROM ages")]
+        gone = [name for name in gone if not (self.store.root / name).exists()]
+        if gone:
+            with self.store.transaction(durable=False) as db:
+                db.executemany("DELETE FROM ages WHERE name = ?", [(name,) for name in gone])

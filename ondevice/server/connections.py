@@ -1,0 +1,197 @@
+"""Connections to the daemon: how long a request may take to arrive, and how many of them a client holds.
+
+uvicorn waits without end for the rest of a request, and at its limit it refuses everybody. Here a request has a
+deadline, first for its head and then for its body. Where there are too many connections, the one goes that has been
+silent for the longest while its request is not whole. So somebody who opens thousands and sends nothing only drives
+out his own: a client that does send is answered at once. All of this is before any token is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import time
+from collections import OrderedDict
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from ondevice.server.security import network_of
+
+_log = logging.getLogger(__name__)
+HEAD_S = 10.0
+"""Within which the head of a request arrives, from the connection's begin or from the last answer."""
+SILENT_S = 20.0
+"""Longest silence within a body."""
+SLOWEST_BYTES_S = 4096
+"""A body has `SILENT_S` and a second for each so many bytes that have come."""
+READER_S = 60.0
+"""How long an answer may stay where it is because nobody reads it."""
+CLOSE_S = 5.0
+"""How long a closed connection may take to send what is left."""
+CONNECTIONS = 2000
+OTHER_FILES = 1000
+"""Files that are open for other things than connections: the database in each thread, pipes, uploads."""
+FILES = 8192
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol with deadlines; `Crowd` has all of them."""
+
+    server_state: Crowd
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.heard = self._since = self._moved = time.monotonic()
+        self._taken = self._unsent = 0
+        self._phase: object = h11.IDLE
+        self._closing: float | None = None
+
+    @property
+    def address(self) -> str:
+        """Whom the connection counts for."""
+        return network_of(self.client[0] if self.client else "unknown")
+
+    @property
+    def is_arriving(self) -> bool:
+        """True while the request is not whole, or none has begun."""
+        return self._phase in (h11.IDLE, h11.SEND_BODY)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self.server_state.enter(self):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open", "wait, and try again")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        self._taken += len(data)
+        super().data_received(data)
+        self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def drop(self) -> None:
+        """Close at once, with nothing more sent."""
+        self.server_state.leave(self)
+        self.transport.abort()
+
+    def close_if_late(self, now: float) -> None:
+        """Close a connection whose request, or whose reader, is late."""
+        if self.transport.is_closing():
+            self._closing = self._closing or now
+            if now - self._closing > CLOSE_S:
+                self.drop()
+            return
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent or unsent < self._unsent:
+            self._moved = now
+        self._unsent = unsent
+        if now - self._moved > READER_S:
+            self.drop()
+        elif self._phase is h11.IDLE and now - self._since > HEAD_S:
+            self._refuse_late(f"the request's head within {HEAD_S:g} s")
+        elif self._phase is h11.SEND_BODY and not self.flow.read_paused:
+            deadline = self._since + SILENT_S + self._taken / SLOWEST_BYTES_S
+            if now > min(deadline, self.heard + SILENT_S):
+                self._refuse_late(f"a body without a pause of {SILENT_S:g} s, {SLOWEST_BYTES_S} bytes a second or more")
+
+    def _note(self) -> None:
+        """Begin the deadline of the next part of a request when one has arrived."""
+        if self.conn.their_state is not self._phase:
+            self._phase, self._since, self._taken = self.conn.their_state, time.monotonic(), 0
+        self.server_state.moved(self)
+
+    def _refuse_late(self, expected: str) -> None:
+        is_answered = self._phase is h11.SEND_BODY and self.cycle.response_started
+        if is_answered or (self._phase is h11.IDLE and not self._taken):
+            self.drop()
+        else:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time", "send it again", expected)
+
+    def _refuse(self, status: HTTPStatus, message: str, hint: str, expected: str | None = None) -> None:
+        values = {"error": "Refused", "message": message, "expected": expected, "received": None, "hint": hint}
+        body = json.dumps(values).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class Crowd(ServerState):
+    """All connections by client.
+
+    Args:
+        most: of all clients.
+        most_of_one: of one address; an IPv6 network of a customer is one.
+    """
+
+    def __init__(self, most: int = CONNECTIONS, most_of_one: int | None = None) -> None:
+        super().__init__()
+        self.most, self.most_of_one = most, most_of_one or max(1, most // 2)
+        self.clients: dict[str, OrderedDict[Connection, None]] = {}
+        """Of each client, in the order in which something was heard of them last."""
+
+    def enter(self, connection: Connection) -> bool:
+        """Take a connection; another may have to go for it. Return False if there is no room."""
+        own = self.clients.get(connection.address, OrderedDict())
+        if len(own) >= self.most_of_one and not _drop_silent(own):
+            return False
+        if sum(map(len, self.clients.values())) >= self.most:
+            crowds = sorted(self.clients.values(), key=len, reverse=True)
+            if not any(_drop_silent(crowd) for crowd in crowds):
+                return False
+        self.clients.setdefault(connection.address, OrderedDict())[connection] = None
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection."""
+        own = self.clients.get(connection.address, OrderedDict())
+        own.pop(connection, None)
+        if not own:
+            self.clients.pop(connection.address, None)
+
+    def moved(self, connection: Connection) -> None:
+        """Note that something was heard of a connection."""
+        own = self.clients.get(connection.address)
+        if own is not None and connection in own:
+            own.move_to_end(connection)
+
+    def close_late(self) -> None:
+        """Close the connections that are late; to be called every second or so."""
+        now = time.monotonic()
+        for connection in [one for own in self.clients.values() for one in own]:
+            connection.close_if_late(now)
+
+
+def _drop_silent(crowd: OrderedDict[Connection, None]) -> bool:
+    """Drop the connection that has been silent for the longest, of those whose request is not whole."""
+    for connection in crowd:
+        if connection.is_arriving:
+            connection.drop()
+            return True
+    return False
+
+
+def connection_limit() -> int:
+    """Raise this process's limit of open files where it may; return how many connections that leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            _log.warning("the limit of open files stays at %d: %s", soft, error)
+    room = CONNECTIONS if soft == resource.RLIM_INFINITY else soft - OTHER_FILES
+    return max(100, min(CONNECTIONS, room))

@@ -1,0 +1,58 @@
+"""Threads by kind of work, so that what waits for a model or a disk holds up nothing else.
+
+A route that is a plain function runs in the web framework's own forty threads: these are for control, which never waits
+long. Everything that may wait, for a helper process, a token of an answer or the bytes of a file, has a pool here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+
+from ondevice.core.errors import BusyError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Pool:
+    """Threads for one kind of work.
+
+    Args:
+        threads: how many calls run at once.
+        waiting: how many more may wait for a thread; further ones are refused.
+    """
+
+    def __init__(self, name: str, threads: int, waiting: int) -> None:
+        self.name, self.threads, self.waiting = name, threads, waiting
+        self._limiter: CapacityLimiter | None = None
+
+    async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Call a function in a thread of the pool, and return its value.
+
+        Raises:
+            BusyError: too many wait already.
+        """
+        if self._limiter is None:  # it belongs to the loop that serves
+            self._limiter = CapacityLimiter(self.threads)
+        if self._limiter.statistics().tasks_waiting >= self.waiting:
+            raise BusyError(f"too many {self.name} wait already", hint="try again in a minute")
+        call: Callable[[], Any] = partial(function, *arguments, **named)
+        return await to_thread.run_sync(call, limiter=self._limiter)
+
+
+class Pools:
+    """The pools of a daemon."""
+
+    def __init__(self) -> None:
+        self.questions = Pool("questions", threads=64, waiting=64)
+        """Questions to the model, each from its begin to the first part of its answer: most wait for their turn."""
+        self.answers = Pool("answers", threads=8, waiting=1000)
+        """The next part of an answer that has begun. One model answers at a time."""
+        self.rows = Pool("requests for rows", threads=16, waiting=64)
+        """Previews, plans and checks: they wait for the helper that reads rows and models."""
+        self.files = Pool("uploads and downloads", threads=8, waiting=1000)
+        """Reading and writing of large files."""

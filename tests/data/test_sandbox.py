@@ -1,0 +1,144 @@
+"""A hostile chat template ends in an error, not in a full memory; an honest one renders as it always did."""
+
+from __future__ import annotations
+
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the torch extra is not installed")
+from transformers.utils import chat_template_utils
+
+from ondevice.core.errors import ModelError
+from ondevice.data import Row, Rows, encode, sandbox
+from ondevice.data.chat_template import apply_template
+from ondevice.models.generate import tokenize
+
+MOST_MIB = 96
+TURNS = [{"role": "user", "content": "a %d {b} ~"}, {"role": "assistant", "content": "c\n  d"}]
+MEGABYTE = "{% set s = 'a' * 1000000 %}"
+DOUBLED = "{% set n = namespace(x=['a']) %}{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+BOMBS = {
+    "a text times a number": "{{ 'A' * 1500000000 }}",
+    "a number times a text": "{{ 1500000000 * 'A' }}",
+    "a list times a number": "{% set x = [1] * 1000000000 %}",
+    "a power": "{{ (10 ** 4000) ** 4000 }}",
+    "%": "{{ '%1500000000d' % 1 }}",
+    "%*": "{{ '%*d' % (1500000000, 1) }}",
+    "the filter center": "{{ 'a'|center(1500000000) }}",
+    "the filter format": "{{ '%1500000000d'|format(1) }}",
+    "the filter replace": MEGABYTE + "{{ s|replace('a', s) }}",
+    "the filter join": MEGABYTE + "{{ ([s] * 100000)|join }}",
+    "a separator": MEGABYTE + "{{ range(100000)|join(s) }}",
+    "the filter indent": "{% set s = 'a\n' * 1000000 %}{{ s|indent(1000) }}",
+    "the filter wordwrap": MEGABYTE + "{{ s|wordwrap(1, wrapstring=s) }}",
+    "the filter tojson": "{{ [1, 2]|tojson(indent=1500000000) }}",
+    "the filter batch": "{{ [1]|batch(1500000000, 'x')|list }}",
+    "the filter slice": "{{ [1]|slice(1500000000)|list }}",
+    "the filter round": "{{ 2.5|round(1500000000, 'floor') }}",
+    "a filter by its name": "{{ ['a']|map('center', 1500000000)|list }}",
+    "ljust": "{{ 'a'.ljust(1500000000) }}",
+    "zfill": "{{ 'a'.zfill(1500000000) }}",
+    "expandtabs": "{% set s = '\t' * 1000000 %}{{ s.expandtabs(1000) }}",
+    "format": "{{ '{:1500000000}'.format(1) }}",
+    "a format in a format": "{{ '{:{}}'.format(1, 1500000000) }}",
+    "join": MEGABYTE + "{{ s.join(range(100000)|list) }}",
+    "replace": MEGABYTE + "{{ s.replace('a', s) }}",
+    "translate": "{{ ('a' * 100000).translate({97: 'b' * 100000}) }}",
+    "doubling by ~": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by +": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "many variables": "".join(f"{{% set a{i} = 'A' * 8000000 %}}" for i in range(100)),
+    "shared lists": DOUBLED + "{{ n.x }}",
+    "shared lists as JSON": DOUBLED + "{{ n.x|tojson }}",
+    "shared lists as text": DOUBLED + "{% set s = n.x|string %}",
+}
+LOOPS = {
+    "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "loops over one list": "{% set s = range(100000) %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "output in loops": "{% for a in range(100000) %}{% for b in range(100000) %}aaaaaaaa{% endfor %}{% endfor %}",
+}
+HONEST = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "{{ '%s has %5.2f' % ('x', 1.5) ~ 'a' * 3 + 'b' }}{{ '-'.join(['a', 'b']) }}{{ ['a', 'b']|join('-') }}",
+    "{{ messages|map(attribute='role')|join(', ') }}{{ messages|tojson(indent=2) }}{{ 'a\nb'|indent(4) }}",
+    "{{ messages[0].content.replace('a', 'xyz') }}{{ '{} {:>4}'.format('a', 3) }}{{ 7 // 2 * 2 ** 3 % 5 }}",
+    "{% macro f(x) %}[{{ x|upper }}]{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
+    "{% for m in messages if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "{% set o = namespace(n=0) %}{% for m in messages %}{% set o.n = o.n + m.content|length %}{% endfor %}{{ o.n }}",
+    "{{ 'abc'|center(20) }}|{{ 'a b c'|wordwrap(3) }}|{{ [1, 2]|batch(2, 0)|list }}|{{ 'x'.ljust(9) }}{{ 'ab'[::-1] }}",
+)
+
+
+def render(template: str, **named: Any) -> str:
+    rendered, _ = chat_template_utils.render_jinja_template([TURNS], chat_template=template, eos_token="</s>", **named)
+    return rendered[0]
+
+
+@pytest.fixture
+def limited() -> None:
+    sandbox.install()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_it_takes_memory(limited, monkeypatch, name: str) -> None:
+    if name.startswith("shared"):  # with all of it, walking takes some seconds
+        monkeypatch.setattr(sandbox, "MOST", sandbox.MOST // 10)
+    tracemalloc.start()
+    try:
+        with pytest.raises(sandbox.TemplateLimitError):
+            render(BOMBS[name])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_MIB << 20, f"{peak >> 20} MiB"
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_without_end_are_refused(limited, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(sandbox, "MOST_S", 0.3)
+    with pytest.raises(sandbox.TemplateLimitError):
+        render(LOOPS[name])
+
+
+@pytest.mark.parametrize("template", HONEST)
+def test_an_honest_template_renders_as_without_limits(monkeypatch, template: str) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
+    chat_template_utils._compile_jinja_template.cache_clear()
+    expected = render(template, add_generation_prompt=True)
+    sandbox.install()
+    assert render(template, add_generation_prompt=True) == expected
+
+
+def test_a_long_conversation_renders(limited) -> None:
+    content = "word " * 200_000
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "ok"}]
+    rendered, _ = chat_template_utils.render_jinja_template([turns], chat_template=HONEST[0], eos_token="</s>")
+    assert len(rendered[0]) > len(content) and content.strip() in rendered[0]
+
+
+def test_rows_and_questions_render_under_the_limits(tokenizer: Any) -> None:
+    import copy
+
+    hostile = copy.deepcopy(tokenizer)
+    hostile.chat_template = BOMBS["a text times a number"]
+    with pytest.raises(ModelError, match="takes too much"):
+        tokenize(hostile, TURNS[:1], "a model")
+    with pytest.raises(ModelError, match="takes too much"):
+        encode(Rows("f", "chat", [Row(1, messages=(("user", "a"), ("assistant", "b")))]), hostile, max_length_tokens=99)
+
+
+def test_every_template_is_rendered_by_the_one_function(root: Any) -> None:
+    callers = [
+        path.name
+        for folder in ("ondevice", "exporters")
+        for path in (root / folder).rglob("*.py")
+        if ".apply_chat_template(" in path.read_text()
+    ]
+    assert callers == ["chat_template.py"]
+    fake = SimpleNamespace(apply_chat_template=lambda turns, **named: repr((turns, named)))
+    assert apply_template(fake, [1], tools=[]) == repr(([1], {"tokenize": False, "tools": []}))

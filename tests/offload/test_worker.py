@@ -1,0 +1,122 @@
+"""How long the engine's threads wait for each other, and what they say when it is too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from ondevice.core.errors import StorageError, TrainingError
+from ondevice.offload.worker import Watch, Worker
+
+
+def test_a_wait_goes_on_for_as_long_as_other_work_of_the_engine_ends() -> None:
+    watch = Watch(0.6)
+    worker = Worker("update", watch)
+    try:
+        for number in range(8):
+            worker.submit(f"layer {number}", lambda: time.sleep(0.2))
+        last = worker.submit("layer 8", lambda: "done")
+        assert last.wait() == "done"
+    finally:
+        worker.close()
+
+
+def test_a_wait_ends_where_nothing_ends_any_more() -> None:
+    watch, released = Watch(0.5), threading.Event()
+    worker = Worker("update", watch)
+    try:
+        worker.submit("layer 0", released.wait)
+        with pytest.raises(TrainingError, match=r"update of layer 1 did not end within 0.5 s") as caught:
+            worker.submit("layer 1", lambda: None).wait()
+        assert "update of layer 0 running for" in str(caught.value.received)
+    finally:
+        released.set()
+        worker.close()
+
+
+def test_a_wait_for_what_no_thread_does_says_that_it_is_a_fault_of_the_engine() -> None:
+    with pytest.raises(TrainingError, match=r"the answer for layer 2 did not end within 0.3 s") as caught:
+        Watch(0.3).until(threading.Event().wait, "the answer for layer 2")
+    assert caught.value.received == "no thread of the engine is at work"
+    assert "report" in str(caught.value.hint)
+
+
+def test_what_a_lane_of_the_device_holds_up_is_named() -> None:
+    watch, reached = Watch(0.5), threading.Event()
+
+    def block() -> None:
+        reached.wait()
+
+    worker = Worker("update", watch)
+    try:
+        task = worker.submit("layer 1", lambda: None, ready=reached.is_set, block=block)
+        with pytest.raises(TrainingError) as caught:
+            task.wait()
+        assert "update of layer 1 waiting for the device" in str(caught.value.received)
+    finally:
+        reached.set()
+        assert worker.close()
+
+
+def test_a_thread_whose_only_task_cannot_begin_looks_again_until_it_can() -> None:
+    looks: list[float] = []
+
+    def ready() -> bool:
+        looks.append(time.monotonic())
+        return time.monotonic() - looks[0] > 1.0
+
+    worker = Worker("offload", Watch(10.0))
+    try:
+        assert worker.submit("the end", lambda: "done", ready=ready).wait() == "done"
+        assert len(looks) < 50
+    finally:
+        worker.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="stops a process")
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    code = """
+import time
+from ondevice.offload.worker import Watch, Worker
+
+def layer():
+    print("begun", flush=True)
+    for _ in range(10):
+        time.sleep(0.1)
+    return "done"
+
+print(Worker("update", Watch(2.0)).submit("layer 0", layer).wait(), flush=True)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(process.pid, signal.SIGCONT)
+        out, errors = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("done\n", 0), errors
+
+
+def test_a_transfer_that_never_ends_is_given_up_by_name() -> None:
+    future: Future[None] = Future()
+    with pytest.raises(TrainingError, match=r"read of layer 3 did not end within 0.3 s"):
+        Watch(0.3).result(future, "read of layer 3")
+    future.set_exception(StorageError("the drive is on fire"))
+    with pytest.raises(StorageError, match="the drive is on fire"):
+        Watch(0.3).result(future, "read of layer 3")
+
+
+def test_after_work_that_ended_half_done_nothing_follows() -> None:
+    watch = Watch(1.0)
+    with pytest.raises(KeyboardInterrupt), watch.whole("a step"):
+        raise KeyboardInterrupt
+    with pytest.raises(TrainingError, match="a step failed: KeyboardInterrupt") as caught:
+        watch.check()
+    assert "resume" in str(caught.value.hint)
