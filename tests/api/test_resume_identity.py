@@ -332,7 +332,10 @@ def test_a_task_template_that_changed_is_refused(tmp_path: Path) -> None:
     assert "the task's template changed" in case.told
 
 
-def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edit", [("Because.", "Because!"), ("Apples, pears.", "Apples! pears.")], ids=["1st", "2nd"])
+def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(
+    edit: tuple[str, str], tmp_path: Path
+) -> None:
     """Of a file of many gigabytes only pieces are hashed; each window has a digest of its own."""
     options = {"data.streaming": True, "data.shuffle_records": 3, "data.eval_path": None}
     patch = pytest.MonkeyPatch()
@@ -340,7 +343,7 @@ def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(tm
         context.setattr("ondevice.artifact.files.sha256_spread", lambda path: "0" * 64)
         case = begin(tmp_path / "case", **options)
         case.go_on(steps=2)
-        edit_text("rows.jsonl", "Because.", "Because!")(case)
+        edit_text("rows.jsonl", *edit)(case)
         with pytest.raises(OndeviceError, match="has changed since"):
             case.go_on(steps=8)
 
