@@ -20,6 +20,8 @@ import torch
 
 from benchmarks.common import finish, parse_args
 
+NEEDS = ("torch",)
+
 COLUMNS = [
     {"key": "method", "title": "Method"},
     {"key": "rate", "title": "Rate", "digits": 6},

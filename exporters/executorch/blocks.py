@@ -316,7 +316,7 @@ class BlocksSession(ExecutorchSession):
             return program.load_method(name)
         except (RuntimeError, Refused) as error:
             raise ArtifactError(
-                f"the runtime cannot load {file} of layer {layer}", received=str(error), hint=RELOAD
+                f"the runtime cannot load {file.replace('{layer}', str(layer))}", received=str(error), hint=RELOAD
             ) from None
 
     def _range(self, name: str, layer: int) -> np.ndarray:

@@ -21,7 +21,6 @@ from rich.console import Console
 from ondevice.core.errors import ConfigError
 from ondevice.core.method import Option
 from ondevice.core.registry import method_names, methods
-from ondevice.core.untrusted.yaml_documents import parse_yaml
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -235,7 +234,7 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
         if not separator or not key:
             raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
         try:
-            values[key.strip()] = value = parse_yaml(text)
+            values[key.strip()] = value = _yaml(text)
         except ValueError as error:
             raise ConfigError(f"--set {item}: the value is not YAML", received=str(error)) from None
         if value is None and text.strip():
@@ -353,3 +352,10 @@ def stages(silent: bool) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+def _yaml(text: str) -> Any:
+    """Read a value of `--set`; the reader is imported here because a list of verbs needs none."""
+    from ondevice.core.untrusted.yaml_documents import parse_yaml
+
+    return parse_yaml(text)

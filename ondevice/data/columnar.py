@@ -104,9 +104,7 @@ def _records(
 def _needs_memory(path: Path, error: MemoryError) -> DataError:
     """Build the error of a file that is damaged or too large: a column's stated size is all that is known of it."""
     reason = str(error).partition("\n")[0]
-    return DataError(
-        f"{path} states columns of more memory than there is", received=reason, hint="save it as JSON lines"
-    )
+    return DataError(f"{path} needs too much memory to be read", received=reason, hint="save it as JSON lines")
 
 
 def _names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:

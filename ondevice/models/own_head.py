@@ -14,6 +14,8 @@ from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import Refused, read_header
 
 HEAD = "lm_head.weight"
+HEADS = (HEAD, "embed_out.weight", "output.weight")
+"""Names of a head; those after the first are of families that `any_dims` reads."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 CHUNK_BYTES = 1 << 24
 
@@ -34,7 +36,7 @@ def as_the_weights_are(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def check_head(folder: Path) -> None:
     """Raise ModelError if no weights file has an output head, for a configuration that ties none to the embedding."""
-    if not any(HEAD in _entries(path) for path in sorted(folder.glob("*.safetensors"))):
+    if not any(_entries(path).keys() & set(HEADS) for path in sorted(folder.glob("*.safetensors"))):
         hint = "copy the model again, or say tie_word_embeddings: true in config.json if the embedding is its head"
         raise ModelError(f"{folder}: the weights lack a tensor", expected=HEAD, received="none of it", hint=hint)
 
