@@ -129,7 +129,8 @@ def safetensors(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         config = json.loads(files["adapter_config.json"])
         key, value = chance.choice(
             [("peft_type", "IA3"), ("r", 3), ("lora_alpha", "much"), ("use_dora", True), ("target_modules", ["k_proj"]),
-             ("bias", "all"), ("modules_to_save", ["head"]), ("lora_alpha", float("inf")), ("rank_pattern", {"q_proj": 1})]
+             ("bias", "all"), ("modules_to_save", ["head"]), ("lora_alpha", float("inf")),
+             ("rank_pattern", {"q_proj": 1})]
         )  # fmt: skip
         config[key] = value
         changed["adapter_config.json"] = chance.choice(
