@@ -98,7 +98,8 @@ def test_presets_are_run_files(ondevice, tmp_path) -> None:
 
 def test_training_stops_before_it_loads_what_does_not_fit(ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    options = ("--model", "tiny:llama", "--data", data, "--steps", 1, "--out", out, "--batch-size", 2_000_000)
+    options = ("--model", "tiny:llama", "--data", data, "--steps", 1, "--out", out, "--batch-size", 2_000_000,
+               "--memory-limit", "4GiB")  # fmt: skip
     done = ondevice("train", *options, "--max-length", 100_000)
     assert done.code == 8 and "--force" in done.err and not out.exists()
     dry = ondevice("train", *options, "--max-length", 16, "--dry-run", "--json")

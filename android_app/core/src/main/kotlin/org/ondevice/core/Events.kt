@@ -39,10 +39,13 @@ sealed class Event(val kind: String) {
         override fun fields() = linkedMapOf(
             "schema" to SCHEMA_VERSION, "config" to config, "identity" to identity, "seed" to seed, "backend" to backend,
             "generator_backend" to generatorBackend, "model_source" to modelSource, "model_sha256" to modelSha256, "steps" to steps,
-            // The app trains with the method that the program was exported for: nothing was chosen.
-            "said" to emptyList<String>(), "data" to data,
+            // The app trains with the method and the length that the program was exported for: it decides nothing itself.
+            "said" to emptyList<String>(), "decided" to emptyMap<String, Any?>(), "data" to data, "environment" to environment(),
         )
     }
+
+    /** Returns what can change the last bits of a run, under the names that Python's log uses. */
+    protected fun environment() = mapOf("processor" to System.getProperty("os.arch"), "os" to System.getProperty("os.version"))
 
     /** The run goes on; [step] is the first step that is run again, [checkpoint] its folder or "". */
     data class Resume(
