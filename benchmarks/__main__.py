@@ -22,7 +22,10 @@ FOLDER = Path(__file__).resolve().parent
 
 def benchmarks() -> dict[str, tuple[str, ...]]:
     """Name of every benchmark to what it needs, read without importing it."""
-    scripts = {path.relative_to(FOLDER).with_suffix("").as_posix(): _needs(path) for path in FOLDER.glob("*/*.py")}
+    scripts = {
+        path.relative_to(FOLDER).with_suffix("").as_posix(): _needs(path)
+        for path in FOLDER.glob("*/*.py")
+    }
     return {name: needs for name, needs in sorted(scripts.items()) if needs is not None}
 
 

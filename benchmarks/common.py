@@ -47,7 +47,9 @@ median = statistics.median
 def machine_info() -> dict[str, Any]:
     """This machine: name (for files), cpu, cores this process may use, memory_bytes, gpus, system."""
     gpus = _gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     cpu = _cpu()
     words = f"{len(gpus)}x {gpus[0]['name']}" if gpus else f"{cpu} {cores} cores"
     return {
@@ -74,7 +76,9 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def interleaved(callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
+) -> dict[str, list[float]]:
     """Wall-clock seconds of every callable, taken in turns so that a drift of the machine meets all of them.
 
     Each round runs every callable once, every other round in reverse; CUDA work is waited for.
@@ -103,7 +107,10 @@ def interleaved(callables: dict[str, Callable[[], Any]], repeats: int = 5, warmu
 
 
 def result(
-    name: str, rows: Sequence[dict[str, Any]], columns: Sequence[dict[str, Any]] | None = None, **extra: Any
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[dict[str, Any]] | None = None,
+    **extra: Any,
 ) -> dict[str, Any]:
     """The result object of benchmarks/results/README.md, with the columns in which some row has a value; `extra` adds
     keys such as `title` and `notes`."""
@@ -138,14 +145,22 @@ def write_result(
 
 
 def parse_args(
-    description: str | None, add: Callable[[argparse.ArgumentParser], Any] | None = None, repeats: int = 5
+    description: str | None,
+    add: Callable[[argparse.ArgumentParser], Any] | None = None,
+    repeats: int = 5,
 ) -> argparse.Namespace:
     """The arguments of every benchmark: --json, --repeats, --out, --record, and what `add` adds."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end the output with one line of JSON")
-    parser.add_argument("--repeats", type=int, default=repeats, help="measured rounds (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="measured rounds (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
-    parser.add_argument("--record", action="store_true", help="also write benchmarks/results/<name>/<machine>.json")
+    parser.add_argument(
+        "--record", action="store_true", help="also write benchmarks/results/<name>/<machine>.json"
+    )
     if add is not None:
         add(parser)
     args = parser.parse_args()
@@ -237,7 +252,9 @@ def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     actual: Any = record.profiler
-    events = [(e.start_ns(), e.nbytes()) for e in actual.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        (e.start_ns(), e.nbytes()) for e in actual.kineto_results.events() if e.name() == "[memory]"
+    ]
     events.sort(key=lambda event: event[0])
     return max(accumulate(size for _, size in events), default=0)
 

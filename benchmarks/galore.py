@@ -63,7 +63,11 @@ class GaloreAdamW:
         self.rank, self.refresh, self.alpha, self.count = rank, refresh, alpha, 0
         self.entries = [Projected(weight) for weight in projected]
         self.others = list(others)
-        self.adamw = torch.optim.AdamW(self.others, lr=0.0, weight_decay=0.0, fused=True) if self.others else None
+        self.adamw = (
+            torch.optim.AdamW(self.others, lr=0.0, weight_decay=0.0, fused=True)
+            if self.others
+            else None
+        )
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -81,7 +85,9 @@ class GaloreAdamW:
         for entry in self.entries:
             yield from (t for t in (entry.basis, entry.m, entry.v) if t is not None)
         if self.adamw is not None:
-            yield from (t for state in self.adamw.state.values() for t in state.values() if t.numel() > 1)
+            yield from (
+                t for state in self.adamw.state.values() for t in state.values() if t.numel() > 1
+            )
 
     @torch.no_grad()
     def step_one(self, entry: Projected, learning_rate: float) -> None:

@@ -26,7 +26,10 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
     Raises:
         SystemExit: they are of different benchmarks or kinds of machine.
     """
-    for name, values in (("benchmark", lambda d: d["benchmark"]), ("machine", lambda d: d["machine"]["name"])):
+    for name, values in (
+        ("benchmark", lambda d: d["benchmark"]),
+        ("machine", lambda d: d["machine"]["name"]),
+    ):
         if values(old) != values(new):
             raise SystemExit(f"{name}: expected {values(old)}, received {values(new)}")
     rows = {tuple(row.get(part) for part in key): row for row in old["rows"]}
@@ -37,7 +40,9 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
     document = old | {"rows": list(rows.values())}
     if "columns" in old:
         known = {column["key"] for column in old["columns"]}
-        document["columns"] = old["columns"] + [one for one in new.get("columns", ()) if one["key"] not in known]
+        document["columns"] = old["columns"] + [
+            one for one in new.get("columns", ()) if one["key"] not in known
+        ]
     return document
 
 
@@ -55,10 +60,14 @@ def in_order(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--key", required=True, help="what tells rows apart, separated by commas")
-    parser.add_argument("--sort", default="", help="what rows are sorted by; '-' before a name: the largest first")
+    parser.add_argument(
+        "--sort", default="", help="what rows are sorted by; '-' before a name: the largest first"
+    )
     args = parser.parse_args()
     key, by = (tuple(filter(None, text.split(","))) for text in (args.key, args.sort))
     for path in args.files:

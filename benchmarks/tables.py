@@ -62,7 +62,10 @@ def render(document: dict[str, Any]) -> str:
     rows = document["rows"]
     columns = document.get("columns") or [{"key": key} for key in rows[0]]
     titles = [column.get("title", column["key"]) for column in columns]
-    numeric = [_is_number(next((row[c["key"]] for row in rows if row.get(c["key"]) is not None), "")) for c in columns]
+    numeric = [
+        _is_number(next((row[c["key"]] for row in rows if row.get(c["key"]) is not None), ""))
+        for c in columns
+    ]
     lines = [
         caption(document),
         "",
@@ -81,7 +84,11 @@ def caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
     where = ", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or machine["cpu"]
     count = len(machine["gpus"])
-    shown = {name: v for name, v in document["versions"].items() if name in document.get("show_versions", ("torch",))}
+    shown = {
+        name: v
+        for name, v in document["versions"].items()
+        if name in document.get("show_versions", ("torch",))
+    }
     parts = [
         f"{count} × {where}" if count > 1 else where,
         f"{machine['cores']} cores",
@@ -139,14 +146,22 @@ def unmeasured(name: str) -> str:
 
 def documents(root: Path) -> list[Path]:
     """README.md, every Markdown file below docs/, and the pages of the top folders."""
-    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*/README.md"))]
+    pages = [
+        root / "README.md",
+        *sorted((root / "docs").rglob("*.md")),
+        *sorted(root.glob("*/README.md")),
+    ]
     return list(dict.fromkeys(path for path in pages if path.is_file()))
 
 
 def _files(name: str, results: Path) -> list[Path]:
-    files = sorted((results / name).glob("*.json")) or [f for f in [results / f"{name}.json"] if f.is_file()]
+    files = sorted((results / name).glob("*.json")) or [
+        f for f in [results / f"{name}.json"] if f.is_file()
+    ]
     if not files and not (ROOT / "benchmarks" / f"{name}.py").is_file():
-        raise FileNotFoundError(f"results: {name}: expected {results / name}/*.json or {results / name}.json")
+        raise FileNotFoundError(
+            f"results: {name}: expected {results / name}/*.json or {results / name}.json"
+        )
     return files
 
 
@@ -175,7 +190,10 @@ def main(arguments: list[str]) -> int:
     files = [Path(word) for word in arguments if not word.startswith("-")]
     unknown = [word for word in arguments if word.startswith("-") and word != "--check"]
     if unknown or (files and "--check" in arguments) or not all(file.is_file() for file in files):
-        print(f"tables: expected --check, result files or nothing, received {' '.join(arguments)}", file=sys.stderr)
+        print(
+            f"tables: expected --check, result files or nothing, received {' '.join(arguments)}",
+            file=sys.stderr,
+        )
         return 2
     for file in files:
         print(f"{write(json.loads(file.read_text())).relative_to(ROOT)}: written")
@@ -186,7 +204,10 @@ def main(arguments: list[str]) -> int:
         if new == text:
             continue
         if "--check" in arguments:
-            print(f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs",
+                file=sys.stderr,
+            )
             status = 1
         else:
             path.write_text(new)

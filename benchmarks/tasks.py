@@ -21,7 +21,9 @@ class Task:
         known = None if name == "alpaca" else name
         self.train, self.valid = (
             encode(
-                _cola(path) if name == "cola" else read_rows(path, task=known), tokenizer, max_length_tokens=MAX_TOKENS
+                _cola(path) if name == "cola" else read_rows(path, task=known),
+                tokenizer,
+                max_length_tokens=MAX_TOKENS,
             )
             for path in (folder / name / f"{part}.jsonl" for part in ("train", "valid"))
         )

@@ -45,7 +45,9 @@ def commands() -> str:
             for p in command.params
             if p.opts[0].startswith("-")
         ]
-        parts.append(f"## {name}\n\n{inspect.cleandoc(command.help or '')}\n\n```text\n{usage} [FLAGS]\n```\n")
+        parts.append(
+            f"## {name}\n\n{inspect.cleandoc(command.help or '')}\n\n```text\n{usage} [FLAGS]\n```\n"
+        )
         if rows:
             parts.append(_table(("Flag", "Meaning", "Default"), rows))
     return "\n".join(parts)
@@ -65,7 +67,9 @@ def _walk(group: Any, name: str) -> list[tuple[str, Any]]:
 def _value(parameter: Any) -> str:
     if parameter.is_flag:
         return ""
-    kind = typing.get_args(parameter.type_descriptor.annotation) or (parameter.type_descriptor.annotation,)
+    kind = typing.get_args(parameter.type_descriptor.annotation) or (
+        parameter.type_descriptor.annotation,
+    )
     return f" {kind[0].__name__.upper().replace('STR', 'TEXT')}"
 
 
@@ -120,8 +124,14 @@ def fleet_settings() -> str:
 def _keys(section: Any) -> str:
     rows, described = [], section.descriptions()
     for name, field in section.model_fields.items():
-        default = "needed" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
-        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(described.get(name))))
+        default = (
+            "needed"
+            if field.is_required()
+            else f"`{_plain(field.get_default(call_default_factory=True))}`"
+        )
+        rows.append(
+            (f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(described.get(name)))
+        )
     return _table(("Key", "Type", "Default", "Meaning"), rows)
 
 
@@ -142,11 +152,17 @@ def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(arguments[0])}"
     if arguments:
-        words = any(typing.get_origin(one) is typing.Literal for one in arguments)  # `auto` stands where null does
+        words = any(
+            typing.get_origin(one) is typing.Literal for one in arguments
+        )  # `auto` stands where null does
         return " or ".join(map(_type, arguments)) + ("" if words else " or null")
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}.get(
-        annotation.__name__, annotation.__name__
-    )
+    return {
+        "str": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "true or false",
+        "Path": "path",
+    }.get(annotation.__name__, annotation.__name__)
 
 
 def methods() -> str:
@@ -160,13 +176,19 @@ def methods() -> str:
             {"adapter": "an adapter", "all": "all parameters"}[spec.trains],
             spec.summary,
             spec.keeps,
-            ", ".join({"torch": "PyTorch", "mlx": "MLX"}.get(backend, backend) for backend in spec.sessions),
+            ", ".join(
+                {"torch": "PyTorch", "mlx": "MLX"}.get(backend, backend)
+                for backend in spec.sessions
+            ),
             ", ".join(f"`{target.name}`" for target in targets() if target.kind in spec.programs),
             f"[{spec.page.removesuffix('.md')}]({spec.page})" if spec.page else "",
         )
         for spec in specs()
     ]
-    return _table(("Method", "Trains", "How", "Keeps beside the weights", "Runs in", "Exports to", "Page"), rows)
+    return _table(
+        ("Method", "Trains", "How", "Keeps beside the weights", "Runs in", "Exports to", "Page"),
+        rows,
+    )
 
 
 def method_list() -> str:
@@ -184,9 +206,22 @@ def errors() -> str:
     """Every error with its exit code."""
     from ondevice.core import errors as module
 
-    kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, module.OndeviceError)]
-    rows = [(str(k.exit_code), f"`{k.__name__}`", _cell(inspect.getdoc(k).splitlines()[0])) for k in kinds]  # type: ignore[union-attr]
-    rows.append((str(module.INTERRUPTED_EXIT_CODE), "", "Stopped by Ctrl-C, SIGTERM or SIGHUP; the state is saved."))
+    kinds = [
+        k
+        for k in vars(module).values()
+        if isinstance(k, type) and issubclass(k, module.OndeviceError)
+    ]
+    rows = [
+        (str(k.exit_code), f"`{k.__name__}`", _cell(inspect.getdoc(k).splitlines()[0]))
+        for k in kinds
+    ]  # type: ignore[union-attr]
+    rows.append(
+        (
+            str(module.INTERRUPTED_EXIT_CODE),
+            "",
+            "Stopped by Ctrl-C, SIGTERM or SIGHUP; the state is saved.",
+        )
+    )
     return _table(("Exit code", "Error", "When"), sorted(rows, key=lambda row: int(row[0])))
 
 
@@ -202,7 +237,14 @@ def events() -> str:
             for item in dataclasses.fields(event)
             if item.name != "time_s"
         ]
-        parts += [f"## {kind}", "", _cell(inspect.getdoc(event)), "", _table(("Field", "Type", "Meaning"), rows), ""]
+        parts += [
+            f"## {kind}",
+            "",
+            _cell(inspect.getdoc(event)),
+            "",
+            _table(("Field", "Type", "Meaning"), rows),
+            "",
+        ]
     return "\n".join(parts)
 
 
@@ -211,12 +253,22 @@ def manifest() -> str:
     from ondevice.artifact import manifest as module
     from ondevice.core.config import attribute_docstrings
 
-    sections = [module.Manifest, module.ModelInfo, module.GeneratorInfo, module.ProgramSpec, module.ProgramMethod]
+    sections = [
+        module.Manifest,
+        module.ModelInfo,
+        module.GeneratorInfo,
+        module.ProgramSpec,
+        module.ProgramMethod,
+    ]
     sections += [module.TensorPort, module.StateTensor, module.Counter, module.Constant]
     notes, parts = attribute_docstrings(module.__name__), []
     for section in [*sections, module.AdapterEntry]:
         rows = [
-            (f"`{name}`", f"`{_short(field.annotation)}`", _cell(notes.get((section.__name__, name), "")))
+            (
+                f"`{name}`",
+                f"`{_short(field.annotation)}`",
+                _cell(notes.get((section.__name__, name), "")),
+            )
             for name, field in section.model_fields.items()
         ]
         title, about = f"### {section.__name__}", _cell(inspect.getdoc(section))
@@ -241,9 +293,16 @@ def interface() -> str:
             parts += [f"```python\n{_signature(name, thing)}\n```", ""]
         parts += [_docstring(inspect.getdoc(thing) or ""), ""]
         for member, function in vars(thing).items() if inspect.isclass(thing) else ():
-            if isinstance(function, (types.FunctionType, classmethod)) and not member.startswith("_"):
+            if isinstance(function, (types.FunctionType, classmethod)) and not member.startswith(
+                "_"
+            ):
                 called = f"{name}.{member}"
-                parts += [f"### {called}", "", f"```python\n{_signature(called, getattr(thing, member))}\n```", ""]
+                parts += [
+                    f"### {called}",
+                    "",
+                    f"```python\n{_signature(called, getattr(thing, member))}\n```",
+                    "",
+                ]
                 parts += [_docstring(inspect.getdoc(function) or ""), ""]
     return "\n".join(parts)
 
@@ -282,7 +341,13 @@ def _docstring(text: str) -> str:
             out += [f"**{HEADINGS.get(section, section)}**", ""]
         elif section and line.strip():
             item = re.match(r"    (\w[\w., ]*): (.*)", line)
-            out.append(f"- `{item[1]}`: {item[2]}" if item else f"  {line.strip()}" if out[-1] else line.strip())
+            out.append(
+                f"- `{item[1]}`: {item[2]}"
+                if item
+                else f"  {line.strip()}"
+                if out[-1]
+                else line.strip()
+            )
         else:
             section = "" if line and not line.startswith(" ") else section
             out.append(line)
@@ -295,7 +360,15 @@ def _cell(text: str | None) -> str:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows),
+            ]
+        )
+        + "\n"
+    )
 
 
 def families() -> str:

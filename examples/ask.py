@@ -36,11 +36,15 @@ def main() -> None:
     longest = session.lengths_tokens[-1]
     lines = arguments.data.read_text(encoding="utf-8").splitlines()
     prompts = [f"{json.loads(line)['sentence']} It was" for line in lines]
-    prompts = [prompt for prompt in prompts if len(tokenizer(prompt)["input_ids"]) < longest][: arguments.rows]
+    prompts = [prompt for prompt in prompts if len(tokenizer(prompt)["input_ids"]) < longest][
+        : arguments.rows
+    ]
     before = [next_word(session, tokenizer, prompt) for prompt in prompts]
     session.load_adapter(load_adapter(arguments.adapter))
     for prompt, word in zip(prompts, before):
-        print(f"{prompt} ...\n    before:{word!r:>14}    after:{next_word(session, tokenizer, prompt)!r:>14}")
+        print(
+            f"{prompt} ...\n    before:{word!r:>14}    after:{next_word(session, tokenizer, prompt)!r:>14}"
+        )
 
 
 if __name__ == "__main__":

@@ -27,17 +27,33 @@ ROWS = Path(__file__).resolve().parent / "data" / "reviews_train.jsonl"
 
 def arguments() -> argparse.Namespace:
     """What can be chosen; `ondevice train --help` has the rest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id, folder, .gguf or package:NAME")
-    parser.add_argument("--data", type=Path, default=ROWS, help="rows to train on (.jsonl, .csv, .txt)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="Qwen/Qwen2.5-0.5B-Instruct",
+        help="hub id, folder, .gguf or package:NAME",
+    )
+    parser.add_argument(
+        "--data", type=Path, default=ROWS, help="rows to train on (.jsonl, .csv, .txt)"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-length", type=int, default=256, help="tokens a row")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--resident", action="store_true", help="keep the weights in memory: faster, some 300 MB more")
-    parser.add_argument("--full-precision", action="store_true", help="do not pack the weights into 4 bits")
-    parser.add_argument("--dtype", default="auto", help="float32 or bfloat16; auto is bfloat16 on Metal")
+    parser.add_argument(
+        "--resident",
+        action="store_true",
+        help="keep the weights in memory: faster, some 300 MB more",
+    )
+    parser.add_argument(
+        "--full-precision", action="store_true", help="do not pack the weights into 4 bits"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="float32 or bfloat16; auto is bfloat16 on Metal"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/mac"))
     parser.add_argument("--prompt", help="answer this and stop; without it a conversation begins")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -73,7 +89,10 @@ def train(args: argparse.Namespace) -> ondevice.Trained:
 
     def show(event: object) -> None:
         if isinstance(event, Step) and (event.step < 3 or event.step % 10 == 9):
-            print(f"step {event.step + 1}  loss {event.loss:.4f}  {event.tokens_per_s:.0f} tokens/s", flush=True)
+            print(
+                f"step {event.step + 1}  loss {event.loss:.4f}  {event.tokens_per_s:.0f} tokens/s",
+                flush=True,
+            )
 
     resume = (args.out / "run" / "events.jsonl").is_file()
     trained = ondevice.train(config, resume=resume, sinks=[show])
@@ -101,7 +120,9 @@ def chat(args: argparse.Namespace, adapter: Path) -> None:
     from mlx_lm.generate import generate
     from mlx_lm.utils import load
 
-    model, tokenizer = load(str(for_mlx_lm(args.model, args.out / "model")), adapter_path=str(adapter))[:2]
+    model, tokenizer = load(
+        str(for_mlx_lm(args.model, args.out / "model")), adapter_path=str(adapter)
+    )[:2]
     messages: list[dict[str, str]] = []
 
     def answer(text: str) -> str:

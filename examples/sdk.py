@@ -47,20 +47,28 @@ def main(out: Path) -> None:
             losses.append(event.loss)
 
     run = ondevice.train(config, overwrite=True, sinks=[collect])
-    print(f"eager: {run.result.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, adapter in {run.adapter}")
+    print(
+        f"eager: {run.result.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, adapter in {run.adapter}"
+    )
 
     # Export the same training step as a program. It is checked against eager PyTorch before it is written.
     report = ondevice.export(config, out / "artifact", overwrite=True)
-    print(f"program: {report.program_bytes} bytes, loss error {report.check['max_rel_loss_error_replayed']:.1e}")
+    print(
+        f"program: {report.program_bytes} bytes, loss error {report.check['max_rel_loss_error_replayed']:.1e}"
+    )
 
     # Open the program in the ExecuTorch runtime and step it by hand.
     session = ondevice.open_artifact(out / "artifact")
     loaded = ondevice.load_model(MODEL)
-    rows = ondevice.read_dataset(ROWS / "reviews_train.jsonl", loaded.tokenizer, task=TASK, max_length_tokens=128)
+    rows = ondevice.read_dataset(
+        ROWS / "reviews_train.jsonl", loaded.tokenizer, task=TASK, max_length_tokens=128
+    )
     for step, item in enumerate(rows.items[:2]):
         batch = pad_examples([item.example], 128, loaded.tokenizer.pad_token_id)
         result = session.step(batch.ids, batch.labels, step, learning_rate=1e-3)
-        print(f"program: step {step}, loss {result.loss:.3f}, projected gradients {result.projected_gradients}")
+        print(
+            f"program: step {step}, loss {result.loss:.3f}, projected gradients {result.projected_gradients}"
+        )
     ondevice.save_adapter(session.adapter(), out / "stepped")
     session.close()
 
@@ -69,7 +77,9 @@ def main(out: Path) -> None:
     before = ondevice.evaluate(out / "artifact", valid, rows=8)
     after = ondevice.evaluate(out / "artifact", valid, rows=8, adapter=run.adapter)
     eager = ondevice.evaluate(MODEL, valid, task=TASK, rows=8, adapter=run.adapter)
-    print(f"evaluation: loss {before.loss:.4f} -> {after.loss:.4f} in ExecuTorch, {eager.loss:.4f} in PyTorch")
+    print(
+        f"evaluation: loss {before.loss:.4f} -> {after.loss:.4f} in ExecuTorch, {eager.loss:.4f} in PyTorch"
+    )
 
     # Merge the adapter into the weights; the result is checked to be base plus adapter.
     fused = ondevice.fuse(MODEL, run.adapter, out / "fused")

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.artifact.manifest import MANIFEST_NAME, Counter, Manifest, ModelInfo, ProgramSpec, Share, StateTensor
+from ondevice.artifact.manifest import (
+    MANIFEST_NAME,
+    Counter,
+    Manifest,
+    ModelInfo,
+    ProgramSpec,
+    Share,
+    StateTensor,
+)
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.registry import methods, spec_of
@@ -97,7 +105,9 @@ class VerifyRequest:
         """Refuse what only a program with an NPU part is compared by."""
         if self.directions is not None or self.perturbation_scales:
             raise ConfigError(
-                "directions and perturbation scales are for an NPU's program", expected="steps", received=target
+                "directions and perturbation scales are for an NPU's program",
+                expected="steps",
+                received=target,
             )
 
 
@@ -145,11 +155,15 @@ class Exporter(ABC):
 def check_free(out: Path, overwrite: bool) -> None:
     """Refuse a place that cannot be written before minutes are spent on a program."""
     if out.exists() and not out.is_dir():
-        raise ArtifactError(f"{out} is a file", expected="a folder or a free name", hint="choose another name")
+        raise ArtifactError(
+            f"{out} is a file", expected="a folder or a free name", hint="choose another name"
+        )
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+        raise ArtifactError(
+            f"{out} is not empty", hint="choose another folder, or pass --overwrite"
+        )
     if not (out / MANIFEST_NAME).is_file():
         raise ArtifactError(
             f"{out} is not an artifact and is not replaced",
@@ -170,7 +184,9 @@ def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
     if top_layers is not None and top_layers > dims.layers:
         problems.append(f"top_layers is {top_layers} and the model has {dims.layers} layers")
     if longest > dims.max_positions:
-        problems.append(f"lengths_tokens {longest} exceeds the model's {dims.max_positions} positions")
+        problems.append(
+            f"lengths_tokens {longest} exceeds the model's {dims.max_positions} positions"
+        )
     return problems
 
 
@@ -212,7 +228,10 @@ def describe(
         "target": spec.name,
         "method": job.method.model_dump(mode="json"),
         "model": ModelInfo(
-            source=job.model.source, revision=job.model.revision, sha256=model.source.sha256, dims=asdict(model.dims)
+            source=job.model.source,
+            revision=job.model.revision,
+            sha256=model.source.sha256,
+            dims=asdict(model.dims),
         ),
         "quantize": job.export.quantize,
         "lengths_tokens": tuple(sorted(job.export.lengths_tokens)),
@@ -225,9 +244,14 @@ def describe(
     return Manifest(**(values | fields))
 
 
-def random_batches(session: ProgramSession, vocabulary: int, steps: int, seed: int = 0) -> Iterator[Batch]:
+def random_batches(
+    session: ProgramSession, vocabulary: int, steps: int, seed: int = 0
+) -> Iterator[Batch]:
     """Yield random token ids in every bucket, with some labels masked."""
-    random, answers = np.random.default_rng(seed), np.array(session.manifest.method.get("answers") or (), np.int64)
+    random, answers = (
+        np.random.default_rng(seed),
+        np.array(session.manifest.method.get("answers") or (), np.int64),
+    )
     limit = 1 if answers.size else session.manifest.method.get("labelled_tokens")
     for step in range(steps):
         length = session.lengths_tokens[step % len(session.lengths_tokens)]
@@ -249,7 +273,9 @@ def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterato
     """
     vocabulary = session.manifest.model.dims["vocab"]
     tokens = np.array(tokenizer(TEXT)["input_ids"], np.int64)
-    if tokens.size == 0 or tokens.max() >= vocabulary:  # a tokenizer of another model, as a test's may be
+    if (
+        tokens.size == 0 or tokens.max() >= vocabulary
+    ):  # a tokenizer of another model, as a test's may be
         yield from random_batches(session, vocabulary, steps)
         return
     for step, (ids, labels) in enumerate(random_batches(session, vocabulary, steps)):
@@ -259,15 +285,25 @@ def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterato
         yield text, np.where(labels == IGNORE, IGNORE, labels if answered else text)
 
 
-def beyond(agreement: Agreement, largest: Mapping[str, float], least: Mapping[str, float] | None = None) -> list[Any]:
+def beyond(
+    agreement: Agreement, largest: Mapping[str, float], least: Mapping[str, float] | None = None
+) -> list[Any]:
     """Return (expected, received) of every tolerance that is not kept, in words; NaN keeps none.
 
     Args:
         largest: by kind of error; a kind that has none is not judged.
         least: of `agreement.shares`.
     """
-    wanted = [(f"{kind} error", value, largest[kind]) for kind, value in agreement.errors.items() if kind in largest]
-    violations = [(f"{what} <= {limit:g}", f"{value:.3g}") for what, value, limit in wanted if not value <= limit]
+    wanted = [
+        (f"{kind} error", value, largest[kind])
+        for kind, value in agreement.errors.items()
+        if kind in largest
+    ]
+    violations = [
+        (f"{what} <= {limit:g}", f"{value:.3g}")
+        for what, value, limit in wanted
+        if not value <= limit
+    ]
     for kind, limit in (least or {}).items():
         if not (value := agreement.shares[kind]) >= limit:
             violations.append((f"{kind} >= {limit:g}", f"{value:.3g}"))

@@ -140,7 +140,9 @@ def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) ->
     """Run `split_` by torch's own operations, wherever the tensors are."""
     bits = master.reshape(-1).view(torch.int32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)  # rounded, a NaN could become infinity
+    bits = torch.where(
+        nan, (bits & -(2**31)) | 0x7FC00000, bits
+    )  # rounded, a NaN could become infinity
     low.view(torch.int16).view(-1).copy_(bits)
     upper = high.view(torch.int16).view(-1)
     if moments.kind == "int8":
@@ -191,10 +193,14 @@ def check_state(state: HostState, count: int | None = None) -> int:
     """
     moments = state.moments
     count = moments.m.numel() if count is None else count
-    if (state.master is None) != (state.low is not None) or (state.low is not None and state.high is None):
+    if (state.master is None) != (state.low is not None) or (
+        state.low is not None and state.high is None
+    ):
         names = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
         raise ModelError(
-            "the state is neither plain nor split", expected="master, or high and low", received=" and ".join(names)
+            "the state is neither plain nor split",
+            expected="master, or high and low",
+            received=" and ".join(names),
         )
     if state.master is not None:
         check("master", state.master, (torch.float32,), count)
@@ -203,7 +209,9 @@ def check_state(state: HostState, count: int | None = None) -> int:
     if state.low is not None:
         check("low", state.low, HALVES[1:], count)
     if moments.kind not in _DTYPES:
-        raise ModelError("unknown kind of moments", expected=" or ".join(KINDS), received=moments.kind)
+        raise ModelError(
+            "unknown kind of moments", expected=" or ".join(KINDS), received=moments.kind
+        )
     for name, dtype in zip(("m", "v"), _DTYPES[moments.kind]):
         check(name, getattr(moments, name), (dtype,), count)
     for name in ("m_scale", "v_scale") if moments.kind == "int8" else ():
@@ -215,7 +223,11 @@ def check(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...], cou
     fits = tensor is not None and tensor.dtype in dtypes and tensor.numel() == count
     if tensor is None or not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
         words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        received = "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        received = (
+            "none"
+            if tensor is None
+            else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        )
         if tensor is not None and fits:
             received += f" with strides {list(tensor.stride())} on {tensor.device}"
         raise ModelError(

@@ -22,7 +22,14 @@ from pathlib import Path
 from ondevice.core.errors import MissingPackageError, StorageError
 
 SOURCES = Path(__file__).with_name("csrc")
-OPTIMISE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+OPTIMISE = (
+    "-O3",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 CONTRACTION = {"generator.cpp": "-ffp-contract=off", "layer_adam.cpp": "-ffp-contract=off"}
 """The bits of the generator and of AdamW must not depend on fused multiply-adds; the other ops want them."""
 
@@ -61,7 +68,13 @@ def build_library(*, portable: bool = False) -> Path:
         MissingPackageError: no compiler, or the compiler fails.
         StorageError: the cache cannot be written.
     """
-    return _build("ondevice_ops", ["c_api.cpp", "generator.cpp", "layer_adam.cpp"], ["-std=c++17"], [], portable)
+    return _build(
+        "ondevice_ops",
+        ["c_api.cpp", "generator.cpp", "layer_adam.cpp"],
+        ["-std=c++17"],
+        [],
+        portable,
+    )
 
 
 def build_executorch_library(*, portable: bool = False) -> Path:
@@ -86,7 +99,9 @@ def build_executorch_library(*, portable: bool = False) -> Path:
     link = [f"-L{runtime.parent}", f"-l:{runtime.name}"]
     if sys.platform == "darwin":
         link = ["-undefined", "dynamic_lookup"]
-    return _build("ondevice_executorch", ["executorch_ops.cpp", "generator.cpp"], flags, link, portable)
+    return _build(
+        "ondevice_executorch", ["executorch_ops.cpp", "generator.cpp"], flags, link, portable
+    )
 
 
 @functools.cache
@@ -101,7 +116,9 @@ def load_executorch_ops(*, portable: bool = False) -> str:
     path = build_executorch_library(portable=portable)
     import executorch.extension.pybindings.portable_lib  # noqa: F401  loads the runtime that the library extends
 
-    ctypes.CDLL(str(path))  # never RTLD_GLOBAL: a second copy of the runtime's symbols aborts the process
+    ctypes.CDLL(
+        str(path)
+    )  # never RTLD_GLOBAL: a second copy of the runtime's symbols aborts the process
     return str(path)
 
 
@@ -111,7 +128,8 @@ def _runtime_library() -> Path:
         version = importlib.metadata.version("executorch")
     except importlib.metadata.PackageNotFoundError:
         raise MissingPackageError(
-            "the ExecuTorch runtime is not installed", hint='pip install "ondevice-train[executorch]"'
+            "the ExecuTorch runtime is not installed",
+            hint='pip install "ondevice-train[executorch]"',
         ) from None
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for file in files:
@@ -124,7 +142,9 @@ def _runtime_library() -> Path:
     )
 
 
-def _build(name: str, sources: list[str], flags: list[str], link: list[str], portable: bool) -> Path:
+def _build(
+    name: str, sources: list[str], flags: list[str], link: list[str], portable: bool
+) -> Path:
     compiler = find_compiler()
     machine = [] if portable else ["-march=native"]
     flags = [*OPTIMISE, *machine, *flags]
@@ -139,7 +159,9 @@ def _build(name: str, sources: list[str], flags: list[str], link: list[str], por
             for source in sources:
                 objects.append(str(Path(folder) / f"{source}.o"))
                 contraction = CONTRACTION.get(source, "-ffp-contract=fast")
-                _run([compiler, *flags, contraction, "-c", str(SOURCES / source), "-o", objects[-1]])
+                _run(
+                    [compiler, *flags, contraction, "-c", str(SOURCES / source), "-o", objects[-1]]
+                )
             built = Path(folder) / target.name
             _run([compiler, "-shared", "-pthread", *objects, *link, "-o", str(built)])
             os.replace(built, target)  # atomic: another process sees a whole library or none

@@ -86,8 +86,12 @@ def normal(seed: int, step: int, tensor: int, queries: int, start: int, count: i
     out = np.empty((queries, count), dtype=np.float32)
     for query in range(queries):
         word = words(stream_key(seed, step, query, tensor), first, last - first)
-        uniform = ((word >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-        turn = ((word & np.uint64(0xFFFFFF)).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-24)
+        uniform = ((word >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(
+            2.0**-32
+        )
+        turn = ((word & np.uint64(0xFFFFFF)).astype(np.float32) - np.float32(2**23)) * np.float32(
+            2.0**-24
+        )
         angle = TWO_PI * turn
         radius = np.sqrt(np.float32(-2.0) * np.log(uniform))
         pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).reshape(-1)
@@ -95,7 +99,9 @@ def normal(seed: int, step: int, tensor: int, queries: int, start: int, count: i
     return out
 
 
-def rademacher(seed: int, step: int, tensor: int, queries: int, start: int, count: int) -> np.ndarray:
+def rademacher(
+    seed: int, step: int, tensor: int, queries: int, start: int, count: int
+) -> np.ndarray:
     """Draw random signs, +1.0 or -1.0; arguments as for `normal`.
 
     Element e is bit 63 - (e & 63) of word e >> 6: +1.0 where the bit is 0.
@@ -136,8 +142,14 @@ def golden() -> list[dict[str, Any]]:
                 "count": count,
                 "last_key": f"{key:016x}",
                 "last_words": [f"{int(word):016x}" for word in words(key, start, 2)],
-                "normal": [[float(v) for v in row] for row in normal(seed, step, tensor, queries, start, count)],
-                "rademacher": [[int(v) for v in row] for row in rademacher(seed, step, tensor, queries, start, count)],
+                "normal": [
+                    [float(v) for v in row]
+                    for row in normal(seed, step, tensor, queries, start, count)
+                ],
+                "rademacher": [
+                    [int(v) for v in row]
+                    for row in rademacher(seed, step, tensor, queries, start, count)
+                ],
             }
         )
     return cases

@@ -41,7 +41,9 @@ def some_bytes(stream: int, *shape: int) -> np.ndarray:
 
 def halves(stream: int, base: int, *shape: int) -> np.ndarray:
     """Return float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word each."""
-    bits = (words(stream, int(np.prod(shape))) & np.uint64(0x3FF)).astype(np.uint16) | np.uint16(base)
+    bits = (words(stream, int(np.prod(shape))) & np.uint64(0x3FF)).astype(np.uint16) | np.uint16(
+        base
+    )
     return bits.view(np.float16).reshape(shape)
 
 
@@ -55,7 +57,9 @@ def arguments(case: dict[str, Any]) -> list[Any]:
     if op == "q4_linear":
         rows, inputs, outputs, group = (case[k] for k in ("rows", "inputs", "outputs", "group"))
         packed = some_bytes(2, -(-outputs // PANEL) * PANEL, inputs // 2)
-        scales, mins = (halves(s, base, outputs, inputs // group) for s, base in ((3, 0x2800), (4, 0xB400)))
+        scales, mins = (
+            halves(s, base, outputs, inputs // group) for s, base in ((3, 0x2800), (4, 0xB400))
+        )
         return [normals(1, rows, inputs), packed, scales, mins, group]
     vocabulary, depth = case["vocabulary"], case["depth"]
     table = ((some_bytes(2, vocabulary, depth) >> 1).astype(np.int16) - 64).astype(np.int8)
@@ -116,5 +120,8 @@ def _q4(packed: np.ndarray, scales: np.ndarray, mins: np.ndarray, group: int) ->
 
 if __name__ == "__main__":
     lists = {"cases": generator.golden(), "ops": ops()}
-    parts = [f'"{name}": [\n  ' + ",\n  ".join(json.dumps(case) for case in cases) for name, cases in lists.items()]
+    parts = [
+        f'"{name}": [\n  ' + ",\n  ".join(json.dumps(case) for case in cases)
+        for name, cases in lists.items()
+    ]
     print(f'{{"scheme": "{generator.SCHEME}", ' + "\n], ".join(parts) + "\n]}")

@@ -25,7 +25,9 @@ CORE_ATEN_EXCEPTIONS = ("bitwise_right_shift.Tensor_Scalar",)
 core ATen ops does not list: all that lowering needs beyond the defaults."""
 
 
-_POWERS = torch.from_numpy(np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64)).view(np.int64))
+_POWERS = torch.from_numpy(
+    np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64)).view(np.int64)
+)
 """2^j for j in 0..63 with wraparound, int64 [64]: one object, so that a program holds it once; a tensor made
 inside a trace would be one constant and one copy for each use."""
 
@@ -137,7 +139,9 @@ def aten_rademacher(
     """
     keys = aten_keys(seed, step, tensor, queries) if keys is None else keys
     first, last = start >> 6, (start + count + 63) >> 6
-    negative = (_words(keys, first, last).unsqueeze(-1) * _POWERS.to(seed.device) < 0).reshape(queries, -1)
+    negative = (_words(keys, first, last).unsqueeze(-1) * _POWERS.to(seed.device) < 0).reshape(
+        queries, -1
+    )
     return torch.where(_window(negative, start - 64 * first, count), -1.0, 1.0)
 
 

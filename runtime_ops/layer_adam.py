@@ -79,7 +79,10 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("grad", "master", "high", "low", "m", "v")],
         *[(name, ctypes.c_void_p) for name in ("m_scale", "v_scale", "rows")],
-        *[(name, ctypes.c_int64) for name in ("numel", "row_count", "width", "grad_float32", "moments")],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("numel", "row_count", "width", "grad_float32", "moments")
+        ],
         ("key", ctypes.c_uint64),
         *[(name, ctypes.c_float) for name in ("decay", "beta2", "weight1", "weight2")],
         *[(name, ctypes.c_float) for name in ("root", "eps", "size", "grad_scale")],
@@ -138,10 +141,14 @@ def layer_adam(
         key=mix_int(mix_int(state.seed) + adam.step),
         **numbers_of(adam),
     )
-    _library().ondevice_layer_adam(ctypes.byref(arguments), ctypes.c_int64(threads or torch.get_num_threads()))
+    _library().ondevice_layer_adam(
+        ctypes.byref(arguments), ctypes.c_int64(threads or torch.get_num_threads())
+    )
 
 
-def device_adam(grad: Tensor, state: HostState, adam: AdamStep, scale: Tensor | None, threads: int = 1) -> None:
+def device_adam(
+    grad: Tensor, state: HostState, adam: AdamStep, scale: Tensor | None, threads: int = 1
+) -> None:
     """Run `layer_adam`, with the same bits, where `grad` and `state` lie: on a GPU or on the CPU.
 
     Args:
@@ -239,7 +246,9 @@ def torch_split_step(grad: Tensor, state: HostState, adam: AdamStep, chunk: int 
     for begin in range(0, grad.numel(), chunk):
         part = slice(begin, begin + chunk)
         moments = Moments(state.moments.kind, state.moments.m[part], state.moments.v[part])
-        master = torch_merge(high[part], low[part], moments, torch.empty(high[part].shape, device=grad.device))
+        master = torch_merge(
+            high[part], low[part], moments, torch.empty(high[part].shape, device=grad.device)
+        )
         moments.v.abs_()  # its sign belonged to the master
         torch_step(master, grad[part].float(), moments.m, moments.v, adam)
         torch_split_(master, high[part], low[part], moments)
@@ -264,14 +273,20 @@ def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:
     if width < 1 or count % width or (kind == "int8" and width % TILE):
         multiple = f", a multiple of {TILE} with int8 moments" if kind == "int8" else ""
         raise ModelError(
-            "layer_adam got a wrong width", expected=f"a positive divisor of {count}{multiple}", received=width
+            "layer_adam got a wrong width",
+            expected=f"a positive divisor of {count}{multiple}",
+            received=width,
         )
     check("rows", rows, (torch.int64,), rows.numel())
     if rows.numel() == 0:
         return
     if bool((rows[1:] <= rows[:-1]).any()):
-        raise DataError("the rows are not in order", expected="strictly ascending numbers", hint="rows.unique()")
+        raise DataError(
+            "the rows are not in order", expected="strictly ascending numbers", hint="rows.unique()"
+        )
     low, high = int(rows[0]), int(rows[-1])
     if low < 0 or high >= count // width:
         bad = low if low < 0 else high
-        raise DataError("a row lies outside the table", expected=f"0 to {count // width - 1}", received=bad)
+        raise DataError(
+            "a row lies outside the table", expected=f"0 to {count // width - 1}", received=bad
+        )

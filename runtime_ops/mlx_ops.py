@@ -14,18 +14,35 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.core.errors import ConfigError, MissingPackageError
-from ondevice.runtime_ops.generator import GAMMA, MASK64, MULTIPLIER_1, MULTIPLIER_2, SHIFTS, TWO_PI, noise_kind
+from ondevice.runtime_ops.generator import (
+    GAMMA,
+    MASK64,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    SHIFTS,
+    TWO_PI,
+    noise_kind,
+)
 
 try:
     import mlx.core as mx
 except ImportError as error:
     raise MissingPackageError(
-        "MLX is not installed", expected="mlx", received=str(error), hint='pip install "ondevice-train[mlx]"'
+        "MLX is not installed",
+        expected="mlx",
+        received=str(error),
+        hint='pip install "ondevice-train[mlx]"',
     ) from None
 
 
 def draw(
-    kind: str, seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int
+    kind: str,
+    seed: int | mx.array,
+    step: int | mx.array,
+    tensor: int,
+    queries: int,
+    start: int,
+    count: int,
 ) -> mx.array:
     """Draw `normal` or `rademacher` by the name that configurations use: "gaussian" (or "normal") or "rademacher".
 
@@ -36,7 +53,9 @@ def draw(
     return draw_numbers(seed, step, tensor, queries, start, count)
 
 
-def normal(seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int) -> mx.array:
+def normal(
+    seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int
+) -> mx.array:
     """Return `generator.normal`, within 1e-6 of it.
 
     Args:
@@ -56,7 +75,9 @@ def normal(seed: int | mx.array, step: int | mx.array, tensor: int, queries: int
     # 2^-24 is a power of two, so that folding it into 2 pi changes no rounding.
     angle = ((word & 0xFFFFFF).astype(mx.float32) - 2.0**23) * (float(TWO_PI) * 2.0**-24)
     radius = mx.sqrt(mx.log(uniform) * -2.0)
-    pairs = mx.stack([radius * mx.cos(angle), radius * mx.sin(angle)], axis=-1).reshape(queries, 2 * (last - first))
+    pairs = mx.stack([radius * mx.cos(angle), radius * mx.sin(angle)], axis=-1).reshape(
+        queries, 2 * (last - first)
+    )
     return pairs[:, start - 2 * first :][:, :count]
 
 
@@ -94,7 +115,9 @@ def _mix(x: mx.array) -> mx.array:
     return x ^ (x >> SHIFTS[2])
 
 
-def _keys(seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int) -> mx.array:
+def _keys(
+    seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int
+) -> mx.array:
     """Keys of the streams of queries 0 to `queries - 1`: uint64 [queries, 1]."""
     if min(tensor, queries, start, count) < 0:
         raise ConfigError(

@@ -23,14 +23,41 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(build.build_library()))
-    except (OndeviceError, OSError) as error:  # every op has a form in PyTorch: slower is better than not at all
+    except (
+        OndeviceError,
+        OSError,
+    ) as error:  # every op has a form in PyTorch: slower is better than not at all
         warnings.warn(f"the slower ops in PyTorch are used, because: {error}", stacklevel=2)
         return None
     for name in ("normal", "rademacher"):
         _declare(loaded, name, None, _WORD, _WORD, _INT, _INT, _INT, _INT, _POINTER)
-    _declare(loaded, "q4_linear", None, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER)
+    _declare(
+        loaded,
+        "q4_linear",
+        None,
+        _POINTER,
+        _INT,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _INT,
+        _INT,
+        _INT,
+        _POINTER,
+    )
     _declare(loaded, "q8_embedding", _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
-    _declare(loaded, "linear_cross_entropy", _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER)
+    _declare(
+        loaded,
+        "linear_cross_entropy",
+        _INT,
+        _POINTER,
+        _INT,
+        _POINTER,
+        _INT,
+        _INT,
+        _POINTER,
+        _POINTER,
+    )
     _declare(
         loaded,
         "q8_linear_cross_entropy",
@@ -47,10 +74,14 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def draw(kind: str, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+def draw(
+    kind: str, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
+) -> Tensor:
     """Draw `normal` or `rademacher` (by `kind`): float32 [queries, count]."""
     out = torch.empty(queries, count)
-    _call(kind, int(seed) & (2**64 - 1), int(step) & (2**64 - 1), tensor, queries, start, count, out)
+    _call(
+        kind, int(seed) & (2**64 - 1), int(step) & (2**64 - 1), tensor, queries, start, count, out
+    )
     return out
 
 
@@ -79,12 +110,22 @@ def q8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Return int64 [...] to float32 [..., d]."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.shape[1])
-    bad = _call("q8_embedding", ids, ids.numel(), weight.contiguous(), scales.contiguous(), *weight.shape, out)
+    bad = _call(
+        "q8_embedding",
+        ids,
+        ids.numel(),
+        weight.contiguous(),
+        scales.contiguous(),
+        *weight.shape,
+        out,
+    )
     refuse(bad, ids, weight.shape[0], "a token id")
     return out
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor
+) -> Tensor:
     """Return float32 [N, d] and labels [N] to losses [N]; `scales` is None for a float32 weight."""
     labels, out = labels.contiguous(), torch.empty(hidden.shape[0])
     head = [weight.contiguous()] if scales is None else [weight.contiguous(), scales.contiguous()]

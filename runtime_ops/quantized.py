@@ -58,7 +58,12 @@ def quantize_q4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor
         )
     # Against the rounded scale and minimum, so that rounding them is made up for where it can be.
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales).float()
-    levels = ((groups - mins.float()[..., None]) / divisor[..., None]).round().clamp(0, 15).to(torch.uint8)
+    levels = (
+        ((groups - mins.float()[..., None]) / divisor[..., None])
+        .round()
+        .clamp(0, 15)
+        .to(torch.uint8)
+    )
     padded = -(-outputs // PANEL) * PANEL
     rows = torch.zeros(padded, inputs, dtype=torch.uint8, device=weight.device)
     rows[:outputs] = levels.reshape(outputs, inputs)
@@ -135,14 +140,22 @@ def _embedding_cpu(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 def _loss_shape(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor) -> Tensor:
     name = "linear_cross_entropy" if scales is None else "q8_linear_cross_entropy"
     expect(name, "hidden", hidden, torch.float32, (None, weight.shape[-1]))
-    expect(name, "weight", weight, torch.float32 if scales is None else torch.int8, (None, hidden.shape[-1]))
+    expect(
+        name,
+        "weight",
+        weight,
+        torch.float32 if scales is None else torch.int8,
+        (None, hidden.shape[-1]),
+    )
     expect(name, "labels", labels, torch.int64, (hidden.shape[0],))
     if scales is not None:
         expect(name, "scales", scales, torch.float32, (weight.shape[0],))
     return hidden.new_empty(hidden.shape[0])
 
 
-def _loss_reference(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor) -> Tensor:
+def _loss_reference(
+    hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor
+) -> Tensor:
     """Over tiles of the vocabulary, so that logits of [N, TILE_ROWS] exist at most."""
     used = labels != IGNORE
     safe = torch.where(used, labels, torch.zeros_like(labels))
@@ -180,7 +193,9 @@ define(
     fake=_q4_shape,
     reference=_q4_reference,
     cpu=_q4_cpu,
-    gradient=lambda gradient, packed, scales, mins, group: gradient @ dequantize_q4(packed, scales, mins, group),
+    gradient=lambda gradient, packed, scales, mins, group: (
+        gradient @ dequantize_q4(packed, scales, mins, group)
+    ),
 )
 define(
     "q8_embedding",

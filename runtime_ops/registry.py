@@ -81,7 +81,9 @@ def _register_backward(name: str, gradient: Callable[..., Tensor] | None) -> Non
     torch.library.register_autograd(f"ondevice::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
-def expect(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+def expect(
+    op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[Any, ...]
+) -> None:
     """Check one argument of an op; None in `shape` is any size, and a leading `...` any number of dimensions.
 
     Raises:
@@ -93,7 +95,9 @@ def expect(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tu
         wanted = shape[1:]
         fits = len(sizes) >= len(wanted)
         sizes = sizes[len(sizes) - len(wanted) :] if fits else sizes
-    fits = len(sizes) == len(wanted) and all(w is None or s == w for s, w in zip(sizes, wanted, strict=True))
+    fits = len(sizes) == len(wanted) and all(
+        w is None or s == w for s, w in zip(sizes, wanted, strict=True)
+    )
     if tensor.dtype != dtype or not fits:
         described = ", ".join("..." if w is ... else "any" if w is None else str(w) for w in shape)
         raise ModelError(

@@ -30,7 +30,14 @@ def gather(table: Tensor, rows: Tensor, out: Tensor, threads: int | None = None)
     if (library := native.library()) is None:
         out.copy_(table[rows])
         return
-    _call(library.ondevice_gather_rows, table, rows, table.shape[1] * table.element_size(), out, threads=threads)
+    _call(
+        library.ondevice_gather_rows,
+        table,
+        rows,
+        table.shape[1] * table.element_size(),
+        out,
+        threads=threads,
+    )
 
 
 def scatter(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None) -> None:
@@ -39,7 +46,14 @@ def scatter(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = N
     if (library := native.library()) is None:
         table[rows] = source
         return
-    _call(library.ondevice_scatter_rows, table, rows, table.shape[1] * table.element_size(), source, threads=threads)
+    _call(
+        library.ondevice_scatter_rows,
+        table,
+        rows,
+        table.shape[1] * table.element_size(),
+        source,
+        threads=threads,
+    )
 
 
 def add(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None) -> None:
@@ -59,11 +73,21 @@ def clear(table: Tensor, rows: Tensor, threads: int | None = None) -> None:
     if (library := native.library()) is None:
         table[rows] = 0
         return
-    _call(library.ondevice_clear_rows, table, rows, table.shape[1] * table.element_size(), threads=threads)
+    _call(
+        library.ondevice_clear_rows,
+        table,
+        rows,
+        table.shape[1] * table.element_size(),
+        threads=threads,
+    )
 
 
-def _call(function: Any, table: Tensor, rows: Tensor, width: int, *others: Any, threads: int | None) -> None:
-    arguments = [ctypes.c_void_p(item.data_ptr()) if isinstance(item, Tensor) else item for item in others]
+def _call(
+    function: Any, table: Tensor, rows: Tensor, width: int, *others: Any, threads: int | None
+) -> None:
+    arguments = [
+        ctypes.c_void_p(item.data_ptr()) if isinstance(item, Tensor) else item for item in others
+    ]
     function.restype = None
     function(
         ctypes.c_void_p(table.data_ptr()), ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(rows.numel()),
@@ -73,8 +97,14 @@ def _call(function: Any, table: Tensor, rows: Tensor, width: int, *others: Any, 
 
 def _check(table: Tensor, rows: Tensor, other: Tensor | None) -> None:
     wanted = [rows.numel(), table.shape[1]]
-    fits = other is None or (other.dtype == table.dtype and list(other.shape) == wanted and other.is_contiguous())
-    if not fits or rows.dtype != torch.int64 or not (table.is_contiguous() and rows.is_contiguous()):
+    fits = other is None or (
+        other.dtype == table.dtype and list(other.shape) == wanted and other.is_contiguous()
+    )
+    if (
+        not fits
+        or rows.dtype != torch.int64
+        or not (table.is_contiguous() and rows.is_contiguous())
+    ):
         raise DataError(
             "rows and table do not fit",
             expected=f"contiguous int64 rows, and {table.dtype} {wanted}",
@@ -82,4 +112,6 @@ def _check(table: Tensor, rows: Tensor, other: Tensor | None) -> None:
         )
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
         bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-        raise DataError("a row lies outside the table", expected=f"0 to {table.shape[0] - 1}", received=bad)
+        raise DataError(
+            "a row lies outside the table", expected=f"0 to {table.shape[0] - 1}", received=bad
+        )

@@ -66,12 +66,16 @@ def _shape(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, co
 def _register_generator(kind: str) -> None:
     reference = graph.aten_normal if kind == "normal" else graph.aten_rademacher
 
-    def on_cpu(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+    def on_cpu(
+        seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
+    ) -> Tensor:
         if native_available():
             return native.draw(kind, seed, step, tensor, queries, start, count)
         return reference(seed, step, tensor, queries, start, count)
 
-    def on_cuda(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+    def on_cuda(
+        seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
+    ) -> Tensor:
         if not _triton_available():
             return reference(seed, step, tensor, queries, start, count)
         from ondevice.runtime_ops import triton_ops

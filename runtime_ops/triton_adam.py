@@ -24,13 +24,19 @@ TILES = 8
 """Tiles of one program."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 MEAN_BITS, SQUARE_BITS = tl.constexpr(120 << 23), tl.constexpr(112 << 23)
-MEAN_LEAST, SQUARE_LEAST, SQUARE_FLOOR = (tl.constexpr(x) for x in (2.0**-7, 2.0**-15, 1.0625 * 2.0**-15))
+MEAN_LEAST, SQUARE_LEAST, SQUARE_FLOOR = (
+    tl.constexpr(x) for x in (2.0**-7, 2.0**-15, 1.0625 * 2.0**-15)
+)
 MEAN_MOST, SQUARE_MOST = (tl.constexpr(float(np.float32(x))) for x in (1.92968, 1.93746))
-MEAN_UNIT, SQUARE_UNIT = (tl.constexpr(float(np.float32(1) / np.float32(x))) for x in (1.92968, 1.93746))
+MEAN_UNIT, SQUARE_UNIT = (
+    tl.constexpr(float(np.float32(1) / np.float32(x))) for x in (1.92968, 1.93746)
+)
 FACTOR, INCREMENT = tl.constexpr(0x915F77F5), tl.constexpr(0x6C078965)
 
 
-def layer_adam(grad: Tensor, state: HostState, numbers: dict[str, float], step: int, scale: Tensor | None) -> None:
+def layer_adam(
+    grad: Tensor, state: HostState, numbers: dict[str, float], step: int, scale: Tensor | None
+) -> None:
     """Run one AdamW step of `state` in place, on the current stream.
 
     Args:
@@ -44,10 +50,18 @@ def layer_adam(grad: Tensor, state: HostState, numbers: dict[str, float], step: 
         ModelError: a tensor is not contiguous.
     """
     moments, key = state.moments, mix_int(mix_int(state.seed) + step)
-    tensors = [t for t in (grad, state.master, state.high, state.low, *moments.tensors().values()) if t is not None]
+    tensors = [
+        t
+        for t in (grad, state.master, state.high, state.low, *moments.tensors().values())
+        if t is not None
+    ]
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ModelError("a state on the GPU has a tensor that is not contiguous")
-    factor = torch.full((1,), numbers["grad_scale"], device=grad.device) if scale is None else scale.float()
+    factor = (
+        torch.full((1,), numbers["grad_scale"], device=grad.device)
+        if scale is None
+        else scale.float()
+    )
     split = state.master is None
     none = grad.view(-1).view(torch.int16)
     halves = [none if t is None else t.view(-1).view(torch.int16) for t in (state.high, state.low)]
@@ -206,7 +220,9 @@ def _adam(
     if KIND == 0:
         tl.store(m + at, mean, mask=here)
         sign = (half & SPLIT).to(tl.int32) << 31
-        tl.store(v + at, ((_bits(square) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True), mask=here)
+        tl.store(
+            v + at, ((_bits(square) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True), mask=here
+        )
     elif KIND == 1:
         tl.store(m + at, _narrowed(mean, (words & 0xFFFF).to(tl.int32)).to(tl.int16), mask=here)
         stored = _narrowed(square, (words >> 16).to(tl.int32))

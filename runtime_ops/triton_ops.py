@@ -24,7 +24,9 @@ BLOCK = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def draw(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int, kind: str) -> Tensor:
+def draw(
+    seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int, kind: str
+) -> Tensor:
     """Draw `generator.normal` or `.rademacher` on the device of `seed`: float32 [queries, count]."""
     out = torch.empty(queries, count, dtype=torch.float32, device=seed.device)
     kind = noise_kind(kind)
@@ -71,11 +73,15 @@ def perturb(
     out = torch.empty(copies, size, dtype=out_dtype, device=flat.device)
     if size:
         grid = (triton.cdiv(size, BLOCK),)
-        _perturb[grid](flat, out, seed, step, tensor, size, queries, eps, normal, one_sided, BLOCK, **OPTIONS)
+        _perturb[grid](
+            flat, out, seed, step, tensor, size, queries, eps, normal, one_sided, BLOCK, **OPTIONS
+        )
     return out
 
 
-def apply_update(flat: Tensor, seed: Tensor, step: Tensor, coefficients: Tensor, kind: str, tensor: int = 0) -> Tensor:
+def apply_update(
+    flat: Tensor, seed: Tensor, step: Tensor, coefficients: Tensor, kind: str, tensor: int = 0
+) -> Tensor:
     """Compute flat - sum_i coefficients[i] z_i, with z regenerated and never stored.
 
     Args:
@@ -97,7 +103,9 @@ def apply_update(flat: Tensor, seed: Tensor, step: Tensor, coefficients: Tensor,
         grid = (triton.cdiv(flat.shape[0], BLOCK),)
         queries = coefficients.shape[0]
         weights = coefficients.contiguous()
-        _update[grid](flat, out, seed, step, tensor, flat.shape[0], weights, queries, normal, BLOCK, **OPTIONS)
+        _update[grid](
+            flat, out, seed, step, tensor, flat.shape[0], weights, queries, normal, BLOCK, **OPTIONS
+        )
     return out
 
 
@@ -173,7 +181,11 @@ def _normals(words):
     f = f - turns * 7.549789948768648e-8
     z = f * f
     s = ((z * -1.9515295891e-4 + 8.3321608736e-3) * z - 1.6666654611e-1) * z * f + f
-    c = ((z * 2.443315711809948e-5 - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - z * 0.5 + 1.0
+    c = (
+        ((z * 2.443315711809948e-5 - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z
+        - z * 0.5
+        + 1.0
+    )
     odd = (quadrant & 1) != 0
     sine = tl.where(odd, c, s).to(tl.int32, bitcast=True) ^ ((quadrant & 2) << 30)
     cosine = tl.where(odd, s, c).to(tl.int32, bitcast=True) ^ (((quadrant + 1) & 2) << 30)
@@ -221,14 +233,31 @@ def _perturb(
         key = _next_key(_next_key(step_key, row), stream)
         z = _noise(key, first, NORMAL, BLOCK) * eps
         if ONE_SIDED:
-            tl.store(out + (row + 1) * size + position, (value + z).to(out.dtype.element_ty), mask=mask)
+            tl.store(
+                out + (row + 1) * size + position, (value + z).to(out.dtype.element_ty), mask=mask
+            )
         else:
             tl.store(out + row * size + position, (value + z).to(out.dtype.element_ty), mask=mask)
-            tl.store(out + (row + queries) * size + position, (value - z).to(out.dtype.element_ty), mask=mask)
+            tl.store(
+                out + (row + queries) * size + position,
+                (value - z).to(out.dtype.element_ty),
+                mask=mask,
+            )
 
 
 @triton.jit
-def _update(flat, out, seed, step, tensor, size, coefficients, queries, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
+def _update(
+    flat,
+    out,
+    seed,
+    step,
+    tensor,
+    size,
+    coefficients,
+    queries,
+    NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     position = first + tl.arange(0, BLOCK)
     mask = position < size

@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'ondevice'; from ondevice.cli.app import run; run()"
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'ondevice'; "
+    "from ondevice.cli.app import run; run()"
 )
 
 
@@ -24,7 +25,9 @@ class Bare:
     def __call__(self, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run `ondevice ARGUMENTS` there."""
         command = [sys.executable, "-I", "-S", "-c", START, str(self.site), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=200, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=cwd, timeout=200, check=False
+        )
 
 
 def build(site: Path, wheel: Path, dependencies: list[str]) -> Bare:

@@ -17,7 +17,9 @@ import pytest
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
-gc.set_threshold(50_000, 20, 20)  # a graph is hundreds of thousands of objects; 6% of the CPU time of three files
+gc.set_threshold(
+    50_000, 20, 20
+)  # a graph is hundreds of thousands of objects; 6% of the CPU time of three files
 GROWN_BYTES = 512 << 20
 _frozen_bytes = 0
 
@@ -55,7 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     model."""
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
-    if os.environ.get("ONDEVICE_TESTS_ORDER") == "reversed":  # files last to first: no test needs one before it
+    if (
+        os.environ.get("ONDEVICE_TESTS_ORDER") == "reversed"
+    ):  # files last to first: no test needs one before it
         items.sort(key=lambda item: item.path, reverse=True)
     _skip(items, "gpu", _has_cuda, "no CUDA device")
     _skip(

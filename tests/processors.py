@@ -39,7 +39,17 @@ def main() -> int:
             continue
         chosen = dict(zip(VARIABLES, values, strict=True))
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", *NUMERICS, "-q", "-n", str(jobs), "--dist", "loadfile"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *NUMERICS,
+            "-q",
+            "-n",
+            str(jobs),
+            "--dist",
+            "loadfile",
+        ]
         environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", **chosen}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         failed = failed or done.returncode != 0

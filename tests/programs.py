@@ -24,7 +24,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
     "one layer": {"family": "llama", **SMALL},
     "two layers": {"family": "llama", **SMALL, "layers": 2},
-    "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
+    "wide qwen2": {
+        "family": "qwen2",
+        "layers": 1,
+        "hidden": 96,
+        "heads": 3,
+        "kv_heads": 1,
+        "tied": False,
+    },
     "gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 3},
     "two layers of gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 2},
     "granite": {"family": "granite", **SMALL, "layers": 2},
@@ -101,7 +108,12 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": (
         "two layers",
-        {"export.program": "whole", "export.batch_size": 2, "export.lengths_tokens": [24], "export.next_token": True},
+        {
+            "export.program": "whole",
+            "export.batch_size": 2,
+            "export.lengths_tokens": [24],
+            "export.next_token": True,
+        },
     ),
     "exact, sgd": (
         "qwen2 with bias",
@@ -138,7 +150,12 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks, int8": (
         "two layers",
-        {"export.quantize": "int8", "export.next_token": True, "export.context_tokens": 40, **ONE_ROW},
+        {
+            "export.quantize": "int8",
+            "export.next_token": True,
+            "export.context_tokens": 40,
+            **ONE_ROW,
+        },
     ),
     "blocks, 8da8w": (
         "two layers",
@@ -148,10 +165,18 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2 with bias",
         {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40, **ONE_ROW},
     ),
-    "blocks of gemma3_text": ("gemma3_text", {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW}),
+    "blocks of gemma3_text": (
+        "gemma3_text",
+        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
+    ),
     "blocks of granite": (
         "granite",
-        {"export.check_steps": 1, "export.batch_size": 2, "export.context_tokens": 400, "export.answers": "packed"},
+        {
+            "export.check_steps": 1,
+            "export.batch_size": 2,
+            "export.context_tokens": 400,
+            "export.answers": "packed",
+        },
     ),
     "blocks of smollm3": ("smollm3", {"export.check_steps": 1, **ONE_ROW}),
 }
@@ -176,7 +201,10 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Programs for a Qualcomm NPU; they need the `qnn` extra, so tests ask `needs_qnn` first."""
 NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "npu blocks": ("wide", {"export.batch_size": 2, "export.check_steps": 1, "export.context_tokens": 40}),
+    "npu blocks": (
+        "wide",
+        {"export.batch_size": 2, "export.check_steps": 1, "export.context_tokens": 40},
+    ),
     "npu blocks, sgd": (
         "wide qwen2",
         {
@@ -233,12 +261,24 @@ def subspace(source: str) -> Path:
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
     source, values = ALL[name]
-    values = {key: str(subspace(source)) if value == "@subspace" else value for key, value in values.items()}
+    values = {
+        key: str(subspace(source)) if value == "@subspace" else value
+        for key, value in values.items()
+    }
     if name in NPU or name in NPU_BLOCKS:
         values = {"export.target": "android-npu", **values}
     if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:
-        method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
-        base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
+        method = {
+            "method.name": "mesp",
+            "method.rank": 4,
+            "method.loss_tiles": 2,
+            "method.learning_rate": 1e-2,
+        }
+        base = {
+            "model.source": str(model(source)),
+            "train.seed": SEED,
+            "export.lengths_tokens": [16],
+        }
         return RunConfig.load(None, {**base, **method, **values, **more})
     base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
     return RunConfig.load(None, {**base, **METHOD, **values, **more})
@@ -248,7 +288,9 @@ def config(name: str, **more: Any) -> RunConfig:
 def report(name: str) -> ExportReport:
     """The report of the export of one of `PROGRAMS`; the artifact is in its `path`."""
     source, values = ALL[name]
-    settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True, default=lambda null: "null")
+    settings = json.dumps(
+        [name, SEED, MODELS[source], METHOD, values], sort_keys=True, default=lambda null: "null"
+    )
 
     def export(place: Path) -> ExportReport:
         # A name that is hard on code that builds command lines and URLs.

@@ -32,7 +32,11 @@ def code() -> str:
     digest = hashlib.sha256()
     for room in ("ondevice", "exporters", "runtime_ops"):
         for path in sorted((ROOT / room).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".h", ".yaml") and path.is_file() and not path.is_symlink():
+            if (
+                path.suffix in (".py", ".cpp", ".h", ".yaml")
+                and path.is_file()
+                and not path.is_symlink()
+            ):
                 digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     for name in LIBRARIES:
         digest.update(f"{name} {version(name)}".encode())

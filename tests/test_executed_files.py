@@ -60,7 +60,9 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 def test_a_run_of_mesp_in_mlx_calls_few_files(warm: Warm, root: Path, folder: Path) -> None:
     pytest.importorskip("mlx.core")
     words = "train --model model --method mesp --backend mlx --data rows.jsonl --steps 2 --max-length 16 --out run"
-    files = executed(warm, root, folder, f"from ondevice.cli.app import run; run({words.split()!r})")
+    files = executed(
+        warm, root, folder, f"from ondevice.cli.app import run; run({words.split()!r})"
+    )
     assert "ondevice/methods/mesp/mlx/stages.py" in files and "ondevice/cli/app.py" in files
     assert len(files) <= 53, "\n".join(files)
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "mlx", "executorch", "transformers", "peft", "bitsandbytes", "fastapi", "matplotlib")
+HEAVY = (
+    "torch",
+    "mlx",
+    "executorch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "fastapi",
+    "matplotlib",
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = (
@@ -37,7 +46,12 @@ def loaded_by(statement: str, cwd: Path) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `statement`."""
     program = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=cwd, timeout=120, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))

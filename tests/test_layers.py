@@ -30,7 +30,12 @@ def copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the sources that a test may break."""
     shutil.copy(root / "pyproject.toml", tmp_path)
     for name in ("ondevice", "exporters", "runtime_ops"):
-        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            root / name,
+            tmp_path / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     return tmp_path
 
 
@@ -54,7 +59,11 @@ def test_the_layers_hold(root: Path) -> None:
             "import ondevice.exporters",
             "ondevice.methods -> ondevice.exporters",
         ),
-        ("ondevice/core/errors.py", "import ondevice.methods", "ondevice.core.errors -> ondevice.methods"),
+        (
+            "ondevice/core/errors.py",
+            "import ondevice.methods",
+            "ondevice.core.errors -> ondevice.methods",
+        ),
         ("ondevice/elsewhere.py", "", "exhaustive"),
     ],
 )

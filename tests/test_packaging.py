@@ -21,7 +21,21 @@ TOP_LEVEL = {
     ".pre-commit-config.yaml", ".github", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
     "mkdocs.yml",
 }  # fmt: skip
-PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".swift", ".html", ".css", ".js", ".svg", ".txt"}
+PACKAGED = {
+    ".py",
+    ".typed",
+    ".md",
+    ".json",
+    ".cpp",
+    ".h",
+    ".cu",
+    ".swift",
+    ".html",
+    ".css",
+    ".js",
+    ".svg",
+    ".txt",
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +55,16 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(root / name, source / name, symlinks=True, ignore=ignore)
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)],
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(folder),
+            str(source),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -54,7 +77,11 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sources(root: Path) -> set[str]:
     """Every file below ondevice/, its two links followed, that an installed package needs."""
     collected = set()
-    for folder, place in (("ondevice", ""), ("exporters", "ondevice/"), ("runtime_ops", "ondevice/")):
+    for folder, place in (
+        ("ondevice", ""),
+        ("exporters", "ondevice/"),
+        ("runtime_ops", "ondevice/"),
+    ):
         for path in (root / folder).rglob("*"):
             if path.is_file() and path.suffix in PACKAGED and "__pycache__" not in path.parts:
                 collected.add(place + path.relative_to(root).as_posix())
@@ -67,7 +94,9 @@ def test_wheel_holds_every_source_and_nothing_else(wheel: Path, root: Path) -> N
     assert {name for name in names if not name.startswith("ondevice/")} == set()
     assert "ondevice/exporters/__init__.py" in names
     assert "ondevice/runtime_ops/__init__.py" in names
-    assert {name for name in names if "__pycache__" in name or name.endswith((".so", ".pte"))} == set()
+    assert {
+        name for name in names if "__pycache__" in name or name.endswith((".so", ".pte"))
+    } == set()
 
 
 def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -77,14 +106,18 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
         "import ondevice, ondevice.exporters, ondevice.runtime_ops\n"
         "print(ondevice.__file__, ondevice.exporters.__file__, ondevice.runtime_ops.__file__, sep='\\n')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert all(line.startswith(str(tmp_path)) for line in done.stdout.split())
 
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, project: dict, tmp_path_factory: pytest.TempPathFactory) -> Bare:
-    return build(tmp_path_factory.mktemp("bare") / "site", wheel, project["project"]["dependencies"])
+    return build(
+        tmp_path_factory.mktemp("bare") / "site", wheel, project["project"]["dependencies"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +126,9 @@ def bare(wheel: Path, project: dict, tmp_path_factory: pytest.TempPathFactory) -
      "data rows.jsonl --model tiny:llama", "export tiny:llama --out program"],
 )  # fmt: skip
 def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n'
+    )
     done = bare(*command.split(), cwd=tmp_path)
     assert done.returncode in (2, 10) and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"pip install 'ondevice-train\[(torch|executorch)\]'", done.stderr)
@@ -105,10 +140,20 @@ def test_a_bare_wheel_names_the_extra_of_what_follows_a_run(bare: Bare, tmp_path
 
     rows = [{"text": "a", "label": "no"}, {"text": "b", "label": "yes"}]
     method = {"method.name": "prge", "method.subspace": "random", "method.queries": 1}
-    settings = {"model.source": "tiny:llama", **method, "train.steps": 1, "train.out": str(tmp_path / "run")}
+    settings = {
+        "model.source": "tiny:llama",
+        **method,
+        "train.steps": 1,
+        "train.out": str(tmp_path / "run"),
+    }
     ondevice.train(settings, rows=rows)
     program, adapter = tmp_path / "a program", tmp_path / "run" / "adapter"
-    values = {"model.source": "tiny:llama", **method, "export.target": "cuda-server", "export.lengths_tokens": [16]}
+    values = {
+        "model.source": "tiny:llama",
+        **method,
+        "export.target": "cuda-server",
+        "export.lengths_tokens": [16],
+    }
     ondevice.export(ondevice.RunConfig.load(None, values), program)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data, out = ("--data", "rows.jsonl"), ("--out", tmp_path / "again")
@@ -132,8 +177,12 @@ def test_a_bare_wheel_names_the_extra_of_what_follows_a_run(bare: Bare, tmp_path
         ("--version", "0."),
     ],
 )
-def test_a_bare_wheel_does_what_needs_no_framework(command: str, words: str, bare: Bare, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
+def test_a_bare_wheel_does_what_needs_no_framework(
+    command: str, words: str, bare: Bare, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n'
+    )
     done = bare(*command.split(), cwd=tmp_path)
     assert done.returncode == 0 and words in done.stdout, done.stderr
 
@@ -141,10 +190,16 @@ def test_a_bare_wheel_does_what_needs_no_framework(command: str, words: str, bar
 def test_a_bare_wheel_s_doctor_fails_as_nothing_can_train(bare: Bare, tmp_path: Path) -> None:
     done = bare("doctor", "--json", cwd=tmp_path)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert done.returncode == 10 and not checks["training"]["ok"] and "[torch]" in checks["training"]["fix"]
+    assert (
+        done.returncode == 10
+        and not checks["training"]["ok"]
+        and "[torch]" in checks["training"]["fix"]
+    )
 
 
-def test_files_on_the_path_that_are_not_installed_are_told_apart(bare: Bare, tmp_path: Path) -> None:
+def test_files_on_the_path_that_are_not_installed_are_told_apart(
+    bare: Bare, tmp_path: Path
+) -> None:
     shutil.copytree(bare.site, tmp_path / "site", symlinks=True)
     for path in (tmp_path / "site").glob("ondevice_train-*.dist-info"):
         shutil.rmtree(path)
@@ -167,7 +222,9 @@ def test_metadata(wheel: Path) -> None:
 
 def test_core_dependencies_are_light(project: dict) -> None:
     core = {re.split(r"[<>=\[; ]", line)[0].lower() for line in project["project"]["dependencies"]}
-    assert core.isdisjoint({"torch", "transformers", "mlx", "executorch", "peft", "bitsandbytes", "fastapi"})
+    assert core.isdisjoint(
+        {"torch", "transformers", "mlx", "executorch", "peft", "bitsandbytes", "fastapi"}
+    )
 
 
 def test_every_development_dependency_is_pinned(project: dict, root: Path) -> None:
@@ -192,7 +249,9 @@ def test_every_development_dependency_is_pinned(project: dict, root: Path) -> No
 def test_nothing_else_at_the_top(root: Path) -> None:
     if not (root / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=root, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, cwd=root, check=True
+    ).stdout
     assert {line.split("/")[0] for line in listed.splitlines()} - TOP_LEVEL == set()
 
 

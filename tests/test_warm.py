@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Pytho
 
 
 def ended(warm: Warm, *words: str, **options: object) -> tuple[int, str, str]:
-    done = subprocess.run([str(warm.python), *words], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    done = subprocess.run(
+        [str(warm.python), *words], capture_output=True, text=True, check=False, **options
+    )  # type: ignore[call-overload]
     return done.returncode, done.stdout, done.stderr
 
 
@@ -30,8 +32,12 @@ def running(process: Path) -> bool:
         return False
 
 
-def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have(warm: Warm, tmp_path: Path) -> None:
-    (tmp_path / "near.py").write_text("import os, sys\nprint(__name__, sys.argv[1:], os.getcwd(), os.environ['A'])\n")
+def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have(
+    warm: Warm, tmp_path: Path
+) -> None:
+    (tmp_path / "near.py").write_text(
+        "import os, sys\nprint(__name__, sys.argv[1:], os.getcwd(), os.environ['A'])\n"
+    )
     folder = tmp_path / "ein Ordner"
     folder.mkdir()
     for words in (["-m", "near"], [str(tmp_path / "near.py")]):
@@ -39,8 +45,13 @@ def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have
         code, told, _ = ended(warm, *words, "ü b", cwd=folder, env=environment)
         assert (code, told) == (0, f"__main__ ['ü b'] {folder} ä\n")
     loaded = "import sys; print(len({'torch', 'ondevice'} & sys.modules.keys()))"
-    assert ended(warm, "-c", loaded, env=warm.environment)[1] == "1\n"  # a test before may have left variables
-    assert ended(warm, "-c", "import sys; print(sys.stdin.read()); sys.exit(7)", input="ö")[:2] == (7, "ö\n")
+    assert (
+        ended(warm, "-c", loaded, env=warm.environment)[1] == "1\n"
+    )  # a test before may have left variables
+    assert ended(warm, "-c", "import sys; print(sys.stdin.read()); sys.exit(7)", input="ö")[:2] == (
+        7,
+        "ö\n",
+    )
     code, _, errors = ended(warm, "-c", "1 / 0")
     assert code == 1 and errors.endswith("ZeroDivisionError: division by zero\n")
     for number in (signal.SIGKILL, signal.SIGINT):
@@ -59,17 +70,23 @@ def test_what_libraries_set_when_a_test_imports_them_starts_nothing_anew(warm: W
     environment = json.loads(ended(warm, "-c", code, env=warm.environment)[1].splitlines()[-1])
     assert environment.keys() >= set(BY_IMPORTS)
     assert fits({"words": ["-c"], "environment": environment}, warm.environment)
-    assert not fits({"words": ["-c"], "environment": {**environment, "HF_HOME": "/nowhere"}}, warm.environment)
+    assert not fits(
+        {"words": ["-c"], "environment": {**environment, "HF_HOME": "/nowhere"}}, warm.environment
+    )
 
 
 def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
     code = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(60)"
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen([str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             forked = Path("/proc", process.stdout.readline().strip())
             process.send_signal(number)
-            assert process.stdout.read() == "" and process.wait() == -number  # its end of the pipe is closed
+            assert (
+                process.stdout.read() == "" and process.wait() == -number
+            )  # its end of the pipe is closed
         until = time.monotonic() + 120
         while running(forked):  # its files are closed before it has ended
             assert time.monotonic() < until
@@ -78,24 +95,39 @@ def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
 
 def test_what_an_import_reads_is_read_again(warm: Warm) -> None:
     code = "import sys; from huggingface_hub.constants import HF_HOME; print(HF_HOME, 'torch' in sys.modules)"
-    assert ended(warm, "-c", code, env={**os.environ, "HF_HOME": "/nowhere"})[1] == "/nowhere False\n"
+    assert (
+        ended(warm, "-c", code, env={**os.environ, "HF_HOME": "/nowhere"})[1] == "/nowhere False\n"
+    )
     assert ended(warm, "-P", "-c", "print(5)")[1] == "5\n"
 
 
-def test_commands_that_end_at_any_moment_harm_no_other_and_its_end_is_quiet(tmp_path: Path, capfd) -> None:
+def test_commands_that_end_at_any_moment_harm_no_other_and_its_end_is_quiet(
+    tmp_path: Path, capfd
+) -> None:
     warm = Warm(tmp_path, preloaded=())
-    for sent in (b"", b"\x07", (99).to_bytes(HEADER_BYTES, "little") + b"{"):  # killed while it asks
+    for sent in (
+        b"",
+        b"\x07",
+        (99).to_bytes(HEADER_BYTES, "little") + b"{",
+    ):  # killed while it asks
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(tmp_path / "socket"))
             link.sendall(sent)
     # Memory, because a process with some takes a moment to die.
-    code = "import os, time; held = b'x' * (64 << 20); print(os.getpid(), flush=True); time.sleep(60)"
-    commands = [subprocess.Popen([str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    code = (
+        "import os, time; held = b'x' * (64 << 20); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    commands = [
+        subprocess.Popen([str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     forked = [int(process.stdout.readline()) for process in commands if process.stdout]
     assert not {process.pid for process in commands} & set(forked)  # it forks as before
     warm.close()
     assert not [number for number in forked if running(Path("/proc", str(number)))]
-    assert [process.communicate() and process.returncode for process in commands] == [-signal.SIGKILL] * 3
+    assert [process.communicate() and process.returncode for process in commands] == [
+        -signal.SIGKILL
+    ] * 3
     assert capfd.readouterr() == ("", "")
 
 
@@ -106,9 +138,15 @@ def test_a_signal_that_comes_at_once_is_not_lost(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as link, open(os.devnull, "r+b") as nothing:
             link.connect(str(tmp_path / "socket"))
             task = {"words": ["-c", "import time; time.sleep(60)"], "environment": dict(os.environ)}
-            text = json.dumps({**task, "folder": "/", "group": os.getpgrp(), "command": os.getpid()}).encode()
+            text = json.dumps(
+                {**task, "folder": "/", "group": os.getpgrp(), "command": os.getpid()}
+            ).encode()
             network = os.open("/proc/self/ns/net", os.O_RDONLY)
-            socket.send_fds(link, [len(text).to_bytes(HEADER_BYTES, "little")], [nothing.fileno()] * 3 + [network])
+            socket.send_fds(
+                link,
+                [len(text).to_bytes(HEADER_BYTES, "little")],
+                [nothing.fileno()] * 3 + [network],
+            )
             os.close(network)
             link.sendall(text)
             assert link.recv(4) == b"warm"

@@ -40,7 +40,19 @@ PRELOADED = (
     "typer",
     "rich.console",
 )
-AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
+AT_IMPORT = (
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "ONEDNN_",
+    "CUDA_",
+    "LD_",
+    "USE_",
+    "PYTHON",
+)
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
 """What `ondevice` sets before it imports a framework, and so its children have."""
@@ -92,7 +104,9 @@ class Warm:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
         address, client = str(folder / "socket"), folder / "client.py"
-        client.write_text(CLIENT.format(python=sys.executable, address=address, header=HEADER_BYTES))
+        client.write_text(
+            CLIENT.format(python=sys.executable, address=address, header=HEADER_BYTES)
+        )
         for path, prefix in ((self.python, ""), (self.ondevice, "-m ondevice ")):
             # A shell's command, because a path in #! may have no space.
             words = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(client))} {prefix}"
@@ -134,7 +148,9 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
-                signal.set_wakeup_fd(-1)  # `waker` is closed with this function, and forks that end would write to it
+                signal.set_wakeup_fd(
+                    -1
+                )  # `waker` is closed with this function, and forks that end would write to it
                 for process in links:
                     os.kill(process, signal.SIGKILL)
                 for process in links:
@@ -228,8 +244,18 @@ def become(task: dict[str, Any], paths: list[str]) -> None:
     words = words[safe_path:]
     os.environ.clear()
     os.environ.update(environment)
-    more = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    first = os.getcwd() if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
+    more = [
+        os.path.abspath(path)
+        for path in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if path
+    ]
+    first = (
+        os.getcwd()
+        if words[0] == "-m"
+        else ""
+        if words[0] == "-c"
+        else str(Path(words[0]).resolve().parent)
+    )
     sys.path[:] = [*([] if safe_path else [first]), *more, *paths]
     sys.path_importer_cache.clear()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -263,7 +289,11 @@ def enter(network: int) -> None:
 
 
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if key.startswith(AT_IMPORT) and not key.startswith(LATER)}
+    return {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(AT_IMPORT) and not key.startswith(LATER)
+    }
 
 
 def end(error: BaseException | None) -> None:

@@ -87,11 +87,20 @@ class Group:
         done: rounds.
     """
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
-        self.model, self.members, self.shape, self.device = model, list(members), members[0][0], model.device
+    def __init__(
+        self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]
+    ) -> None:
+        self.model, self.members, self.shape, self.device = (
+            model,
+            list(members),
+            members[0][0],
+            model.device,
+        )
         self.fleets, self.devices = len(members), self.shape.devices
         self.table = AnswerRows(train, self.device)
-        self.rates = torch.tensor([rate for _, rate, _ in members], device=self.device, dtype=torch.float32)
+        self.rates = torch.tensor(
+            [rate for _, rate, _ in members], device=self.device, dtype=torch.float32
+        )
         self.held = np.zeros((self.fleets, self.devices), dtype=np.int64)
         self.jobs, self.owners = self._jobs(train)
         config = PrgeConfig(target_modules=TARGETS, rank=self.shape.rank, subspace="random")
@@ -138,8 +147,13 @@ class Group:
         for entry in self.layout.entries:
             count = entry.inputs * entry.rank
             a = a_RP[:, offset : offset + count].view(-1, entry.inputs, entry.rank)
-            b = b_SP[:, entry.offset : entry.offset + entry.count].view(-1, entry.rank, entry.outputs)
-            model.a[entry.layer][entry.target], model.b[entry.layer][entry.target] = a.to(dtype), b.to(dtype)
+            b = b_SP[:, entry.offset : entry.offset + entry.count].view(
+                -1, entry.rank, entry.outputs
+            )
+            model.a[entry.layer][entry.target], model.b[entry.layer][entry.target] = (
+                a.to(dtype),
+                b.to(dtype),
+            )
             offset += count
         yield
         model.a, model.b = [], []
@@ -149,11 +163,20 @@ class Group:
         packed, rows = self.table.pack(rows_RB)
         logits = self.model.logits(self.table, packed, rows, copies, answers=True)
         gold = self.table.gold[rows][:, None].expand(logits.shape[:3])
-        return functional.cross_entropy(logits.flatten(0, 2), gold.flatten(), reduction="none").view(gold.shape).mean(2)
+        return (
+            functional.cross_entropy(logits.flatten(0, 2), gold.flatten(), reduction="none")
+            .view(gold.shape)
+            .mean(2)
+        )
 
     @torch.no_grad()
     def _answers(
-        self, state_FP: Tensor, each_a: Tensor, jobs: np.ndarray, rates_F: Tensor, owners: np.ndarray
+        self,
+        state_FP: Tensor,
+        each_a: Tensor,
+        jobs: np.ndarray,
+        rates_F: Tensor,
+        owners: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Zeroth-order local steps from `state_FP`, the same directions on each device of a fleet.
 
@@ -168,21 +191,31 @@ class Group:
         q, size = self.shape.queries, self.layout.size
         devices = (int(owners[-1]) + 1) // self.fleets
         owner = torch.from_numpy(owners).to(self.device)
-        mean = functional.one_hot(owner).double().T  # float64: a loss in TF32 would lose what a direction changes
+        mean = (
+            functional.one_hot(owner).double().T
+        )  # float64: a loss in TF32 would lose what a direction changes
         mean /= mean.sum(1, keepdim=True)
         local = state_FP.repeat_interleave(devices, 0).view(self.fleets, devices, size)
         numbers, losses = [], []
         for place in range(self.shape.local_steps):
             noise_FQP = self._noise(self.done * self.shape.local_steps + place)
             moved = EPSILON * noise_FQP[:, None]
-            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(-1, 2 * q, size)
+            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(
+                -1, 2 * q, size
+            )
             with self._fitted(each_a, copies[owner].view(-1, size)):
-                loss = (mean @ self._losses(jobs[place], 2 * q).double()).float().view(self.fleets, devices, 2 * q)
+                loss = (
+                    (mean @ self._losses(jobs[place], 2 * q).double())
+                    .float()
+                    .view(self.fleets, devices, 2 * q)
+                )
             slope = (loss[..., :q] - loss[..., q:]) / (2 * EPSILON)
             local -= (rates_F / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", slope, noise_FQP)
             numbers.append(slope)
             losses.append(loss.mean(2))
-        return torch.cat(numbers, 2).double().cpu().numpy(), torch.stack(losses).mean(0).cpu().numpy()
+        return torch.cat(numbers, 2).double().cpu().numpy(), torch.stack(losses).mean(
+            0
+        ).cpu().numpy()
 
     def _noise(self, step: int) -> Tensor:
         """The directions of a step, float32 [fleets, queries, elements]: those that the servers apply."""
@@ -190,7 +223,9 @@ class Group:
         for _, _, seed in self.members:
             if seed not in drawn:
                 keys = (torch.tensor([value], device=self.device) for value in (seed, step))
-                drawn[seed] = torch_ops.noise("rademacher")(*keys, 0, self.shape.queries, 0, self.layout.size)
+                drawn[seed] = torch_ops.noise("rademacher")(
+                    *keys, 0, self.shape.queries, 0, self.layout.size
+                )
         return torch.stack([drawn[seed] for _, _, seed in self.members])
 
     @property
@@ -211,12 +246,19 @@ class Group:
         with self._fitted(*self.adapters):
             while start < len(order):
                 longest = int(table.lengths[order[min(start + 64, len(order) - 1)]])
-                part = order[start : start + min(256, max(1, EVAL_TOKENS // (self.fleets * longest)))]
+                part = order[
+                    start : start + min(256, max(1, EVAL_TOKENS // (self.fleets * longest)))
+                ]
                 packed, rows = table.pack(np.broadcast_to(part, (self.fleets, len(part))).copy())
                 logits = self.model.logits(table, packed, rows, 1, answers=True)[:, 0]
                 gold = table.gold[rows]
-                loss = functional.cross_entropy(logits.flatten(0, 1), gold.flatten(), reduction="none")
-                right, losses = right + (logits.argmax(2) == gold).sum(1), losses + loss.view(gold.shape).sum(1)
+                loss = functional.cross_entropy(
+                    logits.flatten(0, 1), gold.flatten(), reduction="none"
+                )
+                right, losses = (
+                    right + (logits.argmax(2) == gold).sum(1),
+                    losses + loss.view(gold.shape).sum(1),
+                )
                 start += len(part)
         return (right / len(order)).cpu().numpy(), (losses / len(order)).cpu().numpy()
 
@@ -224,7 +266,9 @@ class Group:
 class ZerothOrder(Group):
     """Devices that answer with numbers; `servers` decide what comes of them."""
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
+    def __init__(
+        self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]
+    ) -> None:
         super().__init__(model, train, members)
         self.servers = [Rounds(self._charter(*member)) for member in members]
         self.draws = [np.random.default_rng([seed, 11]) for _, _, seed in members]
@@ -233,7 +277,9 @@ class ZerothOrder(Group):
         self.threads = ThreadPoolExecutor(16)
 
     def _charter(self, setting: Setting, rate: float, seed: int) -> Charter:
-        agreement = Agreement(local_steps=setting.local_steps, most_rows=1 << 31, **dict(setting.agreement))
+        agreement = Agreement(
+            local_steps=setting.local_steps, most_rows=1 << 31, **dict(setting.agreement)
+        )
         return Charter(
             model_source="sst2", model_sha256="0" * 64, method={}, data={}, seed=seed, size=self.layout.size,
             noise="rademacher", queries=setting.queries, learning_rate=rate, fleet=agreement,
@@ -258,7 +304,9 @@ class ZerothOrder(Group):
         for device, task in current.tasks.items():
             numbers = pack(private(values_DN[device].tolist(), server.charter.fleet, draw))
             rows = int(self.held[fleet, device]) if setting.share_rows else 1
-            answer = Answer(task.fleet, task.round, task.begin, device, rows, float(loss_D[device]), numbers)
+            answer = Answer(
+                task.fleet, task.round, task.begin, device, rows, float(loss_D[device]), numbers
+            )
             if device < setting.hostile:
                 answer = lie(answer, "flip", draw)
             data = answer.to_bytes()
@@ -278,7 +326,9 @@ class FirstOrder(Group):
 
     VALUE_BYTES = 4
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
+    def __init__(
+        self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]
+    ) -> None:
         super().__init__(model, train, members)
         self.b = torch.zeros(self.fleets, self.layout.size, device=self.device)
 
@@ -297,7 +347,9 @@ class FirstOrder(Group):
             local = [x - rate * g for x, g in zip(local, gradients, strict=True)]
         self.a, self.b = (x.detach().view(self.fleets, self.devices, -1).mean(1) for x in local)
         self.bytes += (
-            2 * self.VALUE_BYTES * sum(entry.count + entry.inputs * entry.rank for entry in self.layout.entries)
+            2
+            * self.VALUE_BYTES
+            * sum(entry.count + entry.inputs * entry.rank for entry in self.layout.entries)
         )
         self.done += 1
 
@@ -314,7 +366,9 @@ class Mixed(FirstOrder):
 
     WEAK_ROWS = 1
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
+    def __init__(
+        self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]
+    ) -> None:
         super().__init__(model, train, members)
         self.strong = self.devices - self.shape.weak
         self.weak_rates = torch.full_like(self.rates, self.shape.weak_rate)
@@ -324,7 +378,10 @@ class Mixed(FirstOrder):
         jobs = self.jobs[self.done * steps : (self.done + 1) * steps]
         by_device = jobs.reshape(steps, fleets, self.devices, -1)
         strong_jobs = by_device[:, :, : self.strong].reshape(steps, fleets * self.strong, -1)
-        local, a = self.b.repeat_interleave(self.strong, 0), self.a.repeat_interleave(self.strong, 0)
+        local, a = (
+            self.b.repeat_interleave(self.strong, 0),
+            self.a.repeat_interleave(self.strong, 0),
+        )
         rate = self.rates.repeat_interleave(self.strong)[:, None]
         for place in range(steps):
             leaf = local.detach().requires_grad_(True)
@@ -338,7 +395,9 @@ class Mixed(FirstOrder):
             rows += self.WEAK_ROWS * self.shape.weak
             weak_bytes = self.VALUE_BYTES * size + 38 + 2 * steps * self.shape.queries
         self.b = total / rows
-        self.bytes += (2 * self.VALUE_BYTES * size * self.strong + weak_bytes * self.shape.weak) / self.devices
+        self.bytes += (
+            2 * self.VALUE_BYTES * size * self.strong + weak_bytes * self.shape.weak
+        ) / self.devices
         self.done += 1
 
     def _weak(self, jobs: np.ndarray) -> Tensor:
@@ -346,12 +405,16 @@ class Mixed(FirstOrder):
         weak, steps, q = self.shape.weak, self.shape.local_steps, self.shape.queries
         rows = jobs[:, :, self.strong :, : self.WEAK_ROWS].reshape(steps, self.fleets * weak, -1)
         owners = np.arange(self.fleets * weak)
-        values, _ = self._answers(self.b, self.a.repeat_interleave(weak, 0), rows, self.weak_rates, owners)
+        values, _ = self._answers(
+            self.b, self.a.repeat_interleave(weak, 0), rows, self.weak_rates, owners
+        )
         sent = [[pack(device.tolist()).values() for device in fleet] for fleet in values]
         numbers = torch.tensor(sent, dtype=torch.float32, device=self.device)
         found = self.b[:, None].repeat(1, weak, 1)
         for place in range(steps):
             part = numbers[..., place * q : (place + 1) * q]
             noise = self._noise(self.done * steps + place)
-            found -= (self.weak_rates / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", part, noise)
+            found -= (self.weak_rates / q)[:, None, None] * torch.einsum(
+                "fdq,fqp->fdp", part, noise
+            )
         return found

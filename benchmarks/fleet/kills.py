@@ -53,11 +53,17 @@ class Distance(Session):
         self.target = np.random.default_rng(device).normal(0, 1, SIZE).astype(np.float32)
         self.vector = np.zeros(SIZE, dtype=np.float32)
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         noise = generator.rademacher(SEED, step, 0, QUERIES, 0, SIZE)
         offset = self.vector.astype(np.float64) - self.target
-        numbers = tuple(float(offset @ direction) for direction in noise)  # what central differences of a quadratic are
-        self.vector = self.vector - (learning_rate / QUERIES * np.array(numbers) @ noise).astype(np.float32)
+        numbers = tuple(
+            float(offset @ direction) for direction in noise
+        )  # what central differences of a quadratic are
+        self.vector = self.vector - (learning_rate / QUERIES * np.array(numbers) @ noise).astype(
+            np.float32
+        )
         loss = float(0.5 * (offset**2).sum())
         return StepResult(loss, (loss,), numbers)
 
@@ -87,7 +93,9 @@ def serve(folder: Path, rounds: int) -> None:
                 answered = any(device in current.answers for current in desk.rounds.open.values())
                 if not answered:
                     _put(folder, f"to-{device}", desk.out(device))
-            waiting = set(range(DEVICES)) - {d for current in desk.rounds.open.values() for d in current.answers}
+            waiting = set(range(DEVICES)) - {
+                d for current in desk.rounds.open.values() for d in current.answers
+            }
             while waiting:
                 for device in sorted(waiting):
                     file = folder / f"from-{device}"
@@ -113,7 +121,9 @@ def _put(folder: Path, name: str, files: list[bytes]) -> None:
 def take_part(folder: Path, number: int) -> None:
     """Be a device until the fleet ends."""
     end = Device(DeviceSettings(str(folder / f"device-{number}"), ""))
-    batches: Any = SimpleNamespace(rows=1, at=lambda step: SimpleNamespace(ids=np.zeros((1, 2)), labels=None))
+    batches: Any = SimpleNamespace(
+        rows=1, at=lambda step: SimpleNamespace(ids=np.zeros((1, 2)), labels=None)
+    )
     opened: list[Member] = []
 
     def member(fleet: Charter, device: int) -> Member:
@@ -175,7 +185,9 @@ class Fleet:
         return found
 
 
-def run(folder: Path, rounds: int, kills: int, seed: int = 0, timeout_s: float = 300.0) -> dict[str, Any]:
+def run(
+    folder: Path, rounds: int, kills: int, seed: int = 0, timeout_s: float = 300.0
+) -> dict[str, Any]:
     """Run a fleet and kill its processes `kills` times, at moments that are spread over the rounds."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, fleet, done, server = random.Random(seed), Fleet(folder, rounds), 0, 0
@@ -222,7 +234,9 @@ def main() -> None:
             {"key": "hashes", "title": "Different hashes at the end"},
             {"key": "same", "title": "The undisturbed run's hash"},
         ],
-        notes=["Rounds pass as files between processes; a session without a model, 4,096 elements, momentum 0.5."],
+        notes=[
+            "Rounds pass as files between processes; a session without a model, 4,096 elements, momentum 0.5."
+        ],
     )
 
 

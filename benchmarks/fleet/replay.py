@@ -28,7 +28,12 @@ ELEMENTS = 368_640
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5000)
-    parser.add_argument("--gaussian-rounds", type=int, default=500, help="Gaussians take longer: the rest is by ratio")
+    parser.add_argument(
+        "--gaussian-rounds",
+        type=int,
+        default=500,
+        help="Gaussians take longer: the rest is by ratio",
+    )
     parser.add_argument("--answers", type=int, nargs="+", default=[100, 1000, 10_000])
 
 
@@ -79,7 +84,9 @@ def timed_answers(count: int, combine: str) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     current = server.begin(range(count))
     answers = [
-        Answer(fleet.id, 0, current.begin, device, 32, 1.0, pack(draw.normal(0, 3, 32).tolist())).to_bytes()
+        Answer(
+            fleet.id, 0, current.begin, device, 32, 1.0, pack(draw.normal(0, 3, 32).tolist())
+        ).to_bytes()
         for device in range(count)
     ]
     tracemalloc.start()
@@ -104,7 +111,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = [timed_replay("rademacher", steps, args.rounds, args.rounds) for steps in (1, 8)]
     rows.append(timed_replay("gaussian", 1, args.gaussian_rounds, args.rounds))
-    rows += [timed_answers(count, rule) for rule in ("mean", "trimmed_mean") for count in args.answers]
+    rows += [
+        timed_answers(count, rule) for rule in ("mean", "trimmed_mean") for count in args.answers
+    ]
     finish(
         "fleet/replay",
         rows,
@@ -120,7 +129,11 @@ def main() -> None:
         ],
         notes=[
             "Replays on one thread. Memory is what Python allocated at the peak, traced, which slows the answers.",
-            *([f"Other processes shared the machine (load average {load:.1f} at the start)."] if load > 0.5 else []),
+            *(
+                [f"Other processes shared the machine (load average {load:.1f} at the start)."]
+                if load > 0.5
+                else []
+            ),
         ],
     )
 

@@ -53,7 +53,12 @@ def simulated(devices: int, rounds: int) -> dict[str, Any]:
         marks: list[float] = []
         result = simulate(config, on_round=lambda done: marks.append(time.process_time()))
     each = (marks[-1] - marks[0]) / (len(marks) - 1)
-    return {"what": "a simulated round", "count": devices, "cpu_s": each, "hashes": result.hashes_equal}
+    return {
+        "what": "a simulated round",
+        "count": devices,
+        "cpu_s": each,
+        "hashes": result.hashes_equal,
+    }
 
 
 def answered(count: int) -> dict[str, Any]:
@@ -126,7 +131,9 @@ def main() -> None:
             {"key": "peak_bytes", "title": "Peak memory of the process, bytes"},
             {"key": "hashes", "title": "One hash"},
         ],
-        notes=["One thread. Seconds are of the processor, because other processes shared the machine."],
+        notes=[
+            "One thread. Seconds are of the processor, because other processes shared the machine."
+        ],
     )
 
 

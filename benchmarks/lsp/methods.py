@@ -45,7 +45,9 @@ class Trained:
         self.device, self.half = device, half
         layers = [self.family.layer(i) for i in range(loaded.dims.layers)]
         names = {id(module): name for name, module in self.model.named_modules()}
-        self.linears = {names[id(m)]: m for layer in layers for m in layer.modules() if is_linear(m)}
+        self.linears = {
+            names[id(m)]: m for layer in layers for m in layer.modules() if is_linear(m)
+        }
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean negative log likelihood of the batch's labelled tokens, nats."""
@@ -62,7 +64,8 @@ class Trained:
         rows, places = np.nonzero(labels[:, 1:] != IGNORE)
         flat = rows * ids.shape[1] + places
         tokens, chosen, targets = (
-            torch.from_numpy(array).to(self.device) for array in (ids, flat, labels[rows, places + 1])
+            torch.from_numpy(array).to(self.device)
+            for array in (ids, flat, labels[rows, places + 1])
         )
         with self._autocast():
             hidden = self.family.hidden(tokens)
@@ -102,7 +105,9 @@ class Adam:
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        return (t for state in self.optimizer.state.values() for t in state.values() if t.numel() > 1)
+        return (
+            t for state in self.optimizer.state.values() for t in state.values() if t.numel() > 1
+        )
 
 
 class Galore(GaloreAdamW):
@@ -126,7 +131,9 @@ class Lsp:
     def __init__(self, run: Trained, config: ProjectorConfig, seed: int) -> None:
         self.optimizer = LspAdamW(run.model, config, seed)
         self.every, self.looked, self.looks = config.check_every, False, list[dict[str, Any]]()
-        self.matrices = [(p, matrix) for p, matrix, _, _ in self.optimizer.entries if matrix is not None]
+        self.matrices = [
+            (p, matrix) for p, matrix, _, _ in self.optimizer.entries if matrix is not None
+        ]
         if run.half:
             for module in self.optimizer.attached:
                 _in_half(module)
@@ -167,7 +174,10 @@ class Lsp:
         kept = [(p, p.grad) for p, _, _, _ in self.optimizer.entries]
         sums = [(matrix, matrix.gradient) for _, matrix in self.matrices]
         for matrix, gradient in sums:
-            matrix.watch, matrix.gradient = look, None if gradient is None else torch.zeros_like(gradient)
+            matrix.watch, matrix.gradient = (
+                look,
+                None if gradient is None else torch.zeros_like(gradient),
+            )
         for p, _ in kept:
             p.grad = None
         backward()
@@ -197,7 +207,9 @@ def looks_every(name: str, otherwise: int) -> tuple[str, int]:
     return name, NEVER if steps == "never" else int(steps or otherwise)
 
 
-def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig, rank: int, refresh: int) -> Method:
+def open_method(
+    name: str, run: Trained, seed: int, projectors: ProjectorConfig, rank: int, refresh: int
+) -> Method:
     """Prepare the model of `run` for a method of METHODS.
 
     Args:
@@ -211,7 +223,9 @@ def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig,
         import peft
 
         torch.manual_seed(seed)
-        settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=list(run.linears), lora_dropout=0.0)
+        settings = peft.LoraConfig(
+            r=rank, lora_alpha=rank, target_modules=list(run.linears), lora_dropout=0.0
+        )
         peft.get_peft_model(run.model, settings)  # changes the linear layers in place
         return Adam(p for p in run.model.parameters() if p.requires_grad)
     run.model.requires_grad_(True)
@@ -219,7 +233,11 @@ def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig,
     if name == "full":
         return Adam(run.model.parameters())
     if name.startswith("lsp"):
-        return Lsp(run, projectors.model_copy(update={"learned": name == "lsp", "check_every": every}), seed)
+        return Lsp(
+            run,
+            projectors.model_copy(update={"learned": name == "lsp", "check_every": every}),
+            seed,
+        )
     if name in ALPHAS:
         weights: Any = [module.weight for module in run.linears.values()]
         chosen = {id(weight) for weight in weights}
@@ -232,7 +250,9 @@ def gradient_bytes(run: Trained, method: Method) -> int:
     """Bytes of the gradients that are there between a backward pass and a step."""
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     if isinstance(method, Lsp):
-        gradients += [matrix.gradient for _, matrix in method.matrices if matrix.gradient is not None]
+        gradients += [
+            matrix.gradient for _, matrix in method.matrices if matrix.gradient is not None
+        ]
     return nbytes(gradients)
 
 

@@ -45,14 +45,22 @@ COLUMNS = [
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="Qwen2.5-7B", help=", ".join(om.SHAPES))
     parser.add_argument("--gpus", default="2,1", help="numbers of GPUs")
-    parser.add_argument("--rows-each", default="1,4,16", help="rows of each GPU, and of all together")
-    parser.add_argument("--bus", type=float, default=15.0, help="GB/s in each direction of each GPU; 0: as it is")
+    parser.add_argument(
+        "--rows-each", default="1,4,16", help="rows of each GPU, and of all together"
+    )
+    parser.add_argument(
+        "--bus", type=float, default=15.0, help="GB/s in each direction of each GPU; 0: as it is"
+    )
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of LspConfig")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of LspConfig"
+    )
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--budget-s", type=float, default=540.0, help="end what still runs so long after the start")
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="end what still runs so long after the start"
+    )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--batches", help=argparse.SUPPRESS)
     parser.add_argument("--visible", type=int, help=argparse.SUPPRESS)
@@ -67,7 +75,9 @@ class Projected(OnRanks):
         if args.bus:
             options["bus_limit_gb_per_s"] = args.bus
         family = om.make_family(args.shape, om.random_block(args.shape, device))
-        self.engine = LspEngine(family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks=self.ranks)
+        self.engine = LspEngine(
+            family, LspConfig(timeout_s=LIMIT_S, **options), device, ranks=self.ranks
+        )
 
     def figures(self) -> dict[str, Any]:
         figures = super().figures()
@@ -81,16 +91,26 @@ def main() -> None:
     began, rows = time.monotonic(), list[dict[str, Any]]()
     each = [int(word) for word in args.rows_each.split(",")]
     for gpus in (int(word) for word in args.gpus.split(",")):
-        batches = list(dict.fromkeys([*(n * gpus for n in each), *(n for n in each if n % gpus == 0)]))
+        batches = list(
+            dict.fromkeys([*(n * gpus for n in each), *(n for n in each if n % gpus == 0)])
+        )
         for variant in args.variants.split(","):
             left_s = args.budget_s - (time.monotonic() - began)
             rows += run(args, variant, gpus, batches, left_s, "benchmarks.lsp.ranks")
             compare(rows, args.length)
             if args.out:
                 args.out.write_text(json.dumps({"benchmark": NAME, "partial": True, "rows": rows}))
-    zero = {(row["gpus"], row["rows"]): row.get("tokens_per_s") for row in rows if row["variant"] == "zero"}
+    zero = {
+        (row["gpus"], row["rows"]): row.get("tokens_per_s")
+        for row in rows
+        if row["variant"] == "zero"
+    }
     for row in rows:
-        if row["variant"] != "zero" and "step_s" in row and (other := zero.get((row["gpus"], row["rows"]))):
+        if (
+            row["variant"] != "zero"
+            and "step_s" in row
+            and (other := zero.get((row["gpus"], row["rows"])))
+        ):
             row["times_zero"] = row["tokens_per_s"] / other
     bus = "the machine's own bus"
     if args.bus:

@@ -62,7 +62,9 @@ def mark(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if key not in best or _standing(row) < _standing(best[key]):
                 best[key] = row
     for row in rows:
-        row["best_rate"] = row is best.get((row["task"], row["method"])) if row["method"] != BASE else None
+        row["best_rate"] = (
+            row is best.get((row["task"], row["method"])) if row["method"] != BASE else None
+        )
     return rows
 
 
@@ -89,10 +91,17 @@ def _row(group: list[dict[str, Any]]) -> dict[str, Any]:
     row |= {"mean_accuracy": _mean(top), "accuracy_deviation": _deviation(top), "accuracy": top}
     row |= {"final_accuracy": final, "mean_final_accuracy": _mean(final)}
     timed = [run["step_s"] for run in group if run["step_s"] is not None]
-    row |= {"step_s": timed or None, "look_s": [s for run in group for s in run["look_s"] or ()] or None}
+    row |= {
+        "step_s": timed or None,
+        "look_s": [s for run in group for s in run["look_s"] or ()] or None,
+    }
     row |= {key: first[key] for key in ("memory_bytes", "state_bytes", "gradient_bytes")}
     looks = [run["looks"] for run in group if run["looks"]]
-    for key, name in (("before", "bias_before"), ("after", "bias_after"), ("held_out", "held_out_bias")):
+    for key, name in (
+        ("before", "bias_before"),
+        ("after", "bias_after"),
+        ("held_out", "held_out_bias"),
+    ):
         row[name] = [_mean([look[key] for look in at]) for at in zip(*looks, strict=False)] or None
     row |= {"looks": looks or None, "evaluated_at": first["evaluated_at"]}
     row |= {"loss_curves": [[_number(x) for x in run["losses"]] for run in group]}
@@ -110,7 +119,9 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[str]:
         words = []
         for row in sorted(chosen, key=lambda row: row["mean_best_loss"]):
             spread = "" if row["deviation"] is None else f" ± {row['deviation']:.4f}"
-            words.append(f"{row['method']} {row['mean_best_loss']:.4f}{spread} at {row['learning_rate']:g}")
+            words.append(
+                f"{row['method']} {row['mean_best_loss']:.4f}{spread} at {row['learning_rate']:g}"
+            )
         if words:
             notes.append(f"{task}: best validation loss, nats a token: {', '.join(words)}.")
     return notes
@@ -132,11 +143,18 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         if not row["step_s"] and other["evaluated_at"] == row["evaluated_at"]:
             row |= _times(other)
     names = list(dict.fromkeys(task for task, _, _ in rows))
-    ordered = sorted(rows.values(), key=lambda row: (names.index(row["task"]), row["method"] != BASE))
+    ordered = sorted(
+        rows.values(), key=lambda row: (names.index(row["task"]), row["method"] != BASE)
+    )
     document = documents[0] | {"rows": mark(ordered)}
     if len(documents) > 1:
         kept = list(
-            dict.fromkeys(note for d in documents for note in d.get("notes", []) if "best validation" not in note)
+            dict.fromkeys(
+                note
+                for d in documents
+                for note in d.get("notes", [])
+                if "best validation" not in note
+            )
         )
         more = [f"Also run: `{other['command']}`." for other in documents[1:]]
         document["notes"] = [*kept, *more, *ranking(ordered)]
@@ -160,8 +178,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
     if not tasks:
         raise SystemExit("--plot: no run has a loss")
     if any("loss_curves" not in row for row in document["rows"]):
-        raise SystemExit("--plot: expected files that --out wrote, received a committed result, which has no curves")
-    figure, grid = pyplot.subplots(len(tasks), 2, figsize=(10, 3.3 * len(tasks)), dpi=150, squeeze=False, sharey="row")
+        raise SystemExit(
+            "--plot: expected files that --out wrote, received a committed result, which has no curves"
+        )
+    figure, grid = pyplot.subplots(
+        len(tasks), 2, figsize=(10, 3.3 * len(tasks)), dpi=150, squeeze=False, sharey="row"
+    )
     for task, panels in zip(tasks, grid, strict=True):
         trained: list[float] = []
         for row in document["rows"]:
@@ -179,7 +201,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
             label = f"{row['method']} ({row['learning_rate']:g})"
             for axes, values in zip(panels, at.values(), strict=False):
                 axes.plot(values[: len(means)], means, "-", color=color, linewidth=1.6, label=label)
-                axes.fill_between(values[: len(means)], low, high, color=color, alpha=0.18, linewidth=0)
+                axes.fill_between(
+                    values[: len(means)], low, high, color=color, alpha=0.18, linewidth=0
+                )
         for axes, unit in zip(panels, ("steps", "seconds of training"), strict=True):
             axes.set_xlabel(unit)
             axes.set_axis_on() if axes.lines else axes.set_axis_off()
@@ -212,7 +236,10 @@ def _band(curves: list[list[float | None]]) -> tuple[list[float], list[float], l
 
 def _columns(curves: list[list[Any]]) -> list[list[Any]]:
     """The seeds' values of every evaluation that one of them reached."""
-    return [[curve[i] for curve in curves if i < len(curve)] for i in range(max(map(len, curves), default=0))]
+    return [
+        [curve[i] for curve in curves if i < len(curve)]
+        for i in range(max(map(len, curves), default=0))
+    ]
 
 
 def _finite(value: float | None) -> bool:

@@ -55,12 +55,16 @@ class Stopwatch:
 
 def evaluate(run: Any, task: Task, pad_id: int) -> tuple[float, float | None]:
     """Validation loss, nats an answer token, and accuracy, None where there is nothing to choose."""
-    evaluation = evaluate_dataset(run, task.valid, pad_id, batch_size=128 if run.device.type == "cuda" else 16)
+    evaluation = evaluate_dataset(
+        run, task.valid, pad_id, batch_size=128 if run.device.type == "cuda" else 16
+    )
     assert evaluation is not None
     return evaluation.loss, evaluation.accuracy
 
 
-def before_training(task: Task, base: Any, pad_id: int, device: torch.device, half: bool) -> dict[str, Any]:
+def before_training(
+    task: Task, base: Any, pad_id: int, device: torch.device, half: bool
+) -> dict[str, Any]:
     """The base model's figures, as a run of no steps; they begin the curves of every run. A backward pass, too, so that
     no run pays for what a device does once."""
     run = Trained(base, device, half)
@@ -88,9 +92,21 @@ def train(
     projectors = ProjectorConfig(**sizes, threshold=args.threshold)
     run, looks = Trained(base, device, half), looks_every(method, args.check_every)[1]
     optimizer = open_method(method, run, seed, projectors, args.rank, args.refresh)
-    batches, others = (Batches(task.train, args.batch_size, LENGTHS, s, pad_id) for s in (seed, seed + OTHER_SEED))
-    result = before | {"method": method, "learning_rate": rate, "seed": seed} | {key: [*before[key]] for key in CURVES}
-    total, gradients, done, watch, look_s = torch.zeros((), device=device), 0, 0, Stopwatch(device), list[float]()
+    batches, others = (
+        Batches(task.train, args.batch_size, LENGTHS, s, pad_id) for s in (seed, seed + OTHER_SEED)
+    )
+    result = (
+        before
+        | {"method": method, "learning_rate": rate, "seed": seed}
+        | {key: [*before[key]] for key in CURVES}
+    )
+    total, gradients, done, watch, look_s = (
+        torch.zeros((), device=device),
+        0,
+        0,
+        Stopwatch(device),
+        list[float](),
+    )
     for step in range(steps):
         loss = run.loss(batches.at(step))
         total += loss.detach()
@@ -126,7 +142,11 @@ def train(
     state = nbytes(optimizer.tensors())
     result |= {"step_s": watch.seconds / done if done else None, "look_s": look_s or None}
     result |= {"looks": getattr(optimizer, "looks", None)}
-    return result | {"memory_bytes": state + gradients, "state_bytes": state, "gradient_bytes": gradients}
+    return result | {
+        "memory_bytes": state + gradients,
+        "state_bytes": state,
+        "gradient_bytes": gradients,
+    }
 
 
 HERE: dict[str, Any] = {}
@@ -153,12 +173,23 @@ def load(args: Any) -> dict[str, Any]:
     base = load_model(args.model, dtype="float32")
     names = args.tasks.split(",")
     tasks = {name: Task(name, args.data, base.tokenizer, args.eval_rows) for name in names}
-    counts = [int(number) for number in args.steps.split(",")] * (1 if "," in args.steps else len(names))
+    counts = [int(number) for number in args.steps.split(",")] * (
+        1 if "," in args.steps else len(names)
+    )
     pad_id = pad_id_of(base.tokenizer)
-    before = {name: before_training(task, base, pad_id, device, half) for name, task in tasks.items()}
+    before = {
+        name: before_training(task, base, pad_id, device, half) for name, task in tasks.items()
+    }
     _free(device)
     steps = dict(zip(names, counts, strict=True))
-    return {"device": device, "half": half, "base": base, "tasks": tasks, "steps": steps, "before": before}
+    return {
+        "device": device,
+        "half": half,
+        "base": base,
+        "tasks": tasks,
+        "steps": steps,
+        "before": before,
+    }
 
 
 def work(here: dict[str, Any], args: Any, job: Job) -> dict[str, Any]:
@@ -185,7 +216,12 @@ class Runner:
     """
 
     def __init__(self, args: Any, here: dict[str, Any]) -> None:
-        self.args, self.here, self.started, self.missing = args, here, time.perf_counter(), list[Job]()
+        self.args, self.here, self.started, self.missing = (
+            args,
+            here,
+            time.perf_counter(),
+            list[Job](),
+        )
         self.pool: ProcessPoolExecutor | None = None
         if args.workers > 1:
             context = get_context("forkserver")

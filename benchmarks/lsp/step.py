@@ -50,15 +50,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default="GPT2-774M", help=", ".join(om.SHAPES))
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--buses", default="0,15", help="GB/s in each direction; 0: as it is")
-    parser.add_argument("--projectors", default="512:8", help="subspace:nonzeros, separated by commas")
+    parser.add_argument(
+        "--projectors", default="512:8", help="subspace:nonzeros, separated by commas"
+    )
     parser.add_argument("--variants", default="native,zero,zero-layerwise,lsp")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default=DEVICE)
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of LspConfig")
-    parser.add_argument("--rounds", type=int, default=2, help="runs that the repeats are spread over")
-    parser.add_argument("--host-gib", type=float, default=120.0, help="host memory that variants may take together")
-    parser.add_argument("--gpu-gib", type=float, help="GPU memory that variants may take together; None: 0.9 of it")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing new so long after the start")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of LspConfig"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs that the repeats are spread over"
+    )
+    parser.add_argument(
+        "--host-gib", type=float, default=120.0, help="host memory that variants may take together"
+    )
+    parser.add_argument(
+        "--gpu-gib", type=float, help="GPU memory that variants may take together; None: 0.9 of it"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=1e9, help="begin nothing new so long after the start"
+    )
 
 
 class Bench(Running):
@@ -75,11 +87,17 @@ class Bench(Running):
         """Variants; `lsp` once for each pair of projectors, after all others."""
         pairs = [pair.split(":") for pair in self.args.projectors.split(",")]
         names = self.args.variants.split(",")
-        return [n for n in names if n != "lsp"] + [f"lsp s{s} d{d}" for s, d in pairs if "lsp" in names]
+        return [n for n in names if n != "lsp"] + [
+            f"lsp s{s} d{d}" for s, d in pairs if "lsp" in names
+        ]
 
     def shape(self, shape: str, bus: float) -> None:
         """Groups of variants that fit beside each other; the first of them is in every group."""
-        block, waiting, batches = om.random_block(shape, self.args.device), self.names(), self._batches()
+        block, waiting, batches = (
+            om.random_block(shape, self.args.device),
+            self.names(),
+            self._batches(),
+        )
         self.data = om.Batches(om.shape_dims(shape)[0].vocab, self.args.length)
         live: dict[str, Live] = {}
         try:
@@ -106,17 +124,22 @@ class Bench(Running):
         if self.args.device == "cpu":
             return 1e12, 1e12
         whole = torch.cuda.get_device_properties(0).total_memory
-        return self.args.gpu_gib * 2**30 if self.args.gpu_gib else 0.9 * whole, self.args.host_gib * 2**30
+        return (
+            self.args.gpu_gib * 2**30 if self.args.gpu_gib else 0.9 * whole,
+            self.args.host_gib * 2**30,
+        )
 
     def _need(self, name: str, shape: str, live: dict[str, Live]) -> tuple[float, float]:
         """Bytes on the GPU and on the host, roughly."""
         count = om.shape_dims(shape)[0].parameters
         beside = 14.5 * count if "native" in live else 0
-        return beside + {"native": 14.5, "zero": 2.8, "zero-layerwise": 2.8}.get(name, 3.0) * count, 14.5 * count * (
-            name.startswith("zero")
-        )
+        return beside + {"native": 14.5, "zero": 2.8, "zero-layerwise": 2.8}.get(
+            name, 3.0
+        ) * count, 14.5 * count * (name.startswith("zero"))
 
-    def _build(self, live: dict[str, Live], name: str, shape: str, bus: float, block: torch.Tensor) -> None:
+    def _build(
+        self, live: dict[str, Live], name: str, shape: str, bus: float, block: torch.Tensor
+    ) -> None:
         kind, options = NATIVE if name == "native" else name, dict(self.options)
         if name.startswith("lsp"):
             size, nonzeros = (word[1:] for word in name.split()[1:])
@@ -134,7 +157,15 @@ class Bench(Running):
         except Exception as error:
             live.pop(name, None)
             for rows in self._batches():
-                self._add({"shape": shape, "bus": bus, "batch": rows, "variant": name, "error": reason(error)})
+                self._add(
+                    {
+                        "shape": shape,
+                        "bus": bus,
+                        "batch": rows,
+                        "variant": name,
+                        "error": reason(error),
+                    }
+                )
             om.release(self.args.device)
 
     def _look(self, one: Live) -> float:
@@ -146,7 +177,9 @@ class Bench(Running):
         outcomes: dict[str, dict[str, Any]] = {}
         errors: dict[str, str] = {}
         for number in range(self.args.rounds):
-            share = self.args.repeats // self.args.rounds + (number < self.args.repeats % self.args.rounds)
+            share = self.args.repeats // self.args.rounds + (
+                number < self.args.repeats % self.args.rounds
+            )
             for name in reversed(list(live)) if number % 2 else list(live):
                 if name in errors or self.late():
                     continue
@@ -163,7 +196,9 @@ class Bench(Running):
                 row["error"] = errors.get(name, "not run: out of time")
             self._add(row)
 
-    def _row(self, one: Live, at: dict[str, Any], actual: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _row(
+        self, one: Live, at: dict[str, Any], actual: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
         name, shape, rows = at["variant"], at["shape"], at["batch"]
         seen, tokens = actual[name], rows * self.args.length
         step_s, count = median(seen["step_s"]), om.shape_dims(shape)[0].parameters
@@ -186,7 +221,12 @@ class Bench(Running):
         row |= {"host_bytes": engine.host_bytes, "transition_layer": engine.updates.transition}
         row["of_zero_bytes"] = row.get("bus_bytes", 0) / (4 * count)
         if name.startswith("lsp"):
-            pairs = [side for part in engine.parts for _, m, _ in part.matrices for side in (m.left, m.right)]
+            pairs = [
+                side
+                for part in engine.parts
+                for _, m, _ in part.matrices
+                for side in (m.left, m.right)
+            ]
             looks = engine.bias_checks.values()
             row |= {
                 "projector_bytes": sum(side.bytes for side in pairs), "first_step_s": self.first[name],
@@ -197,7 +237,10 @@ class Bench(Running):
                 self.refresh_s[name] = max(0.0, self.looked[name] - step_s)
             refresh_s = self.refresh_s.get(name)  # None where the first batch did not run
             if refresh_s is not None:
-                row |= {"refresh_s": refresh_s, "refresh_share": refresh_s / (1000 * step_s + refresh_s)}
+                row |= {
+                    "refresh_s": refresh_s,
+                    "refresh_share": refresh_s / (1000 * step_s + refresh_s),
+                }
         return row
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -208,7 +251,11 @@ class Bench(Running):
                  "refresh_share", "bias_after", "gpu_peak_bytes", "host_bytes", "bound", "idle_s", "transition_layer",
                  "segments_constant", "error")  # fmt: skip
         self.say(
-            row["shape"], row["bus"], row["batch"], row["variant"], {k: short(row[k]) for k in shown if row.get(k)}
+            row["shape"],
+            row["bus"],
+            row["batch"],
+            row["variant"],
+            {k: short(row[k]) for k in shown if row.get(k)},
         )
 
 
@@ -220,9 +267,19 @@ def main() -> None:
             try:
                 bench.shape(shape, bus)
             except Exception as error:
-                bench._add({"shape": shape, "bus": bus, "batch": None, "variant": None, "error": reason(error)})
+                bench._add(
+                    {
+                        "shape": shape,
+                        "bus": bus,
+                        "batch": None,
+                        "variant": None,
+                        "error": reason(error),
+                    }
+                )
             om.release(args.device)
-    finish("lsp/step", bench.rows, args, COLUMNS, title="LSP-Offload: steps per variant", notes=NOTES)
+    finish(
+        "lsp/step", bench.rows, args, COLUMNS, title="LSP-Offload: steps per variant", notes=NOTES
+    )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def export(model: str, form: str, folder: Path) -> Path:
             "export.check_steps": 1,
         }
         print(
-            f"{artifact.name}: lowered in {write(RunConfig.load(None, values), artifact).lowering_s:.0f} s", flush=True
+            f"{artifact.name}: lowered in {write(RunConfig.load(None, values), artifact).lowering_s:.0f} s",
+            flush=True,
         )
     return artifact
 
@@ -117,7 +118,10 @@ def give(artifacts: dict[str, Path], folder: Path, steps: int, rate: float = RAT
         batches = list(text_batches(session, load_tokenizer(session.manifest.model.source), steps))
         ids, labels = (np.stack(side) for side in zip(*batches))
         np.savez(folder / f"{name}.npz", probe=session.state()["adapter"], ids=ids, labels=labels)
-    jobs = {name: {"artifact": str(artifact.resolve()), "rate": rate} for name, artifact in artifacts.items()}
+    jobs = {
+        name: {"artifact": str(artifact.resolve()), "rate": rate}
+        for name, artifact in artifacts.items()
+    }
     (folder / "jobs.json").write_text(json.dumps(jobs))
 
 
@@ -126,9 +130,18 @@ def run_here(folder: Path, again: int = AGAIN) -> Path:
     out = folder / "here"
     if (out / FACTS).is_file():
         return out
-    command = [sys.executable, "-m", "benchmarks.mesp.arm_steps", str(folder), str(_empty(out)), str(again)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.mesp.arm_steps",
+        str(folder),
+        str(_empty(out)),
+        str(again),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     return out
@@ -191,7 +204,9 @@ def distances(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dic
 
 
 def _runs(found: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    return [{key: value[run] for key, value in found.items()} for run in range(len(found["losses"]))]
+    return [
+        {key: value[run] for key, value in found.items()} for run in range(len(found["losses"]))
+    ]
 
 
 def tensors(flat: np.ndarray, spec: ProgramSpec) -> dict[str, np.ndarray]:
@@ -199,7 +214,10 @@ def tensors(flat: np.ndarray, spec: ProgramSpec) -> dict[str, np.ndarray]:
     found = {}
     for entry in spec.layout:
         assert entry.a_offset is not None
-        for kind, start, size in (("A", entry.a_offset, entry.inputs), ("B", entry.offset, entry.outputs)):
+        for kind, start, size in (
+            ("A", entry.a_offset, entry.inputs),
+            ("B", entry.offset, entry.outputs),
+        ):
             found[f"{entry.linear}.{kind}"] = flat[start : start + entry.rank * size]
     return found
 
@@ -222,9 +240,14 @@ def main() -> None:
 
     def add(parser: Any) -> None:
         parser.add_argument(
-            "--root", type=Path, default=ROOT / "build" / "arm", help="the userland (default build/arm)"
+            "--root",
+            type=Path,
+            default=ROOT / "build" / "arm",
+            help="the userland (default build/arm)",
         )
-        parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mesp_arm", help="of the artifacts")
+        parser.add_argument(
+            "--folder", type=Path, default=ROOT / "build" / "mesp_arm", help="of the artifacts"
+        )
         parser.add_argument("--models", default=",".join(MODELS), help="default %(default)s")
         parser.add_argument("--forms", default=",".join(FORMS), help="default %(default)s")
 
@@ -246,10 +269,18 @@ def main() -> None:
             if traced:
                 ran[processor] = json.loads((there / TRACE).read_text())
             print(processor, facts, flush=True)
-        rows += [row(model, form, folder, spec_of(artifact), steps) for form, artifact in artifacts.items()]
+        rows += [
+            row(model, form, folder, spec_of(artifact), steps)
+            for form, artifact in artifacts.items()
+        ]
         print(json.dumps(rows[-len(artifacts) :]), flush=True)
-    emulator = subprocess.run([EMULATOR, "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
-    met = "; ".join(f"{name}: " + ", ".join(f"{k} {n}" for k, n in counts.items()) for name, counts in ran.items())
+    emulator = subprocess.run(
+        [EMULATOR, "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[2]
+    met = "; ".join(
+        f"{name}: " + ", ".join(f"{k} {n}" for k, n in counts.items())
+        for name, counts in ran.items()
+    )
     rows, notes = with_earlier(rows) if args.record else (rows, [])
     finish(
         NAME,
@@ -274,7 +305,9 @@ def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
     its `taken`; and notes that name these with their date and commit, and what instructions were met then."""
     path = RESULTS / NAME / f"{machine_info()['name']}.json"
     recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
-    found: dict[tuple[str, str], dict[str, Any]] = {(row["model"], row["form"]): row for row in rows}
+    found: dict[tuple[str, str], dict[str, Any]] = {
+        (row["model"], row["form"]): row for row in rows
+    }
     earlier: dict[tuple[str, str], list[str]] = {}
     for row in recorded["rows"]:
         if (key := (row["model"], row["form"])) not in found:
@@ -282,15 +315,24 @@ def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
             found[key] = row | {"taken": taken}
             earlier.setdefault(tuple(taken), []).append(" ".join(key))
     order = [(model, form) for model in MODELS for form in FORMS]
-    notes = [f"Of {date}, commit {commit}: {', '.join(names)}." for (date, commit), names in earlier.items()]
-    met = [note for note in recorded.get("notes", []) if note.startswith(("Instructions met", "Then: "))]
+    notes = [
+        f"Of {date}, commit {commit}: {', '.join(names)}."
+        for (date, commit), names in earlier.items()
+    ]
+    met = [
+        note
+        for note in recorded.get("notes", [])
+        if note.startswith(("Instructions met", "Then: "))
+    ]
     notes += [f"Then: {note.removeprefix('Then: ')}" for note in met[-1:] if earlier]
     return [found[key] for key in order if key in found], notes
 
 
 def row(model: str, form: str, folder: Path, spec: ProgramSpec, steps: int) -> dict[str, Any]:
     """Of the table: the largest difference over the processors that the jobs of `folder` ran on."""
-    there = [folder / processor for processor in PROCESSORS if (folder / processor / FACTS).is_file()]
+    there = [
+        folder / processor for processor in PROCESSORS if (folder / processor / FACTS).is_file()
+    ]
     found = [difference(form, folder / "here", place, spec) for place in there]
     bits = {(place / f"{form}.npz").read_bytes() for place in there}
     return {

@@ -30,10 +30,14 @@ def main(folder: Path, out: Path, again: int) -> None:
 
     for name, job in json.loads((folder / "jobs.json").read_text()).items():
         started, artifact = time.perf_counter(), Path(job["artifact"])
-        manifest = read_manifest(artifact, check_files=False)  # hashed by whoever wrote it, minutes ago
+        manifest = read_manifest(
+            artifact, check_files=False
+        )  # hashed by whoever wrote it, minutes ago
         session = target(manifest.target).open(artifact, manifest)
         with np.load(folder / f"{name}.npz") as given:
-            found = [take(session, **given, rate=job["rate"], seed=seed) for seed in range(1 + again)]
+            found = [
+                take(session, **given, rate=job["rate"], seed=seed) for seed in range(1 + again)
+            ]
         stacked: dict[str, Any] = {key: np.stack([one[key] for one in found]) for key in found[0]}
         np.savez(out / f"{name}.npz", **stacked)
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
@@ -56,7 +60,9 @@ def take(
     for step, (row_ids, row_labels) in enumerate(zip(ids, labels)):
         losses.append(session.step(row_ids, row_labels, step, rate).loss)
         if step == 0:
-            gradient = session.state()["exp_avg"].astype(np.float64) / (1.0 - session.manifest.method["beta1"])
+            gradient = session.state()["exp_avg"].astype(np.float64) / (
+                1.0 - session.manifest.method["beta1"]
+            )
     return {"gradient": gradient, "losses": np.array(losses), "adapter": session.state()["adapter"]}
 
 
@@ -65,7 +71,12 @@ def facts() -> dict[str, Any]:
     from importlib.metadata import version
 
     lines = Path("/proc/self/maps").read_text().splitlines()
-    ends = [int(end, 16) for line in lines if "/_portable_lib." in line for end in line.split()[0].split("-")]
+    ends = [
+        int(end, 16)
+        for line in lines
+        if "/_portable_lib." in line
+        for end in line.split()[0].split("-")
+    ]
     packages = {name: version(name) for name in ("torch", "executorch", "numpy")}
     return {"machine": platform.machine(), "libc": " ".join(platform.libc_ver()), "python": platform.python_version(),
             **packages, "runtime": [min(ends), max(ends)]}  # fmt: skip

@@ -31,8 +31,16 @@ are installed here."""
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)))
 PROCESSORS = {
     "cortex-a53": ("0xd03", "0x00000000410fd034", "fp asimd aes pmull sha1 sha2 crc32"),
-    "neoverse-n1": ("0xd0c", "0x00000000414fd0c1", "fp asimd aes pmull sha1 sha2 crc32 atomics asimdrdm asimddp"),
-    "max,sme=off": ("0xd49", "0x00000000410fd490", "fp asimd aes pmull sha1 sha2 crc32 atomics asimddp sve i8mm"),
+    "neoverse-n1": (
+        "0xd0c",
+        "0x00000000414fd0c1",
+        "fp asimd aes pmull sha1 sha2 crc32 atomics asimdrdm asimddp",
+    ),
+    "max,sme=off": (
+        "0xd49",
+        "0x00000000410fd490",
+        "fp asimd aes pmull sha1 sha2 crc32 atomics asimddp sve i8mm",
+    ),
 }
 """What is emulated, with the part number, identification and features that its kernel would show. XNNPACK asks the
 emulated processor itself for its features: plain NEON, dot products of four 8-bit integers, and products of small
@@ -73,7 +81,9 @@ class Userland:
                    str(self.root / MARKER), *map(str, arguments)]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"Python on {processor} ended with {done.returncode}: {done.stderr[-3000:]}")
+            raise RuntimeError(
+                f"Python on {processor} ended with {done.returncode}: {done.stderr[-3000:]}"
+            )
         return done.stdout
 
     def _describe(self, processor: str) -> None:
@@ -112,9 +122,16 @@ def _unpack_debian(root: Path) -> None:
         "Dir::State::status": state / "status", "Dir::Cache": state, "Dir::Etc::sourcelist": SOURCES,
         "Dir::Etc::sourceparts": "/dev/null",
     }  # fmt: skip
-    apt = ["apt-get", "-q", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
+    apt = [
+        "apt-get",
+        "-q",
+        *(word for key, value in options.items() for word in ("-o", f"{key}={value}")),
+    ]
     subprocess.run([*apt, "update"], check=True)
-    subprocess.run([*apt, "install", "--yes", "--download-only", "--no-install-recommends", *DEBIAN], check=True)
+    subprocess.run(
+        [*apt, "install", "--yes", "--download-only", "--no-install-recommends", *DEBIAN],
+        check=True,
+    )
     for package in sorted((state / "archives").glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, root], check=True)
     shutil.rmtree(state)
@@ -126,7 +143,10 @@ def _install_wheels(site: Path) -> None:
            "--no-compile", "--no-cache-dir"]  # fmt: skip
     pip += [word for platform in PLATFORMS for word in ("--platform", platform)]
     for names, more in ((WITH_DEPENDENCIES, []), (ALONE, ["--no-deps"])):
-        subprocess.run([*pip, *more, *(f"{name}=={version(name).partition('+')[0]}" for name in names)], check=True)
+        subprocess.run(
+            [*pip, *more, *(f"{name}=={version(name).partition('+')[0]}" for name in names)],
+            check=True,
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ class PlainStages(ModelStages):
     """The stages as one writes them for automatic differentiation: MLX's own attention, nothing in tiles."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__(replace(model.settings, mlp_tiles=1, query_chunk_tokens=1 << 30, store_h=False))
+        super().__init__(
+            replace(model.settings, mlp_tiles=1, query_chunk_tokens=1 << 30, store_h=False)
+        )
 
     def product(self, x: Any, a: Arrays, name: str) -> Any:
         """A matrix that is made dense is made so again for the gradient, not kept."""
@@ -47,7 +49,9 @@ class PlainStages(ModelStages):
         if "window.weight" in a:
             behind = mx.arange(q.shape[2])[:, None] - mx.arange(q.shape[2])[None]
             mask = (behind >= 0) & (behind < a["window.weight"])
-        o = mx.fast.scaled_dot_product_attention(q, a["k"], a["v"], scale=self.score_scale, mask=mask)
+        o = mx.fast.scaled_dot_product_attention(
+            q, a["k"], a["v"], scale=self.score_scale, mask=mask
+        )
         return {"o": o.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1)}
 
     def loss_tile(self, a: Arrays) -> Arrays:
@@ -77,7 +81,9 @@ def block_of(model: Model) -> Callable[..., Any]:
     return block
 
 
-def blockwise(model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
+def blockwise(
+    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+) -> float:
     """Block by block: forward without a graph, then each block's own vector-Jacobian product, computed and dropped."""
     block, inputs = block_of(model), [model.embed(ids)]
     for layer in range(model.layers):
@@ -108,12 +114,16 @@ def blockwise(model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, 
     return loss
 
 
-def autodiff(model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
+def autodiff(
+    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+) -> float:
     """One graph of the whole step."""
     return whole(model, ids, labels, labelled, on_gradient, checkpointed=False)
 
 
-def checkpoint(model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
+def checkpoint(
+    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+) -> float:
     """One graph, in which each block is computed again for its gradient (`mx.checkpoint`)."""
     return whole(model, ids, labels, labelled, on_gradient, checkpointed=True)
 
@@ -135,7 +145,9 @@ def whole(
         h = x
         for layer in range(model.layers):
             h = run[layer](adapter[layer], h)
-        hn = mx.fast.rms_norm(h, model.weights.final.get(Operand("final_norm.weight")), model.settings.dims.norm_eps)
+        hn = mx.fast.rms_norm(
+            h, model.weights.final.get(Operand("final_norm.weight")), model.settings.dims.norm_eps
+        )
         return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(where)])) / labelled
 
     value, derivatives = mx.value_and_grad(loss)(model.adapter)
@@ -152,7 +164,10 @@ def _plain_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
     def nll(hn: Any) -> Any:
         parts = {f"head.{part}": head.get(Operand(f"head.{part}")) for part in model.weights.parts}
         logits = stages.product(hn, parts, "head").astype(mx.float32)
-        return mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return (
+            mx.logsumexp(logits, axis=-1)
+            - mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        )
 
     return nll
 
@@ -183,7 +198,13 @@ def _give(layer: int, derivatives: dict[str, Any], on_gradient: OnGradient) -> N
 
 
 def mezo(
-    model: Model, ids: np.ndarray, labels: np.ndarray, seed: int, step: int, scale: float, learning_rate: float
+    model: Model,
+    ids: np.ndarray,
+    labels: np.ndarray,
+    seed: int,
+    step: int,
+    scale: float,
+    learning_rate: float,
 ) -> float:
     """One MeZO step on A and B, layer by layer: two forward passes, noise made again wherever it is needed."""
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import OnGradient, Position
 
 
-def blockwise_session(loaded: Any, config: Any, seed: int, device: str | None = None) -> MespSession:
+def blockwise_session(
+    loaded: Any, config: Any, seed: int, device: str | None = None
+) -> MespSession:
     """A session of mesp whose blocks are differentiated by autograd, one at a time."""
     session = MespSession(loaded, config, seed, device)
     model: Any = session.model  # of a family whose block is known
@@ -66,8 +68,13 @@ class BlockwiseBlocks(Blocks):
                 linears[target] = Linear(layer.matrix, layer.bias, a, b, layer.scale)
         with torch.enable_grad():
             entered = x.detach().requires_grad_(not last)
-            y = block_forward(self.stages.dims, Block(block.norms, linears, block.layer), entered, position, rows)
-            wanted = [*([] if last else [entered]), *(leaf for pair in leaves.values() for leaf in pair)]
+            y = block_forward(
+                self.stages.dims, Block(block.norms, linears, block.layer), entered, position, rows
+            )
+            wanted = [
+                *([] if last else [entered]),
+                *(leaf for pair in leaves.values() for leaf in pair),
+            ]
             gradients = list(torch.autograd.grad(y, wanted, g))
         gx = g if last else gradients.pop(0)
         for target in leaves:

@@ -34,7 +34,12 @@ RANK, ALPHA, SEED, RATE = 8, 16.0, 0, 3e-4
 SMOLLM = "SmolLM2-135M"
 FORMS = {"none": "blocks, float32", "int8": "blocks, 8-bit weights", "q4": "blocks, 4-bit weights",
          "8da8w": "blocks, products of integers"}  # fmt: skip
-PROGRAMS = {**FORMS, "whole": "whole program", "joint": "joint graph", "peft": "peft, checkpointed, eager"}
+PROGRAMS = {
+    **FORMS,
+    "whole": "whole program",
+    "joint": "joint graph",
+    "peft": "peft, checkpointed, eager",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
                    "vocab": 151_936},
@@ -75,8 +80,12 @@ def main() -> None:
         parser.add_argument("--tokens", type=int, default=128)
         parser.add_argument("--forms", default="")
         parser.add_argument("--shapes", nargs="?", const=",".join(SHAPES), default="")
-        parser.add_argument("--untimed", action="store_true", help="no elapsed seconds: they are of other work, too")
-        parser.add_argument("--scratch", type=Path, help="where programs lie meanwhile; the 7B shape needs 8 GB")
+        parser.add_argument(
+            "--untimed", action="store_true", help="no elapsed seconds: they are of other work, too"
+        )
+        parser.add_argument(
+            "--scratch", type=Path, help="where programs lie meanwhile; the 7B shape needs 8 GB"
+        )
 
     args = parse_args(__doc__, more)
     models = args.shapes.split(",") if args.shapes else [SMOLLM]
@@ -87,7 +96,15 @@ def main() -> None:
         if args.scratch:
             args.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats, 0 if args.untimed else 1)
+            rows += measure(
+                names,
+                model,
+                layers,
+                args.tokens,
+                Path(scratch),
+                args.repeats,
+                0 if args.untimed else 1,
+            )
     if args.untimed:
         rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
     notes = [
@@ -96,13 +113,21 @@ def main() -> None:
         "during a step beyond the loaded runtime's."
     ]
     name = "mesp/blocks_shapes" if args.shapes else "mesp/blocks"
-    title = "Training steps of block programs" + (" with random weights of larger shapes" if args.shapes else "")
+    title = "Training steps of block programs" + (
+        " with random weights of larger shapes" if args.shapes else ""
+    )
     shown = {"command": command_of("mesp/blocks"), "show_versions": ("torch", "executorch")}
     finish(name, rows, args, columns=COLUMNS, title=title, notes=notes, **shown)
 
 
 def measure(
-    names: list[str], model: str, layers: int, tokens: int, scratch: Path, repeats: int, warm_ups: int
+    names: list[str],
+    model: str,
+    layers: int,
+    tokens: int,
+    scratch: Path,
+    repeats: int,
+    warm_ups: int,
 ) -> list[dict[str, Any]]:
     """Rows of the table for one model."""
     rows, served = [], {}
@@ -110,10 +135,19 @@ def measure(
         folder = scratch / name
         folder.mkdir()
         words = [name, model, str(layers), str(tokens), str(folder)]
-        done = subprocess.run([*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr[-3000:]}")
-        rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **json.loads(_last(done.stdout))})
+        rows.append(
+            {
+                "model": model,
+                "program": PROGRAMS[name],
+                "layers": layers,
+                **json.loads(_last(done.stdout)),
+            }
+        )
         print(rows[-1], flush=True)
         served[name] = Served(words)
     for turn in range(-warm_ups, repeats):
@@ -121,7 +155,11 @@ def measure(
             served[name].step(counts=turn >= 0)
     for name, row in zip(names, rows):
         one = served[name]
-        row |= {"step_s": one.seconds, "step_cpu_s": one.cpu_seconds, "anonymous_bytes": one.close()}
+        row |= {
+            "step_s": one.seconds,
+            "step_cpu_s": one.cpu_seconds,
+            "anonymous_bytes": one.close(),
+        }
     return rows
 
 
@@ -130,7 +168,9 @@ class Served:
 
     def __init__(self, words: list[str]) -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*_command("--serve"), *words], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(
+            [*_command("--serve"), *words], cwd=ROOT, stdin=pipe, stdout=pipe, text=True
+        )
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self._answer()  # the runtime is loaded
@@ -178,7 +218,9 @@ class Served:
 def anonymous_bytes(pid: int) -> int:
     """Of a process, in memory and swapped out."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:"))
+    )
 
 
 def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
@@ -186,12 +228,23 @@ def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[
     from benchmarks.mesp.executorch_step import batch, load
 
     loaded = load(layers) if model == SMOLLM else shape(model)
-    ids = batch(loaded, tokens)[0] if model == SMOLLM else np.random.default_rng(SEED).integers(256, size=(1, tokens))
+    ids = (
+        batch(loaded, tokens)[0]
+        if model == SMOLLM
+        else np.random.default_rng(SEED).integers(256, size=(1, tokens))
+    )
     np.savez(folder / "batch.npz", ids=ids, labels=ids)
     if name == "peft":
-        return {"lowering_s": None, "program_bytes": None, "weights_bytes": None, "planned_bytes": None}
+        return {
+            "lowering_s": None,
+            "program_bytes": None,
+            "weights_bytes": None,
+            "planned_bytes": None,
+        }
     return (
-        make_joint(layers, tokens, folder) if name == "joint" else make_artifact(name, loaded, layers, tokens, folder)
+        make_joint(layers, tokens, folder)
+        if name == "joint"
+        else make_artifact(name, loaded, layers, tokens, folder)
     )
 
 
@@ -204,15 +257,22 @@ def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path
     from ondevice.exporters.base import ExportJob
     from ondevice.methods.mesp.program import EXECUTORCH
 
-    method = method_config("mesp", {"rank": RANK, "alpha": ALPHA, "loss_tiles": 24, "learning_rate": RATE})
+    method = method_config(
+        "mesp", {"rank": RANK, "alpha": ALPHA, "loss_tiles": 24, "learning_rate": RATE}
+    )
     whole = {"program": "whole"} if name == "whole" else {"quantize": name}
-    export = ExportConfig.parse({"lengths_tokens": [tokens], "eval_batch_size": 1, **whole}, "blocks")
+    export = ExportConfig.parse(
+        {"lengths_tokens": [tokens], "eval_batch_size": 1, **whole}, "blocks"
+    )
     built = EXECUTORCH.build(loaded, method, export, SEED)
     if loaded.dims.layers == 1 < layers:
         built = repeated(built, layers)
     if name == "whole":
         built = replace(built, modules=built.modules[:1])
-    exporter, job = AndroidCpu(target("android-cpu")), ExportJob(ModelConfig(source=MODEL), method, export, SEED)
+    exporter, job = (
+        AndroidCpu(target("android-cpu")),
+        ExportJob(ModelConfig(source=MODEL), method, export, SEED),
+    )
     built, lowered = exporter.lower(job, built, folder)
     write_manifest(exporter.write(job, loaded, built, lowered, folder), folder)
     weights = folder / "weights.safetensors"
@@ -237,14 +297,18 @@ def repeated(built: Any, layers: int) -> Any:
     weights: dict[str, np.ndarray] = {}
     for name, value in built.weights.items():
         copies = layers if ".layers.0." in name else 1
-        weights |= {name.replace(".layers.0.", f".layers.{layer}."): value for layer in range(copies)}
+        weights |= {
+            name.replace(".layers.0.", f".layers.{layer}."): value for layer in range(copies)
+        }
     constants = built.constants_of_layers
     return replace(
         built,
         layers=layers,
         weights=weights,
         first={"adapter": np.tile(first, layers)},
-        state=tuple(tensor.model_copy(update={"shape": (size * layers,)}) for tensor in built.state),
+        state=tuple(
+            tensor.model_copy(update={"shape": (size * layers,)}) for tensor in built.state
+        ),
         layout=tuple(
             entry.model_copy(
                 update={
@@ -266,10 +330,16 @@ def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
     from benchmarks.mesp import executorch_step
     from ondevice.core.registry import method_config, open_session
 
-    adapter = open_session(executorch_step.load(layers), method_config("mesp", {"rank": RANK}), SEED).adapter()
+    adapter = open_session(
+        executorch_step.load(layers), method_config("mesp", {"rank": RANK}), SEED
+    ).adapter()
     assert adapter is not None
-    figures, _, _ = executorch_step._joint("joint-transposed", layers, tokens, adapter.tensors, folder)
-    return {key: figures[key] for key in ("lowering_s", "program_bytes", "planned_bytes")} | {"weights_bytes": None}
+    figures, _, _ = executorch_step._joint(
+        "joint-transposed", layers, tokens, adapter.tensors, folder
+    )
+    return {key: figures[key] for key in ("lowering_s", "program_bytes", "planned_bytes")} | {
+        "weights_bytes": None
+    }
 
 
 def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
@@ -344,7 +414,9 @@ def _serve_peft(folder: Path, layers: int) -> Opener:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
         model.train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0
+        )
         given = torch.from_numpy(ids), torch.from_numpy(labels)
 
         def run() -> None:

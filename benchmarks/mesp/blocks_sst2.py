@@ -43,7 +43,9 @@ def main() -> None:
     def more(parser: Any) -> None:
         add_protocol(parser, valid_rows=400, processes=5)
         parser.add_argument("--lengths", default="32,64", help="tokens; longer rows are left out")
-        parser.add_argument("--programs", type=Path, help="keep the programs here, and take those that are there")
+        parser.add_argument(
+            "--programs", type=Path, help="keep the programs here, and take those that are there"
+        )
 
     args = parse_args(__doc__, more)
     lengths = tuple(map(int, args.lengths.split(",")))
@@ -65,14 +67,25 @@ def main() -> None:
             }
             add_row(rows, form, args, before.result(), results, **more_of_row)
         pool.shutdown()
-    notes = [f"{args.steps} steps of {args.batch} rows, AdamW, rate {args.rate:g} falling to 0, rank 8."]
-    finish("mesp/blocks_sst2", rows, args, columns=COLUMNS, title="SST-2 by form of block programs", notes=notes)
+    notes = [
+        f"{args.steps} steps of {args.batch} rows, AdamW, rate {args.rate:g} falling to 0, rank 8."
+    ]
+    finish(
+        "mesp/blocks_sst2",
+        rows,
+        args,
+        columns=COLUMNS,
+        title="SST-2 by form of block programs",
+        notes=notes,
+    )
 
 
 def add_protocol(parser: Any, valid_rows: int, processes: int) -> None:
     """Add the flags of the runs, which are the same in the runtime and in eager PyTorch."""
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
@@ -92,7 +105,12 @@ def protocol_rows(args: Any, folder: Path, tokens: int) -> dict[str, Path]:
 
 
 def add_row(
-    rows: list[dict[str, Any]], form: str, args: Any, before: dict[str, Any], results: list[dict[str, Any]], **more: Any
+    rows: list[dict[str, Any]],
+    form: str,
+    args: Any,
+    before: dict[str, Any],
+    results: list[dict[str, Any]],
+    **more: Any,
 ) -> None:
     """Append a form's row, from what its untrained model and its seeds came to; the first row is float32's."""
     row = {
@@ -109,7 +127,9 @@ def add_row(
     print(row, flush=True)
 
 
-def exported(form: str, folder: Path, model: str, lengths: tuple[int, ...], batch: int) -> dict[str, Any]:
+def exported(
+    form: str, folder: Path, model: str, lengths: tuple[int, ...], batch: int
+) -> dict[str, Any]:
     """The manifest's check of a form's artifact, which is made unless it is there."""
     from ondevice.api import export as artifacts
     from ondevice.api.runfile import RunConfig
@@ -129,7 +149,9 @@ def exported(form: str, folder: Path, model: str, lengths: tuple[int, ...], batc
     return read_manifest(folder).check
 
 
-def run(folder: Path, train: Path, valid: Path, rate: float, threads: int, steps: int, seed: int) -> dict[str, Any]:
+def run(
+    folder: Path, train: Path, valid: Path, rate: float, threads: int, steps: int, seed: int
+) -> dict[str, Any]:
     """Train an artifact from a seed; accuracy and loss on the validation rows, and seconds of the median step."""
     from executorch.extension.pybindings import portable_lib
 
@@ -143,12 +165,19 @@ def run(folder: Path, train: Path, valid: Path, rate: float, threads: int, steps
     from ondevice.training.evaluate import evaluate_dataset
 
     portable_lib._unsafe_reset_threadpool(threads)
-    manifest, session, tokenizer = read_manifest(folder), open_artifact(folder), artifact_tokenizer(folder)
+    manifest, session, tokenizer = (
+        read_manifest(folder),
+        open_artifact(folder),
+        artifact_tokenizer(folder),
+    )
     dims, longest = ModelDims.from_manifest(manifest.model.dims), max(manifest.lengths_tokens)
     parameters = lora_parameters(dims, families()[dims.family], session.config)
     adapter = FlatLayout.build(parameters).to_flat(initial_tensors(parameters, seed))
     session.load_state(session.state() | {"adapter": adapter})
-    rows, held = (read_dataset(path, tokenizer, task="sst2", max_length_tokens=longest) for path in (train, valid))
+    rows, held = (
+        read_dataset(path, tokenizer, task="sst2", max_length_tokens=longest)
+        for path in (train, valid)
+    )
     batches = Batches(rows, session.batch_size, session.lengths_tokens, seed, pad_id_of(tokenizer))
     seconds = [0.0]
     for step in range(steps):
@@ -157,7 +186,11 @@ def run(folder: Path, train: Path, valid: Path, rate: float, threads: int, steps
         seconds.append(time.perf_counter() - started)
     result = evaluate_dataset(session, held, pad_id_of(tokenizer))
     assert result is not None
-    return {"accuracy": result.accuracy, "loss": result.loss, "step_s": statistics.median(seconds[1:] or [0.0])}
+    return {
+        "accuracy": result.accuracy,
+        "loss": result.loss,
+        "step_s": statistics.median(seconds[1:] or [0.0]),
+    }
 
 
 def first_rows(source: Path, target: Path, count: int, model: str, longest: int) -> None:
@@ -166,7 +199,11 @@ def first_rows(source: Path, target: Path, count: int, model: str, longest: int)
 
     tokenizer, lines = load_tokenizer(model), source.read_text(encoding="utf-8").splitlines()
     sentences = [json.loads(line)["prompt_fields"]["sentence"] for line in lines]
-    short = [line for line, text in zip(lines, sentences) if len(tokenizer(text)["input_ids"]) <= longest - TEMPLATE]
+    short = [
+        line
+        for line, text in zip(lines, sentences)
+        if len(tokenizer(text)["input_ids"]) <= longest - TEMPLATE
+    ]
     target.write_text("\n".join(short[:count]) + "\n", encoding="utf-8")
 
 

@@ -17,7 +17,14 @@ import numpy as np
 from benchmarks.common import finish, parse_args
 
 NEEDS = ("cuda",)
-SHAPE = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "tied": False}
+SHAPE = {
+    "hidden": 4096,
+    "intermediate": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+    "tied": False,
+}
 COLUMNS = [
     {"key": "method", "title": "Method"},
     {"key": "weights", "title": "Weights"},
@@ -59,8 +66,12 @@ def main() -> None:
         title = "The longest row in 80 GB, 8B shape, NF4"
         finish("mesp/cuda_longest", longest(), args, columns=LONGEST, title=title, **shown)
         return
-    rows = [row for bits in (None, 4) for row in compare(args.layers, args.tokens, bits, args.repeats)]
-    finish("mesp/cuda", rows, args, columns=COLUMNS, title="MeSP on a GPU, 8B shape, one row, rank 8")
+    rows = [
+        row for bits in (None, 4) for row in compare(args.layers, args.tokens, bits, args.repeats)
+    ]
+    finish(
+        "mesp/cuda", rows, args, columns=COLUMNS, title="MeSP on a GPU, 8B shape, one row, rank 8"
+    )
 
 
 def model(layers: int) -> Any:
@@ -85,7 +96,9 @@ def model(layers: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     )
     with torch.device("cuda"):
-        built: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        built: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
     return wrap(built, tiny_tokenizer(), Llama, SourceInfo("random:8b", None, known_sha256="0"))
 
 
@@ -102,7 +115,11 @@ def opened(loaded: Any, bits: int | None, gradients: str = "manual", **settings:
     from ondevice.methods.mesp.torch.session import open_session
 
     values = {"bits": bits, "loss_tiles": 8, "loss_chunk_tokens": 4096, **settings}
-    open_it = {"manual": open_session, "blockwise": blockwise_session, "checkpoint": reference_session}[gradients]
+    open_it = {
+        "manual": open_session,
+        "blockwise": blockwise_session,
+        "checkpoint": reference_session,
+    }[gradients]
     return open_it(loaded, method_config("mesp", values), 0, "cuda")
 
 
@@ -122,11 +139,17 @@ class Peft:
                         if hasattr(parent, name):
                             setattr(parent, name, nf4(getattr(parent, name)))
         network.config.use_cache = False
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(self.targets), lora_dropout=0.0)
+        network.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        settings = peft.LoraConfig(
+            r=8, lora_alpha=16, target_modules=list(self.targets), lora_dropout=0.0
+        )
         self.model: Any = peft.get_peft_model(network, settings).train()
         self.model.enable_input_require_grads()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], fused=True
+        )
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> None:
         import torch
@@ -150,7 +173,9 @@ def nf4(linear: Any) -> Any:
     return layer.to(linear.weight.device)
 
 
-def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> list[dict[str, Any]]:
+def compare(
+    layers: int, lengths: list[int], bits: int | None, repeats: int
+) -> list[dict[str, Any]]:
     """Every method at every length, in turns; the weights are shared, so only the steps differ."""
     import torch
 
@@ -201,7 +226,9 @@ def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> 
     return rows
 
 
-def longest(layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768) -> list[dict[str, Any]]:
+def longest(
+    layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768
+) -> list[dict[str, Any]]:
     """The longest row whose step stays below `limit_bytes` in NF4, by powers of two.
 
     Rows are run with two layers, since attention over a million tokens takes minutes a layer; to what that needs, the
@@ -227,7 +254,12 @@ def longest(layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768)
                 break
             kept = 0 if "host" in name else tokens * SHAPE["hidden"] * 2
             peak = actual[1] + (layers - 2) * (block + kept)
-            print(name, tokens, f"{actual[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers", flush=True)
+            print(
+                name,
+                tokens,
+                f"{actual[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers",
+                flush=True,
+            )
             if tokens == start and (run := measured[name]) is not None:
                 rows.append(row(name, layers, start, run[0], run[1], computed_bytes=peak))
             if peak > limit_bytes:
@@ -274,7 +306,9 @@ class LoadedWeights:
         return time.perf_counter() - started, torch.cuda.max_memory_allocated()
 
 
-def row(name: str, layers: int, tokens: int, seconds: float | None, peak: int | None, **more: Any) -> dict[str, Any]:
+def row(
+    name: str, layers: int, tokens: int, seconds: float | None, peak: int | None, **more: Any
+) -> dict[str, Any]:
     """A row of the longest rows' table."""
     seconds_list = None if seconds is None else [seconds]
     return {"method": name, "weights": "NF4", "layers": layers, "tokens": tokens, "step_s": seconds_list,

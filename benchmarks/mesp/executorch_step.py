@@ -37,7 +37,12 @@ COLUMNS = [
     {"key": "layers", "title": "Layers"},
     {"key": "planned_bytes", "title": "Planned (MiB)", "scale": 2**-20, "digits": 1},
     {"key": "ratio", "title": "× joint graph"},
-    {"key": "state_bytes", "title": "of which adapter and moments, in and out", "scale": 2**-20, "digits": 1},
+    {
+        "key": "state_bytes",
+        "title": "of which adapter and moments, in and out",
+        "scale": 2**-20,
+        "digits": 1,
+    },
     {"key": "program_bytes", "title": "File (MiB)", "scale": 2**-20, "digits": 1},
     {"key": "anonymous_bytes", "title": "Anonymous memory (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "gradient_error", "title": "Gradient error"},
@@ -84,7 +89,15 @@ def main() -> None:
     ]
     show = ("torch", "executorch")
     title = "A training step of SmolLM2-135M in ExecuTorch"
-    finish("mesp/executorch_step", rows, args, columns=COLUMNS, title=title, notes=notes, show_versions=show)
+    finish(
+        "mesp/executorch_step",
+        rows,
+        args,
+        columns=COLUMNS,
+        title=title,
+        notes=notes,
+        show_versions=show,
+    )
 
 
 def load(layers: int) -> Any:
@@ -104,7 +117,9 @@ def batch(loaded: Any, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, ids.copy()
 
 
-def reference(layers: int, tokens: int, scale: float = 0.02) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def reference(
+    layers: int, tokens: int, scale: float = 0.02
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """An adapter whose B is not zero, and its gradients by automatic differentiation in eager PyTorch."""
     from ondevice.core.registry import method_config
     from ondevice.methods.mesp.torch.reference import reference_session
@@ -118,7 +133,10 @@ def reference(layers: int, tokens: int, scale: float = 0.02) -> tuple[dict[str, 
     session.load_adapter(adapter)
 
     def keep(parameters: Any, ga: Any, gb: Any) -> None:
-        by_name[parameters.a_name], by_name[parameters.b_name] = ga.double().numpy(), gb.double().numpy()
+        by_name[parameters.a_name], by_name[parameters.b_name] = (
+            ga.double().numpy(),
+            gb.double().numpy(),
+        )
 
     session.optimizer.apply = keep  # type: ignore[method-assign]
     session.step(*batch(loaded, tokens), 0, 0.0)
@@ -150,7 +168,9 @@ def one(name: str, layers: int, tokens: int) -> dict[str, Any]:
 def anonymous_bytes() -> int:
     """Of this process, in memory and swapped out."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:"))
+    )
 
 
 def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], folder: Path) -> Any:
@@ -162,7 +182,9 @@ def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], f
     from ondevice.exporters.executorch.session import load_runtime
     from ondevice.methods.mesp.program import build
 
-    config = method_config("mesp", {"rank": RANK, "optimizer": name.removeprefix("mesp-"), "loss_tiles": 24})
+    config = method_config(
+        "mesp", {"rank": RANK, "optimizer": name.removeprefix("mesp-"), "loss_tiles": 24}
+    )
     built = build(load(layers), config, ExportConfig(program="whole", lengths_tokens=(tokens,)), 0)
     program, lowered = built.eager, lower_portable(built.modules[:1])
     layout, count = program.layout, len(program.moments)
@@ -172,7 +194,12 @@ def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], f
     path.write_bytes(lowered.buffer)
     flat = layout.to_flat(tensors)
     zeros = [torch.zeros(layout.size) for _ in range(count)]
-    inputs = [*map(torch.from_numpy, rows), torch.from_numpy(flat), *zeros, torch.zeros(1, dtype=torch.int64)]
+    inputs = [
+        *map(torch.from_numpy, rows),
+        torch.from_numpy(flat),
+        *zeros,
+        torch.zeros(1, dtype=torch.int64),
+    ]
 
     def load_program() -> Any:
         opened = load_runtime().load_program(str(path))
@@ -180,7 +207,11 @@ def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], f
 
         def run(keeps: Any = opened) -> dict[str, np.ndarray]:
             actual = method.execute([*inputs, torch.tensor([0.0 if count else 1.0])])
-            gradient = actual[2].numpy() / (1 - config.beta1) if count else flat.astype(np.float64) - actual[1].numpy()
+            gradient = (
+                actual[2].numpy() / (1 - config.beta1)
+                if count
+                else flat.astype(np.float64) - actual[1].numpy()
+            )
             return layout.to_tensors(gradient)
 
         return run
@@ -205,7 +236,9 @@ class _Transposed:
             def __init__(self) -> None:
                 super().__init__()
                 self.in_features, self.out_features = linear.in_features, linear.out_features
-                self.weight_io = torch.nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
+                self.weight_io = torch.nn.Parameter(
+                    linear.weight.detach().t().contiguous(), requires_grad=False
+                )
 
             def forward(self, x: Any) -> Any:
                 return x @ self.weight_io
@@ -213,7 +246,9 @@ class _Transposed:
         return Product()
 
 
-def _joint(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], folder: Path) -> Any:
+def _joint(
+    name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], folder: Path
+) -> Any:
     import torch
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge
     from executorch.exir.passes import MemoryPlanningPass
@@ -259,9 +294,13 @@ def _joint(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], 
     with shortcuts():
         joint = _export_forward_backward(torch.export.export(Step(), given, strict=False))
         edge = to_edge(joint, compile_config=EdgeCompileConfig(_check_ir_validity=False))
-        program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass()))
+        program = edge.to_executorch(
+            ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass())
+        )
     seconds = time.perf_counter() - started
-    plan = next(plan for plan in program.executorch_program.execution_plan if plan.name == "forward")
+    plan = next(
+        plan for plan in program.executorch_program.execution_plan if plan.name == "forward"
+    )
     figures = {
         "planned_bytes": sum(plan.non_const_buffer_sizes),
         "program_bytes": len(program.buffer),

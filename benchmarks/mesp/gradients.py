@@ -21,7 +21,11 @@ NEEDS = ("executorch",)
 COLUMNS = [
     {"key": "form", "title": "Form"},
     {"key": "layers", "title": "Layers"},
-    {"key": "max_rel_gradient_error", "title": "Same weights: largest relative error of a tensor", "digits": 6},
+    {
+        "key": "max_rel_gradient_error",
+        "title": "Same weights: largest relative error of a tensor",
+        "digits": 6,
+    },
     {"key": "gradient_cosine", "title": "cosine", "digits": 4},
     {"key": "median_gradient_cosine", "title": "median tensor's", "digits": 4},
     {"key": "min_gradient_cosine", "title": "least", "digits": 4},
@@ -70,7 +74,12 @@ def main() -> None:
         if args.layers:
             model = str(shortened(args.layers, folder / "model"))
         for form in args.forms.split(","):
-            rows.append({**measure(form, model, args.rows, args.tokens, folder), "layers": args.layers or 30})
+            rows.append(
+                {
+                    **measure(form, model, args.rows, args.tokens, folder),
+                    "layers": args.layers or 30,
+                }
+            )
             print(rows[-1], flush=True)
     finish(
         "mesp/gradients",

@@ -61,14 +61,22 @@ ABLATION = (
 )
 SIZES = [
     {"key": f"{name}_bytes", "title": f"{title} (MiB)", "digits": 1, "scale": MIB}
-    for name, title in (("peak", "Peak"), ("resident", "Resident"), ("step", "Step"), ("rss_anon", "Anonymous RSS"))
+    for name, title in (
+        ("peak", "Peak"),
+        ("resident", "Resident"),
+        ("step", "Step"),
+        ("rss_anon", "Anonymous RSS"),
+    )
 ]
 SAVED = [
     {"key": f"saved_{name}bytes", "title": title, "digits": 1, "scale": MIB}
     for name, title in (("", "Saves of the peak (MiB)"), ("rss_", "of anonymous RSS (MiB)"))
 ]
 SECONDS = {"key": "time_s", "title": "Step (s)", "digits": 1}
-SYSTEM = ("/usr/lib/x86_64-linux-gnu/libopenblas.so.0", "/usr/lib/aarch64-linux-gnu/libopenblas.so.0")
+SYSTEM = (
+    "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
+    "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
+)
 SHIM = """
 #define P int o, int a, int b, int m, int n, int k
 void scipy_cblas_sgemm(P, float x, const float* A, int p, const float* B, int q, float y, float* C, int r);
@@ -101,10 +109,15 @@ class Bench:
 
 def child(spec: Spec, folder: str) -> dict[str, Any]:
     """Run a spec in a process whose heap gives back what it frees."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+    }
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | blas()
     command = [sys.executable, "-m", "benchmarks.mesp.ways", json.dumps(asdict(spec))]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{spec} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -142,7 +155,10 @@ def _shim() -> str | None:
 
 def methods(bench: Bench) -> list[dict[str, Any]]:
     """Every method."""
-    return [{"method": name, **bench.of(replace(spec, length=bench.length))} for name, spec in METHODS.items()]
+    return [
+        {"method": name, **bench.of(replace(spec, length=bench.length))}
+        for name, spec in METHODS.items()
+    ]
 
 
 def bars(rows: list[dict[str, Any]]) -> list[str]:
@@ -177,7 +193,10 @@ def varied(bench: Bench, field: str, values: tuple[int, ...]) -> list[dict[str, 
     rows = []
     for name in COMPARED:
         base = replace(METHODS[name], length=bench.length)
-        rows += [{"method": name, field: value, **bench.of(replace(base, **{field: value}))} for value in values]
+        rows += [
+            {"method": name, field: value, **bench.of(replace(base, **{field: value}))}
+            for value in values
+        ]
     return rows
 
 
@@ -188,7 +207,12 @@ def times(bench: Bench, repeats: int) -> list[dict[str, Any]]:
     for _ in range(repeats):
         for name in names:
             spec = replace(
-                METHODS[name], length=bench.length, limit=False, product="dequantized", steps=2, **bench.base
+                METHODS[name],
+                length=bench.length,
+                limit=False,
+                product="dequantized",
+                steps=2,
+                **bench.base,
             )
             with tempfile.TemporaryDirectory() as folder:
                 place = str(bench.keep.parent / "weights") if spec.folder else ""
@@ -199,11 +223,15 @@ def times(bench: Bench, repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     def add(parser: Any) -> None:
-        parser.add_argument("--part", choices=("methods", "sequence", "rank", "time"), default="methods")
+        parser.add_argument(
+            "--part", choices=("methods", "sequence", "rank", "time"), default="methods"
+        )
         parser.add_argument("--layers", type=int, default=24)
         parser.add_argument("--vocab", type=int, default=151936)
         parser.add_argument("--length", type=int, default=256)
-        parser.add_argument("--values", type=int, nargs="+", help="tokens or ranks instead of the paper's")
+        parser.add_argument(
+            "--values", type=int, nargs="+", help="tokens or ranks instead of the paper's"
+        )
         parser.add_argument("--keep", type=Path, default=ROOT / "build/bench/mesp/measured.json")
 
     args = parse_args(__doc__, add, repeats=3)
@@ -212,20 +240,40 @@ def main() -> None:
     shown: dict[str, Any] = {"show_versions": ["mlx"]}
     if args.part == "methods":
         rows = methods(bench)
-        title, columns = f"MeSP: memory of a step at {args.length} tokens, rank 8", [column("method"), *SIZES]
-        finish("mesp/memory", rows, args, columns, title=title, notes=[f"{shape}.", *bars(rows)], **shown)
+        title, columns = (
+            f"MeSP: memory of a step at {args.length} tokens, rank 8",
+            [column("method"), *SIZES],
+        )
+        finish(
+            "mesp/memory",
+            rows,
+            args,
+            columns,
+            title=title,
+            notes=[f"{shape}.", *bars(rows)],
+            **shown,
+        )
         args.json, title = False, "MeSP: where the saving comes from"
         columns = [column("what"), column("before", "From"), column("after", "To"), *SAVED]
         shown["command"] = "python -m benchmarks.mesp.memory"
         finish("mesp/memory_ablation", ablation(rows), args, columns, title=title, **shown)
         return
-    shown |= {"command": f"python -m benchmarks.mesp.memory --part {args.part}", "notes": [f"{shape}."]}
+    shown |= {
+        "command": f"python -m benchmarks.mesp.memory --part {args.part}",
+        "notes": [f"{shape}."],
+    }
     if args.part == "time":
-        columns = [column("method"), SECONDS, {"key": "ratio", "title": "× checkpoint", "digits": 2}]
+        columns = [
+            column("method"),
+            SECONDS,
+            {"key": "ratio", "title": "× checkpoint", "digits": 2},
+        ]
         title = f"MeSP: seconds a step of {args.length} tokens on a CPU"
         finish("mesp/memory_time", times(bench, args.repeats), args, columns, title=title, **shown)
         return
-    field, values = ("length", (128, 256, 512, 1024)) if args.part == "sequence" else ("rank", (4, 8, 16, 32))
+    field, values = (
+        ("length", (128, 256, 512, 1024)) if args.part == "sequence" else ("rank", (4, 8, 16, 32))
+    )
     rows = varied(bench, field, tuple(args.values or values))
     columns, title = [column("method"), column(field), *SIZES], f"MeSP: memory by {field}"
     finish(f"mesp/memory_{args.part}", rows, args, columns, title=title, **shown)

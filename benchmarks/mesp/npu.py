@@ -59,7 +59,11 @@ def export(folder: Path) -> tuple[Path, dict[str, Any]]:
             "export.lengths_tokens": [LENGTH],
         }
         report = write(RunConfig.load(None, values), artifact)
-        found = {"lowering_s": report.lowering_s, "program_mb": report.program_bytes / 1e6, "check": report.check}
+        found = {
+            "lowering_s": report.lowering_s,
+            "program_mb": report.program_bytes / 1e6,
+            "check": report.check,
+        }
         facts.write_text(json.dumps(found))
         print(f"lowered in {report.lowering_s:.0f} s", flush=True)
     return artifact, json.loads(facts.read_text())
@@ -80,7 +84,12 @@ class Run:
         config = method_config("mesp", self.npu.manifest.method)
         self.float32 = open_session(self.loaded, config, self.npu.seed)
         self.autodiff: MespSession = reference_session(self.loaded, config, self.npu.seed, "cpu")
-        rows = read_dataset(DATA / "reviews_train.jsonl", self.loaded.tokenizer, task="sst2", max_length_tokens=LENGTH)
+        rows = read_dataset(
+            DATA / "reviews_train.jsonl",
+            self.loaded.tokenizer,
+            task="sst2",
+            max_length_tokens=LENGTH,
+        )
         self.batches = Batches(rows, 1, (LENGTH,), 0, pad_id_of(self.loaded.tokenizer))
         self.steps: list[dict[str, float]] = []
         self.beta1 = config.beta1
@@ -103,7 +112,9 @@ class Run:
         values["float32_loss"] = self.float32.step(ids, labels, number, RATE).loss
         if compared:
             ours = self._gradients(before, after)
-            cosines = {name: cosine(ours[name], value) for name, value in theirs.items() if np.any(value)}
+            cosines = {
+                name: cosine(ours[name], value) for name, value in theirs.items() if np.any(value)
+            }
             worst = min(cosines, key=lambda name: cosines[name])
             values |= {
                 "tensors": len(cosines),
@@ -120,28 +131,39 @@ class Run:
         found: dict[str, np.ndarray] = {}
 
         def keep(parameters: Any, ga: Any, gb: Any) -> None:
-            found[parameters.a_name], found[parameters.b_name] = ga.numpy().copy(), gb.numpy().copy()
+            found[parameters.a_name], found[parameters.b_name] = (
+                ga.numpy().copy(),
+                gb.numpy().copy(),
+            )
 
         self.autodiff.load_adapter(self.npu.adapter())
         self.autodiff.optimizer.apply = keep  # type: ignore[method-assign]
         self.autodiff.step(ids, labels, 0, 0.0)
         return found
 
-    def _gradients(self, before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _gradients(
+        self, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """The step's own, from AdamW's first moments."""
         from ondevice.methods.mesp.lora import FlatLayout, lora_parameters
 
         moments = (state["exp_avg"].astype(np.float64) for state in (before, after))
         old, new = moments
-        parameters = lora_parameters(self.loaded.dims, type(self.loaded.family), self.autodiff.config)
-        return FlatLayout.build(parameters).to_tensors((new - self.beta1 * old) / (1.0 - self.beta1))
+        parameters = lora_parameters(
+            self.loaded.dims, type(self.loaded.family), self.autodiff.config
+        )
+        return FlatLayout.build(parameters).to_tensors(
+            (new - self.beta1 * old) / (1.0 - self.beta1)
+        )
 
     def accuracy(self, session: Session) -> float:
         """Of the validation rows, in float32."""
         from ondevice.data import pad_id_of, read_dataset
         from ondevice.training.evaluate import evaluate_dataset
 
-        rows = read_dataset(DATA / "reviews_valid.jsonl", self.loaded.tokenizer, task="sst2", max_length_tokens=64)
+        rows = read_dataset(
+            DATA / "reviews_valid.jsonl", self.loaded.tokenizer, task="sst2", max_length_tokens=64
+        )
         result = evaluate_dataset(session, rows, pad_id_of(self.loaded.tokenizer))
         assert result is not None and result.accuracy is not None
         return result.accuracy
@@ -171,9 +193,15 @@ def main() -> None:
     """Export, train, compare."""
 
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--steps", type=int, default=100, help="of the run (default %(default)s)")
-        parser.add_argument("--compared", type=int, default=20, help="first steps that are compared (default 20)")
-        parser.add_argument("--folder", type=Path, default=ROOT / "build" / "npu_mesp", help="of program and run")
+        parser.add_argument(
+            "--steps", type=int, default=100, help="of the run (default %(default)s)"
+        )
+        parser.add_argument(
+            "--compared", type=int, default=20, help="first steps that are compared (default 20)"
+        )
+        parser.add_argument(
+            "--folder", type=Path, default=ROOT / "build" / "npu_mesp", help="of program and run"
+        )
 
     args = parse_args(__doc__, add, repeats=1)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +211,9 @@ def main() -> None:
         run.step(compared=len(run.steps) < args.compared)
     steps, errors = run.steps[: args.steps], []
     compared = [values for values in steps if "least" in values]
-    errors = [abs(values["loss"] - values["float32_loss"]) / values["float32_loss"] for values in compared]
+    errors = [
+        abs(values["loss"] - values["float32_loss"]) / values["float32_loss"] for values in compared
+    ]
     before = run.accuracy(open_base(run))
     run.float32.load_adapter(run.npu.adapter())
     row = {

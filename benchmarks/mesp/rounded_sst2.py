@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEEDS = ("cuda",)
-COLUMNS = [column for column in blocks_sst2.COLUMNS if column["key"] not in ("gradient_cosine_float32", "step_s")]
+COLUMNS = [
+    column
+    for column in blocks_sst2.COLUMNS
+    if column["key"] not in ("gradient_cosine_float32", "step_s")
+]
 
 
 def main() -> None:
@@ -45,7 +49,8 @@ def main() -> None:
         data = blocks_sst2.protocol_rows(args, Path(scratch), args.tokens)
         common = (args.model, data["train"], data["valid"], args.tokens, args.batch, args.rate)
         futures = {
-            form: [pool.submit(run, form, *common, args.steps, seed) for seed in range(args.seeds)] for form in forms
+            form: [pool.submit(run, form, *common, args.steps, seed) for seed in range(args.seeds)]
+            for form in forms
         }
         before = {form: pool.submit(run, form, *common, 0, 0) for form in forms}
         for form in forms:
@@ -59,7 +64,15 @@ def main() -> None:
 
 
 def run(
-    form: str, model: str, train: Path, valid: Path, tokens: int, batch: int, rate: float, steps: int, seed: int
+    form: str,
+    model: str,
+    train: Path,
+    valid: Path,
+    tokens: int,
+    batch: int,
+    rate: float,
+    steps: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Return accuracy and loss on the validation rows after a run, and seconds of the median step."""
     import torch
@@ -82,7 +95,8 @@ def run(
         session.model.blocks.stages.kernels = kernels
     pad = pad_id_of(loaded.tokenizer)
     rows, kept = (
-        read_dataset(path, loaded.tokenizer, task="sst2", max_length_tokens=tokens) for path in (train, valid)
+        read_dataset(path, loaded.tokenizer, task="sst2", max_length_tokens=tokens)
+        for path in (train, valid)
     )
     batches, seconds = Batches(rows, batch, (32, tokens), seed, pad), [0.0]
     for step in range(steps):
@@ -104,10 +118,14 @@ def round_weights(loaded: Any, form: str) -> Any:
     with torch.no_grad():
         for name, weight in loaded.model.named_parameters():
             if weight.ndim == 2:
-                kind = (TABLE_FORMS if "embed_tokens" in name or "lm_head" in name else LINEAR_FORMS)[form]
+                kind = (
+                    TABLE_FORMS if "embed_tokens" in name or "lm_head" in name else LINEAR_FORMS
+                )[form]
                 packed = kind.pack(name, weight.float())
                 weight.copy_(
-                    four_bits(packed, name) if len(packed) == 3 and form == "q4" else kind.matrix(name, packed).dense()
+                    four_bits(packed, name)
+                    if len(packed) == 3 and form == "q4"
+                    else kind.matrix(name, packed).dense()
                 )
     if form != "8da8w":
         return None
@@ -115,7 +133,9 @@ def round_weights(loaded: Any, form: str) -> Any:
     class Integers(TorchKernels):
         """Products of a frozen matrix with rows in 8 bits; the scale of W's rows goes with g (`mesp.integer`)."""
 
-        def frozen_linear(self, x: Tensor, matrix: Any, bias: Tensor | None, into: Tensor | None) -> Tensor:
+        def frozen_linear(
+            self, x: Tensor, matrix: Any, bias: Tensor | None, into: Tensor | None
+        ) -> Tensor:
             return super().frozen_linear(eight_bits(x), matrix, bias, into)
 
         def frozen_backward(self, g: Tensor, matrix: Any, into: Tensor | None) -> Tensor:
@@ -130,8 +150,16 @@ def four_bits(packed: dict[str, Tensor], name: str) -> Tensor:
     """Make levels, scales and minima of 32 inputs dense without ExecuTorch, whose operator a program has for it."""
     import torch
 
-    levels = torch.stack([packed[name] >> 4, packed[name] & 15], -1).flatten(1).float().unflatten(1, (-1, 32))
-    return (levels * packed[f"{name}_scale"].float()[..., None] + packed[f"{name}_min"].float()[..., None]).flatten(1)
+    levels = (
+        torch.stack([packed[name] >> 4, packed[name] & 15], -1)
+        .flatten(1)
+        .float()
+        .unflatten(1, (-1, 32))
+    )
+    return (
+        levels * packed[f"{name}_scale"].float()[..., None]
+        + packed[f"{name}_min"].float()[..., None]
+    ).flatten(1)
 
 
 def eight_bits(x: Tensor) -> Tensor:

@@ -109,7 +109,9 @@ def weights(spec: Spec) -> Weights:
 def model(spec: Spec) -> Model:
     """With an adapter that changes it, on all seven projections."""
     sizes = dims(spec)
-    tiles: dict[str, Any] = {} if spec.tiles else {"mlp_tiles": 1, "query_chunk_tokens": spec.length}
+    tiles: dict[str, Any] = (
+        {} if spec.tiles else {"mlp_tiles": 1, "query_chunk_tokens": spec.length}
+    )
     settings = Settings(
         sizes, tuple(sizes.linear_shapes), 2.0, Rope(sizes.rope_theta), bits=4, product=spec.product,
         store_h=spec.store_h, **tiles,

@@ -46,7 +46,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=2, help="rows of a step of the curve, and of the memory")
+    parser.add_argument(
+        "--batch", type=int, default=2, help="rows of a step of the curve, and of the memory"
+    )
 
 
 def main() -> None:
@@ -62,13 +64,20 @@ def main() -> None:
     if results:
         end("models/real", results, args, "Gemma 3 270M against transformers, and its plan")
     if "curve" in parts:
-        end("models/curve", [curve(args, rows_of(args))], args, "Gemma 3 270M: MeSP's steps and LoRA's")
+        end(
+            "models/curve",
+            [curve(args, rows_of(args))],
+            args,
+            "Gemma 3 270M: MeSP's steps and LoRA's",
+        )
 
 
 def end(name: str, results: list[dict[str, Any]], args: Any, title: str) -> None:
     """Print and record rows, under the columns that they have."""
     notes = [f"{args.model}, float32, on {args.device}. Text: wikitext-2's validation paragraphs."]
-    finish(name, results, args, COLUMNS, title=title, notes=notes, command=command_of("models/real"))
+    finish(
+        name, results, args, COLUMNS, title=title, notes=notes, command=command_of("models/real")
+    )
 
 
 def rows_of(args: Any) -> list[list[int]]:
@@ -77,7 +86,9 @@ def rows_of(args: Any) -> list[list[int]]:
 
     tokenizer = load_tokenizer(args.model)
     paragraphs = [line.strip() for line in args.text.read_text(encoding="utf-8").splitlines()]
-    chosen = [line for line in paragraphs if len(line) > 60 and not line.startswith("=")][: args.rows]
+    chosen = [line for line in paragraphs if len(line) > 60 and not line.startswith("=")][
+        : args.rows
+    ]
     return [tokenizer(line)["input_ids"][: args.tokens] for line in chosen]
 
 
@@ -101,9 +112,13 @@ def loss(args: Any, texts: list[list[int]]) -> dict[str, Any]:
         for row in texts:
             ids = torch.tensor([row], device=args.device)
             logits = loaded.model(ids, use_cache=False).logits[0, :-1].float()
-            theirs.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
+            theirs.append(
+                float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            )
             counts.append(len(row) - 1)
-    session = open_session(loaded, method_config("mesp", SETTINGS), 0)  # B is zero: the model as it is
+    session = open_session(
+        loaded, method_config("mesp", SETTINGS), 0
+    )  # B is zero: the model as it is
     for row in texts:
         ours.append(float(session.evaluate(*padded([row]))[0][0]))
     worst = max(abs(a - b) / count for a, b, count in zip(ours, theirs, counts))
@@ -119,7 +134,9 @@ def curve(args: Any, texts: list[list[int]]) -> dict[str, Any]:
 
     losses, adapter = {}, None
     for name in ("mesp", "lora"):
-        session = open_session(load_model(args.model, device=args.device), method_config(name, SETTINGS), 0)
+        session = open_session(
+            load_model(args.model, device=args.device), method_config(name, SETTINGS), 0
+        )
         if adapter is None:
             adapter = session.adapter()
         else:
@@ -129,7 +146,11 @@ def curve(args: Any, texts: list[list[int]]) -> dict[str, Any]:
             chosen = [texts[(step * args.batch + i) % len(texts)] for i in range(args.batch)]
             losses[name].append(session.step(*padded(chosen), step, 3e-4).loss)
             if step % 20 == 19:
-                print(f"{name}: {step + 1} steps, loss {losses[name][-1]:.5f}", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: {step + 1} steps, loss {losses[name][-1]:.5f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         session.close()
         del session
         gc.collect()
@@ -142,7 +163,11 @@ def curve(args: Any, texts: list[list[int]]) -> dict[str, Any]:
 
 def memory(args: Any) -> dict[str, Any]:
     """Bytes of a run of MeSP: planned and measured (MB)."""
-    row = {"what": "MeSP, memory of a run (MB): planned, measured", "rows": args.batch, "tokens": args.tokens}
+    row = {
+        "what": "MeSP, memory of a run (MB): planned, measured",
+        "rows": args.batch,
+        "tokens": args.tokens,
+    }
     if args.device == "cpu":
         from benchmarks.planning.accuracy import STEPS, measure
 
@@ -152,7 +177,12 @@ def memory(args: Any) -> dict[str, Any]:
     else:
         planned, measured = on_gpu(args)
         STEPS = 3
-    return row | {"steps": STEPS, "ours": planned / 1e6, "theirs": measured / 1e6, "ratio": planned / measured}
+    return row | {
+        "steps": STEPS,
+        "ours": planned / 1e6,
+        "theirs": measured / 1e6,
+        "ratio": planned / measured,
+    }
 
 
 def on_gpu(args: Any) -> tuple[int, int]:
@@ -164,7 +194,9 @@ def on_gpu(args: Any) -> tuple[int, int]:
     from ondevice.planning.estimate import plan
 
     config = method_config("mesp", SETTINGS)
-    planned = plan(args.model, config, batch_size=args.batch, length_tokens=args.tokens, device="this-cuda")
+    planned = plan(
+        args.model, config, batch_size=args.batch, length_tokens=args.tokens, device="this-cuda"
+    )
     session = open_session(load_model(args.model, device=args.device), config, 0)
     ids = np.random.default_rng(0).integers(0, 256, (args.batch, args.tokens))
     torch.cuda.reset_peak_memory_stats()
@@ -172,7 +204,9 @@ def on_gpu(args: Any) -> tuple[int, int]:
         session.step(ids, ids, step, 1e-6)
     measured = torch.cuda.max_memory_allocated()
     session.close()
-    return planned.total_bytes - planned.parts.get("runtime", 0) - planned.parts.get("tokenizer", 0), measured
+    return planned.total_bytes - planned.parts.get("runtime", 0) - planned.parts.get(
+        "tokenizer", 0
+    ), measured
 
 
 if __name__ == "__main__":

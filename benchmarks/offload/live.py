@@ -32,7 +32,10 @@ class Pinned:
     def buffer(self, size_bytes: int, pin: bool) -> torch.Tensor:
         started = time.perf_counter()
         built = self.plain(size_bytes, pin)
-        self.seconds, self.bytes = self.seconds + time.perf_counter() - started, self.bytes + size_bytes
+        self.seconds, self.bytes = (
+            self.seconds + time.perf_counter() - started,
+            self.bytes + size_bytes,
+        )
         return built
 
 
@@ -42,9 +45,18 @@ PINNED = Pinned()
 class Sliding:
     """Ours."""
 
-    def __init__(self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]) -> None:
-        settings = {"kernels": "torch", "timeout_s": 120.0, **options, "moments": om.sliding_moments(name)}
-        self.engine = SlideformerEngine(om.make_family(shape, block), SlideformerConfig(**settings), device)
+    def __init__(
+        self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]
+    ) -> None:
+        settings = {
+            "kernels": "torch",
+            "timeout_s": 120.0,
+            **options,
+            "moments": om.sliding_moments(name),
+        }
+        self.engine = SlideformerEngine(
+            om.make_family(shape, block), SlideformerConfig(**settings), device
+        )
         self.number = 0
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
@@ -61,10 +73,15 @@ class Sliding:
 class Lsp(Sliding):
     """LSP-Offload, or with names that begin with `zero` its engine without projectors: whole gradients."""
 
-    def __init__(self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]
+    ) -> None:
         settings = {"kernels": "torch", "timeout_s": 120.0, **options}
         if name.startswith("zero"):
-            settings |= {"project": False, "schedule": "layerwise" if name == "zero-layerwise" else "zero"}
+            settings |= {
+                "project": False,
+                "schedule": "layerwise" if name == "zero-layerwise" else "zero",
+            }
         self.engine: Any = LspEngine(om.make_family(shape, block), LspConfig(**settings), device)
         self.number = 0
 
@@ -87,7 +104,9 @@ def other(name: str, shape: str, block: torch.Tensor, device: str, liger: bool) 
 class Live:
     """A variant in memory, and what it takes of it: what others hold is not counted."""
 
-    def __init__(self, name: str, args: Any, shape: str, block: torch.Tensor, options: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, args: Any, shape: str, block: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         self.name, self.device, self.turn = name, args.device, 0
         self.gpu_held = self.host_held = self.host_peak = 0
         self.first_loss: float | None = None
@@ -134,7 +153,11 @@ class Live:
             self.first_loss = loss if self.first_loss is None else self.first_loss
             segments.append(engine.device.segments() if engine else 0)
         self.variant.flush()
-        by_name = {"step_s": times, "loss": loss, "segments_constant": len(set(segments)) == 1 if engine else None}
+        by_name = {
+            "step_s": times,
+            "loss": loss,
+            "segments_constant": len(set(segments)) == 1 if engine else None,
+        }
         return by_name | {"gpu_peak_bytes": self._watch(False)}
 
     def _watch(self, begin: bool) -> int | None:
@@ -144,7 +167,10 @@ class Live:
             torch.cuda.synchronize()
         gpu, host = torch.cuda.memory_allocated() if cuda else 0, psutil.Process().memory_info().rss
         if begin:
-            self.before, self.pinned = (gpu - self.gpu_held, host - self.host_held), (PINNED.seconds, PINNED.bytes)
+            self.before, self.pinned = (
+                (gpu - self.gpu_held, host - self.host_held),
+                (PINNED.seconds, PINNED.bytes),
+            )
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             self.rss = Peak()
@@ -160,8 +186,14 @@ class Running:
     """The state of a benchmark that builds variants one after another: its rows, its clock, the engine's options."""
 
     def __init__(self, args: Any) -> None:
-        self.args, self.rows, self.began = args, list[dict[str, Any]](), psutil.Process().create_time()
-        self.options = {key: _value(value) for key, _, value in (text.partition("=") for text in args.option)}
+        self.args, self.rows, self.began = (
+            args,
+            list[dict[str, Any]](),
+            psutil.Process().create_time(),
+        )
+        self.options = {
+            key: _value(value) for key, _, value in (text.partition("=") for text in args.option)
+        }
 
     def say(self, *words: Any) -> None:
         print(f"[{time.time() - self.began:6.1f} s]", *words, flush=True)

@@ -72,7 +72,11 @@ def random_block(shape: str, device: str) -> Tensor:
 
 
 def make_family(
-    shape: str, block: Tensor, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", liger: bool = False
+    shape: str,
+    block: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    liger: bool = False,
 ) -> Family:
     """The model of a shape. In bf16 on the host its weights are views of `block`, so it takes no memory."""
     import transformers
@@ -101,13 +105,21 @@ def fill(model: Any, block: Tensor, dtype: torch.dtype, device: str) -> None:
     for name, parameter in list(model.named_parameters()):
         parent, _, leaf = name.rpartition(".")
         module = model.get_submodule(parent)
-        if leaf == "bias" or "norm" in parent.rpartition(".")[2] or parent.rpartition(".")[2].startswith("ln_"):
+        if (
+            leaf == "bias"
+            or "norm" in parent.rpartition(".")[2]
+            or parent.rpartition(".")[2].startswith("ln_")
+        ):
             value = torch.full(parameter.shape, float(leaf != "bias"), dtype=dtype, device=device)
         else:
             number += 1
             room = block.numel() - parameter.numel()
             offset = (number * 262_336) % (room + 1) // 64 * 64
-            value = block[offset : offset + parameter.numel()].view(parameter.shape).to(device=device, dtype=dtype)
+            value = (
+                block[offset : offset + parameter.numel()]
+                .view(parameter.shape)
+                .to(device=device, dtype=dtype)
+            )
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
@@ -124,7 +136,9 @@ class Batches:
         """int64 [rows, length]; the first rows of turn 0 are the same for every batch size."""
         key = (rows, turn % 4)
         if key not in self.made:
-            self.made[key] = np.random.default_rng(turn % 4).integers(0, self.vocabulary, (rows, self.length))
+            self.made[key] = np.random.default_rng(turn % 4).integers(
+                0, self.vocabulary, (rows, self.length)
+            )
         return self.made[key]
 
 
@@ -199,7 +213,9 @@ def update_rate(kind: str, threads: int, parameters: int, beside: Device | None 
     gradient = torch.full((parameters,), 1e-3, dtype=torch.bfloat16)
     copies, times = None if beside is None else Copies(beside, min(parameters, 1 << 26)), []
     for step in range(8):
-        call = partial(la.layer_adam, gradient, state, la.AdamStep(1e-5, step=step + 1), threads=threads)
+        call = partial(
+            la.layer_adam, gradient, state, la.AdamStep(1e-5, step=step + 1), threads=threads
+        )
         started = time.perf_counter()
         if copies is None:
             call()
@@ -212,7 +228,9 @@ def update_rate(kind: str, threads: int, parameters: int, beside: Device | None 
     return parameters / median(times[2:])
 
 
-def host_need(name: str, shape: str, options: dict[str, Any], rows: int, length: int) -> tuple[int, str]:
+def host_need(
+    name: str, shape: str, options: dict[str, Any], rows: int, length: int
+) -> tuple[int, str]:
     """Host bytes of a variant, and how they come about. torch's own pinned memory is rounded up to powers of two."""
     dims, sizes = shape_dims(shape)
     total = sum(sizes)
@@ -222,9 +240,14 @@ def host_need(name: str, shape: str, options: dict[str, Any], rows: int, length:
 
     if name == "fsdp2" or name == "torchao-fp32":
         need = 2 * pinned(4) + 8 * total
-        return need, "fp32 parameters and gradients, pinned in powers of two, and 8 bytes a parameter of moments"
+        return (
+            need,
+            "fp32 parameters and gradients, pinned in powers of two, and 8 bytes a parameter of moments",
+        )
     if name == "torchao":
-        return 2 * pinned(2) + 4 * total, "bf16 parameters and gradients, pinned in powers of two, and bf16 moments"
+        return 2 * pinned(
+            2
+        ) + 4 * total, "bf16 parameters and gradients, pinned in powers of two, and bf16 moments"
     if name.startswith(("deepspeed", "roundpipe")):
         return 20 * total, "float32 masters, moments and gradients, bf16 weights and gradients"
     if not name.startswith("slideformer"):
@@ -232,10 +255,17 @@ def host_need(name: str, shape: str, options: dict[str, Any], rows: int, length:
     stored = la.BYTES["split", sliding_moments(name)].stored
     on_disk = float(options.get("disk_fraction", 0)) * (stored - 4)
     layer, table = dims.block_parameters, dims.vocab * dims.hidden
-    inputs = dims.layers * rows * length * dims.hidden * (options.get("activations", "host") == "host")
-    buffers = min(int(options.get("gradient_buffers", 4)), dims.layers) * layer + table * (1 if dims.tied else 2)
+    inputs = (
+        dims.layers * rows * length * dims.hidden * (options.get("activations", "host") == "host")
+    )
+    buffers = min(int(options.get("gradient_buffers", 4)), dims.layers) * layer + table * (
+        1 if dims.tied else 2
+    )
     need = int((stored - on_disk) * total) + 2 * (buffers + inputs) + 4 * table
-    return need, f"{stored - on_disk:.2f} bytes a parameter, gradient buffers, inputs of {dims.layers} layers"
+    return (
+        need,
+        f"{stored - on_disk:.2f} bytes a parameter, gradient buffers, inputs of {dims.layers} layers",
+    )
 
 
 def sliding_moments(name: str) -> str:

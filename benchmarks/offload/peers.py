@@ -33,7 +33,12 @@ class Resident:
     """
 
     def __init__(self, family: Family, device: str, kind: str, liger: bool) -> None:
-        self.family, self.device, self.liger, self.adamw = family, device, liger, kind == "resident_adamw"
+        self.family, self.device, self.liger, self.adamw = (
+            family,
+            device,
+            liger,
+            kind == "resident_adamw",
+        )
         self.units, self.memory = cut(family), {}
         for unit in self.units.all:
             shared = kind == "resident_window" and unit.kind == "layer" and unit.index > 0
@@ -45,11 +50,17 @@ class Resident:
         self.known = torch.zeros(1, pin_memory=torch.device(device).type == "cuda")
         if self.adamw:
             self.states = {
-                index: (memory.float(), *(torch.zeros(memory.numel(), device=device) for _ in range(2)))
+                index: (
+                    memory.float(),
+                    *(torch.zeros(memory.numel(), device=device) for _ in range(2)),
+                )
                 for index, memory in self.memory.items()
             }
             largest = max(unit.numel for unit in self.units.layers)
-            self.gradients = [torch.zeros(n, dtype=torch.bfloat16, device=device) for n in (largest, self._rest.numel)]
+            self.gradients = [
+                torch.zeros(n, dtype=torch.bfloat16, device=device)
+                for n in (largest, self._rest.numel)
+            ]
             self.number = torch.zeros((), device=device)
 
     @property
@@ -59,7 +70,9 @@ class Resident:
     def _load(self, unit: Unit) -> Tensor:
         memory = torch.zeros(unit.numel, dtype=torch.bfloat16, device=self.device)
         for piece in unit.pieces:
-            memory[piece.offset : piece.offset + piece.numel].copy_(piece.parameter.detach().reshape(-1))
+            memory[piece.offset : piece.offset + piece.numel].copy_(
+                piece.parameter.detach().reshape(-1)
+            )
         return memory
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
@@ -81,7 +94,11 @@ class Resident:
         hidden = normed.detach()[:, :-1].reshape(-1, normed.shape[-1])
         weight = family.head_weight.detach()
         head = torch.zeros_like(weight)
-        score = LigerLoss(hidden, targets, 1 / count) if self.liger else ChunkedLoss(hidden, targets, 1 / count, CHUNK)
+        score = (
+            LigerLoss(hidden, targets, 1 / count)
+            if self.liger
+            else ChunkedLoss(hidden, targets, 1 / count, CHUNK)
+        )
         self.known.copy_(score.forward_backward(weight, head).reshape(1) / count, non_blocking=True)
         event = self._record()
         whole = torch.zeros_like(normed)
@@ -150,7 +167,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, liger: bool) -> Tensor:
         scale = 1 / targets.numel()
-        score = LigerLoss(hidden, targets, scale) if liger else ChunkedLoss(hidden, targets, scale, CHUNK)
+        score = (
+            LigerLoss(hidden, targets, scale)
+            if liger
+            else ChunkedLoss(hidden, targets, scale, CHUNK)
+        )
         grad_weight = torch.zeros_like(weight)
         total = score.forward_backward(weight.detach(), grad_weight)
         ctx.save_for_backward(score.grad_hidden, grad_weight)
@@ -192,19 +213,29 @@ class TorchAo:
             raise RuntimeError("not run: torchao's CPUOffloadOptimizer needs a GPU")
         self.mixed = name == "torchao-fp32"
         dtype = torch.float32 if self.mixed else torch.bfloat16
-        self.family, self.device, self.liger = make_family(shape, block, dtype, device, liger), device, liger
-        parameters = [parameter.requires_grad_(True) for parameter in self.family.model.parameters()]
+        self.family, self.device, self.liger = (
+            make_family(shape, block, dtype, device, liger),
+            device,
+            liger,
+        )
+        parameters = [
+            parameter.requires_grad_(True) for parameter in self.family.model.parameters()
+        ]
         self.optimizer: Any = CPUOffloadOptimizer(
             parameters, torch.optim.AdamW, offload_gradients=True, fused=True, lr=RATE
         )
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
         where, targets = tensors_of(ids, labels, self.device)
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
+        with torch.autocast(
+            torch.device(self.device).type, torch.bfloat16, enabled=self.mixed, cache_enabled=False
+        ):
             h = self.family.embed(where).to(torch.bfloat16)
             position = self.family.positions(ids.shape[1], self.device, h.dtype)
             for i in range(self.family.dims.layers):
-                h = checkpoint(self.family.block, i, h, position, use_reentrant=False, preserve_rng_state=False)
+                h = checkpoint(
+                    self.family.block, i, h, position, use_reentrant=False, preserve_rng_state=False
+                )
             normed = self.family.final_norm(h)
         loss = head_loss(normed, self.family.head_weight, targets, self.liger)
         loss.backward()
@@ -258,7 +289,9 @@ class Fsdp2:
         world, tied = dist.get_world_size(), SHAPES[shape][2]
         # Only shares of a large model fit; a tied table would be two after `to_empty`.
         later = world > 1 and not tied
-        model: Any = make_family(shape, block, *((torch.bfloat16,) if later else (torch.float32,)), "cpu", liger).model
+        model: Any = make_family(
+            shape, block, *((torch.bfloat16,) if later else (torch.float32,)), "cpu", liger
+        ).model
         if later:
             model.to("meta").float()
         model.requires_grad_(True)

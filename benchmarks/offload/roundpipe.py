@@ -26,8 +26,14 @@ def _shim() -> None:
     if getattr(real, "of_ondevice", False):
         return
 
-    def causal(config: Any, input_embeds: Any = None, cache_position: Any = None, **others: Any) -> Any:
-        return real(config=config, **({} if input_embeds is None else {"inputs_embeds": input_embeds}), **others)
+    def causal(
+        config: Any, input_embeds: Any = None, cache_position: Any = None, **others: Any
+    ) -> Any:
+        return real(
+            config=config,
+            **({} if input_embeds is None else {"inputs_embeds": input_embeds}),
+            **others,
+        )
 
     causal.of_ondevice = True  # pyright: ignore[reportFunctionMemberAccess]
     masks.create_causal_mask = causal
@@ -37,7 +43,9 @@ class RoundPipe:
     """float32 masters and moments in host memory, layers in turns on the GPU; with `late` a step computes with weights
     that lack the last update."""
 
-    def __init__(self, shape: str, block: Tensor, late: bool, micro_batches: int = MICRO_BATCHES) -> None:
+    def __init__(
+        self, shape: str, block: Tensor, late: bool, micro_batches: int = MICRO_BATCHES
+    ) -> None:
         _shim()
         import roundpipe as installed  # pyright: ignore[reportMissingImports]
 
@@ -50,7 +58,9 @@ class RoundPipe:
         model.config.use_cache = False
         config = roundpipe.RoundPipeRunConfig(num_microbatch=micro_batches)
         self.late, self.micro_batches, self.version = late, micro_batches, version("roundpipe")
-        self.model: Any = roundpipe.wrap_model_to_roundpipe(model, optim_dtype=torch.float32, model_run_config=config)
+        self.model: Any = roundpipe.wrap_model_to_roundpipe(
+            model, optim_dtype=torch.float32, model_run_config=config
+        )
         self.optimizer: Any = roundpipe.optim.Adam(self.model.optim_parameters(), lr=RATE)
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:

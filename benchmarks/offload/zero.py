@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from benchmarks.offload.model import make_family
 from benchmarks.offload.peers import RATE, head_loss, synchronize, tensors_of
 
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
 """What `torchrun` would say to one process."""
 
 
@@ -48,7 +54,9 @@ class Zero:
         try:
             import deepspeed  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise RuntimeError("not installed: DeepSpeed is an sdist that compiles at run time") from None
+            raise RuntimeError(
+                "not installed: DeepSpeed is an sdist that compiles at run time"
+            ) from None
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)
 

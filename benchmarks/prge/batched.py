@@ -36,7 +36,14 @@ class BatchedRuns:
     """
 
     def __init__(
-        self, loaded: Any, config: Any, train: Dataset, valid: Dataset, seeds: list[int], batches: list[Any], rates: Any
+        self,
+        loaded: Any,
+        config: Any,
+        train: Dataset,
+        valid: Dataset,
+        seeds: list[int],
+        batches: list[Any],
+        rates: Any,
     ) -> None:
         torch_ops.register()
         self.device = loaded.family.head_weight.device
@@ -44,7 +51,9 @@ class BatchedRuns:
         shape = (
             config
             if self.zeroth
-            else PrgeConfig(rank=config.rank, alpha=config.alpha, target_modules=config.target_modules)
+            else PrgeConfig(
+                rank=config.rank, alpha=config.alpha, target_modules=config.target_modules
+            )
         )
         layouts = [AdapterLayout.build(loaded.dims, shape, seed) for seed in seeds]
         self.model = PackedModel(loaded, layouts, shape.alpha / shape.rank)
@@ -59,7 +68,9 @@ class BatchedRuns:
         examples = [candidate for item in valid.items for candidate in item.candidates]
         self.valid = Rows(examples, self.device)
         steps, runs = rates.shape
-        orders = {b: np.array([b.rows_at(step) for step in range(steps)]) for b in dict.fromkeys(batches)}
+        orders = {
+            b: np.array([b.rows_at(step) for step in range(steps)]) for b in dict.fromkeys(batches)
+        }
         jobs = np.stack([orders[b] for b in batches], 1)
         lengths = self.train.lengths[self.train.row_of_job[jobs]]
         longest = lengths.max((1, 2))
@@ -70,7 +81,9 @@ class BatchedRuns:
         self.table, self.rates = (torch.from_numpy(x).to(self.device) for x in (jobs, rates))
         self.seeds = torch.tensor(seeds, device=self.device)
         self.number = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.adapters = torch.zeros(runs, layouts[0].size, device=self.device, requires_grad=not self.zeroth)
+        self.adapters = torch.zeros(
+            runs, layouts[0].size, device=self.device, requires_grad=not self.zeroth
+        )
         self.moments = [torch.zeros_like(self.adapters) for _ in range(0 if self.zeroth else 2)]
         self.losses = torch.zeros(runs, device=self.device)
         self.graphs: dict[tuple[int, int], Any] = {}
@@ -104,7 +117,9 @@ class BatchedRuns:
             self._step(*key)
         self.graphs[key] = graph
 
-    def _batch_losses(self, jobs_SB: Tensor, copies_SCP: Tensor, tokens: int, length: int) -> Tensor:
+    def _batch_losses(
+        self, jobs_SB: Tensor, copies_SCP: Tensor, tokens: int, length: int
+    ) -> Tensor:
         """Mean loss a labelled token of each run and copy, float32 [runs, copies]."""
         packed = Packed.of(self.train, self.train.row[jobs_SB], tokens, length)
         x = self.model.hidden(packed, copies_SCP.to(self.model.dtype))
@@ -126,11 +141,19 @@ class BatchedRuns:
     def _zeroth_step(self, jobs: Tensor, rates: Tensor, tokens: int, length: int) -> None:
         size, runs = self.adapters.shape[1], range(self.adapters.shape[0])
         seeds = [self.seeds[i : i + 1] for i in runs]
-        copies = [self.program.perturbed(self.adapters[i], seeds[i], self.number)(0, size) for i in runs]
+        copies = [
+            self.program.perturbed(self.adapters[i], seeds[i], self.number)(0, size) for i in runs
+        ]
         losses = self._batch_losses(jobs, torch.stack(copies), tokens, length)
         gradients = self.program.projected_gradients(losses.t())
         for i in runs:
-            update = (self.adapters[i], gradients[:, i].contiguous(), seeds[i], self.number, rates[i : i + 1])
+            update = (
+                self.adapters[i],
+                gradients[:, i].contiguous(),
+                seeds[i],
+                self.number,
+                rates[i : i + 1],
+            )
             self.adapters[i].copy_(self.program.apply_update(*update))
         self.losses.copy_(losses.mean(1))
 
@@ -156,12 +179,17 @@ class BatchedRuns:
             rows = order[start : start + EVAL_ROWS]
             place = {int(row): i for i, row in enumerate(rows)}
             jobs = [job for job, row in enumerate(table.row_of_job) if int(row) in place]
-            tokens, longest = rounded(int(table.lengths[rows].sum())), int(table.lengths[rows].max())
+            tokens, longest = (
+                rounded(int(table.lengths[rows].sum())),
+                int(table.lengths[rows].max()),
+            )
             length = next(size for size in LENGTHS if size >= longest)
             row_SB = torch.from_numpy(rows).to(self.device).expand(runs, -1)
             packed = Packed.of(table, row_SB, tokens, length)
             x = self.model.hidden(packed, self.adapters.detach()[:, None].to(self.model.dtype))
-            local = torch.tensor([place[int(table.row_of_job[job])] for job in jobs], device=self.device)
+            local = torch.tensor(
+                [place[int(table.row_of_job[job])] for job in jobs], device=self.device
+            )
             index = torch.tensor(jobs, device=self.device)
             parts = [z[index].expand(runs, -1, -1) for z in (table.place, table.target)]
             nll = self.model.nll(x, packed, local.expand(runs, -1), *parts)[:, 0].sum(-1)

@@ -22,7 +22,10 @@ def refresh(group: Group, runs: list[int], step: int) -> None:
     sizes = group.table.lengths
     if step:
         fold(group, runs)
-    rows = [group.calibration[n].permutation(len(sizes))[: group.members[n][0].calibration] for n in runs]
+    rows = [
+        group.calibration[n].permutation(len(sizes))[: group.members[n][0].calibration]
+        for n in runs
+    ]
     if not step:  # all runs of a seed and of so many rows are the same model yet
         keys = [(group.members[n][2], group.members[n][0].calibration) for n in runs]
         alike = {key: i for i, key in enumerate(keys)}
@@ -42,7 +45,11 @@ def exact_step(group: Group, run: int, gradient: list[dict[str, Any]], step: int
     variant, rate, _ = group.members[run]
     parts = []
     for layer, target, _, _ in group.layout:
-        square = group.a[layer][target][run].mT @ gradient[layer][target] @ group.c[layer][target][run].mT
+        square = (
+            group.a[layer][target][run].mT
+            @ gradient[layer][target]
+            @ group.c[layer][target][run].mT
+        )
         parts.append(square.diagonal() if variant.space == "diag" else square.flatten())
     slope = torch.cat(parts)
     size = variant.exact * rate * (1 - step / variant.steps)
@@ -52,16 +59,25 @@ def exact_step(group: Group, run: int, gradient: list[dict[str, Any]], step: int
 @torch.no_grad()
 def fold(group: Group, runs: list[int]) -> None:
     if group.delta is None:
-        shapes = [(layer, target, group.model.dims.linear_shape(target)) for layer, target, _, _ in group.layout]
+        shapes = [
+            (layer, target, group.model.dims.linear_shape(target))
+            for layer, target, _, _ in group.layout
+        ]
         group.delta = [{} for _ in group.a]
         for layer, target, (inputs, outputs) in shapes:
-            group.delta[layer][target] = torch.zeros(len(group.members), inputs, outputs, device=group.device)
+            group.delta[layer][target] = torch.zeros(
+                len(group.members), inputs, outputs, device=group.device
+            )
     index = torch.tensor(runs, device=group.device)
     for layer, target, offset, width in group.layout:
-        part = group.state[index, offset : offset + group.shape.rank * width].view(-1, group.shape.rank, width)
+        part = group.state[index, offset : offset + group.shape.rank * width].view(
+            -1, group.shape.rank, width
+        )
         if group.shape.small:
             part = group.spread_out(part, group.c[layer][target][index])
-        group.delta[layer][target].index_add_(0, index, torch.bmm(group.a[layer][target][index], part))
+        group.delta[layer][target].index_add_(
+            0, index, torch.bmm(group.a[layer][target][index], part)
+        )
     for value in (group.state, group.average, group.mean, group.square):
         value[index] = 0
     group.age[index], group.spread[index] = 0, 0
@@ -76,11 +92,18 @@ def gradients_of(
     for place in places:
         only, total = slice(runs[place], runs[place] + 1), None
         zeros = [
-            {t: torch.zeros(1, *model.dims.linear_shape(t), device=group.device, requires_grad=True) for t in TARGETS}
+            {
+                t: torch.zeros(
+                    1, *model.dims.linear_shape(t), device=group.device, requires_grad=True
+                )
+                for t in TARGETS
+            }
             for _ in range(model.dims.layers)
         ]
         leaves = [d[t] for d in zeros for t in TARGETS]
-        covariance = [torch.zeros(1, model.inputs, model.inputs, device=group.device) for _ in zeros]
+        covariance = [
+            torch.zeros(1, model.inputs, model.inputs, device=group.device) for _ in zeros
+        ]
         order = rows[place]
         parts = max(1, -(-int(lengths[order].sum()) // GRADIENT_TOKENS))
         for part in np.array_split(order, parts):
@@ -88,13 +111,20 @@ def gradients_of(
             used = int(lengths[part].sum())
             with torch.enable_grad(), group.fitted(None, only):
                 if model.delta is not None:
-                    with_base = [{t: z[t] + d[t] for t in TARGETS} for z, d in zip(zeros, model.delta, strict=True)]
+                    with_base = [
+                        {t: z[t] + d[t] for t in TARGETS}
+                        for z, d in zip(zeros, model.delta, strict=True)
+                    ]
                     model.delta = with_base
                 else:
                     model.delta = zeros
                 model.covariance = covariance
-                model.weight = (torch.arange(packed.ids.shape[1], device=group.device) < used).float()[None, :, None]
-                logits = model.logits(group.table, packed, rows_SB, 1, group.shape.loss == "answers")
+                model.weight = (
+                    torch.arange(packed.ids.shape[1], device=group.device) < used
+                ).float()[None, :, None]
+                logits = model.logits(
+                    group.table, packed, rows_SB, 1, group.shape.loss == "answers"
+                )
                 got = torch.autograd.grad(group.losses(logits, rows_SB).sum(), leaves)
             total = got if total is None else [x + y for x, y in zip(total, got, strict=True)]
         assert total is not None
@@ -113,11 +143,17 @@ def take(group: Group, runs: list[int], gradients: list[list[dict[str, Any]]]) -
         for gradient in gradients:
             unique.setdefault(id(gradient), len(unique))
         first = {number: gradient for gradient in gradients for number in [unique[id(gradient)]]}
-        stack = torch.stack([first[n][layer][target].mT for n in range(len(first)) for layer in layers])
-        u, s, v = (z.view(len(first), len(group.a), *z.shape[1:]) for z in top_subspace(stack, rank))
+        stack = torch.stack(
+            [first[n][layer][target].mT for n in range(len(first)) for layer in layers]
+        )
+        u, s, v = (
+            z.view(len(first), len(group.a), *z.shape[1:]) for z in top_subspace(stack, rank)
+        )
         pick = torch.tensor([unique[id(gradient)] for gradient in gradients], device=group.device)
         strength = s / s.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
-        power = torch.tensor([group.members[n][0].power for n in runs], device=group.device, dtype=s.dtype)
+        power = torch.tensor(
+            [group.members[n][0].power for n in runs], device=group.device, dtype=s.dtype
+        )
         weight = strength[pick].clamp(min=1e-4) ** power[:, None, None]
         weight = weight / weight.square().mean((1, 2), keepdim=True).sqrt()
         for layer in layers:
@@ -129,7 +165,11 @@ def take(group: Group, runs: list[int], gradients: list[list[dict[str, Any]]]) -
                 a[i] = vectors[:, -rank:].float()
             passed = (a.square() * moment[..., None]).sum((1, 2))
             scale = (rank * moment.mean(1) / passed.clamp(min=1e-30)).sqrt()
-            columns = weight[:, layer].float() if group.shape.small else torch.ones_like(weight[:, layer].float())
+            columns = (
+                weight[:, layer].float()
+                if group.shape.small
+                else torch.ones_like(weight[:, layer].float())
+            )
             group.a[layer][target][index] = a * scale[:, None, None] * columns[:, None]
             if group.shape.small:
                 outputs = u.shape[2]
@@ -142,7 +182,9 @@ def top_subspace(matrix_NOI: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     matrix = matrix_NOI.double()
     wide = min(rank + 8, *matrix.shape[1:])
     generator = torch.Generator(matrix.device).manual_seed(0)
-    y = matrix @ torch.randn(matrix.shape[2], wide, device=matrix.device, generator=generator, dtype=matrix.dtype)
+    y = matrix @ torch.randn(
+        matrix.shape[2], wide, device=matrix.device, generator=generator, dtype=matrix.dtype
+    )
     for _ in range(3):
         y = matrix @ (matrix.mT @ _orthonormal(y))
     q = _orthonormal(y)

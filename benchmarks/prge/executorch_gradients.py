@@ -70,12 +70,16 @@ def losses(folder: Path, spec: Spec) -> dict[str, Any]:
         for side in by_name.values():
             side.append([])
         for step, (ids, labels) in enumerate(batches):
-            z = generator.normal(SEED, step, NOISE_TENSOR, 1, 0, eager.layout.size)[0] * np.float32(scale)
+            z = generator.normal(SEED, step, NOISE_TENSOR, 1, 0, eager.layout.size)[0] * np.float32(
+                scale
+            )
             copies = np.stack([z, -z])
             by_name["program"][-1].append(program.run(ids, labels, copies)[0].tolist())
             tensors = [torch.from_numpy(value) for value in (ids, labels, copies)]
             with torch.inference_mode():
-                values = eager.losses(*tensors[:2], lambda start, n, c=tensors[2]: c[:, start : start + n])
+                values = eager.losses(
+                    *tensors[:2], lambda start, n, c=tensors[2]: c[:, start : start + n]
+                )
             by_name["eager"][-1].append(values.tolist())
     return by_name
 
@@ -85,7 +89,9 @@ def text_batches(tokenizer: Any, length: int) -> list[tuple[np.ndarray, np.ndarr
     from ondevice.data import encode, pad_examples, read_rows
 
     dataset = encode(read_rows(DATA, task="sst2"), tokenizer, max_length_tokens=length)
-    examples = [item.example for item in dataset.items if len(item.example.ids) <= length][:DIRECTIONS]
+    examples = [item.example for item in dataset.items if len(item.example.ids) <= length][
+        :DIRECTIONS
+    ]
     batches = [pad_examples([example], length, tokenizer.pad_token_id or 0) for example in examples]
     return [(batch.ids, batch.labels) for batch in batches]
 
@@ -97,7 +103,10 @@ def gradient_rows(losses: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         if tested not in losses or against not in losses:
             continue
         for index, scale in enumerate(SCALES):
-            pair = [np.array(losses[tested][tested_side][index]), np.array(losses[against][against_side][index])]
+            pair = [
+                np.array(losses[tested][tested_side][index]),
+                np.array(losses[against][against_side][index]),
+            ]
             ours, reference = ((loss[:, 0] - loss[:, 1]) / (2 * scale) for loss in pair)
             rows.append({
                 "tested": f"{tested} {tested_side}",

@@ -21,7 +21,17 @@ from typing import Any
 
 from benchmarks.committed import RESULTS
 from benchmarks.common import finish, interleaved, machine_info, median, parse_args, write_result
-from benchmarks.prge.programs import Q4, Program, Spec, add_programs, child, ensure, folder_of, program_memory, wanted
+from benchmarks.prge.programs import (
+    Q4,
+    Program,
+    Spec,
+    add_programs,
+    child,
+    ensure,
+    folder_of,
+    program_memory,
+    wanted,
+)
 
 NEEDS = ("executorch",)
 NAME = "prge/executorch_step"
@@ -54,8 +64,12 @@ COLUMNS = [
 def time_child(arguments: list[str]) -> dict[str, Any]:
     """Seconds a step of all programs, in turns."""
     folder, repeats = Path(arguments[0]), int(arguments[1])
-    programs = {name: Program(Spec(**values), folder) for name, values in json.loads(arguments[2]).items()}
-    return interleaved({name: program.call for name, program in programs.items()}, repeats, warmup=2)
+    programs = {
+        name: Program(Spec(**values), folder) for name, values in json.loads(arguments[2]).items()
+    }
+    return interleaved(
+        {name: program.call for name, program in programs.items()}, repeats, warmup=2
+    )
 
 
 def goals(rows: list[dict[str, Any]]) -> list[str]:
@@ -74,7 +88,8 @@ def goals(rows: list[dict[str, Any]]) -> list[str]:
     if fp32 and q4:
         limits.append(("q4 bytes / float32 bytes", q4["pte_bytes"] / fp32["pte_bytes"], 0.30, ""))
     words = [
-        f"{what} {value:.3g} {unit}".strip() + f", goal {limit:g}: {'met' if value <= limit else 'not met'}"
+        f"{what} {value:.3g} {unit}".strip()
+        + f", goal {limit:g}: {'met' if value <= limit else 'not met'}"
         for what, value, limit, unit in limits
     ]
     return ["Goals. " + "; ".join(words) + "."] if words else []
@@ -105,15 +120,25 @@ def earlier(name: str) -> list[dict[str, Any]]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_programs(parser)
-    parser.add_argument("--only", choices=list(CONFIGS), help="this row; the others stay as recorded")
-    parser.add_argument("--length", type=int, default=0, help="tokens of every program, for a quick try")
-    parser.add_argument("--note", action="append", default=[], help="a remark to keep with the result")
+    parser.add_argument(
+        "--only", choices=list(CONFIGS), help="this row; the others stay as recorded"
+    )
+    parser.add_argument(
+        "--length", type=int, default=0, help="tokens of every program, for a quick try"
+    )
+    parser.add_argument(
+        "--note", action="append", default=[], help="a remark to keep with the result"
+    )
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
     changed = {"model": args.model} | ({"length": args.length} if args.length else {})
-    specs = {name: replace(Spec(), **values | changed) for name, values in CONFIGS.items() if args.only in (None, name)}
+    specs = {
+        name: replace(Spec(), **values | changed)
+        for name, values in CONFIGS.items()
+        if args.only in (None, name)
+    }
     rows = {row["config"]: row for row in earlier(NAME)} if args.only and args.record else {}
     model = args.model.split(":")[-1]
     title = f"A P-RGE step (q = 1, B = 1, LoRA-FA r = 16 on q and v) of {model} as an ExecuTorch program"
@@ -136,7 +161,9 @@ def main() -> None:
         if specs:
             load = os.getloadavg()[0]
             jobs = json.dumps({name: asdict(spec) for name, spec in specs.items()})
-            times = child("benchmarks.prge.executorch_step", "--time", str(folder), str(args.repeats), jobs)
+            times = child(
+                "benchmarks.prge.executorch_step", "--time", str(folder), str(args.repeats), jobs
+            )
             for name, seconds in times.items():
                 rows[name] |= {"step_s": seconds, "load_before": load}
     if rows:

@@ -65,8 +65,14 @@ class Forms:
         from ondevice.methods.prge.step import PrgeProgram
         from ondevice.models import load_model
 
-        config: Any = method_config("prge", {key: value for key, value in values.items() if key != "algorithm1"})
-        noise = torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
+        config: Any = method_config(
+            "prge", {key: value for key, value in values.items() if key != "algorithm1"}
+        )
+        noise = (
+            torch.ops.ondevice.normal
+            if config.noise == "gaussian"
+            else torch.ops.ondevice.rademacher
+        )
         if config.top_layers not in self._programs:
             loaded = load_model(self.model)
             layout = AdapterLayout.build(loaded.dims, config, SEED)
@@ -127,7 +133,10 @@ def weigh(form: Form) -> dict[str, Any]:
     for _ in range(3):
         run()
     files = resident_bytes() - anonymous_bytes()
-    return {"growth_bytes": peak.resident_bytes() - files - baseline, "baseline_anonymous_bytes": baseline}
+    return {
+        "growth_bytes": peak.resident_bytes() - files - baseline,
+        "baseline_anonymous_bytes": baseline,
+    }
 
 
 def memory_child(forms: list[Form]) -> None:

@@ -74,7 +74,12 @@ def build(shape: str) -> Any:
     from ondevice.models.packed import empty_model
     from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
-    config = {"model_type": "llama", "tie_word_embeddings": False, "max_position_embeddings": 2048, **SHAPES[shape]}
+    config = {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,
+        **SHAPES[shape],
+    }
     family = empty_model(FAMILY, config, torch.bfloat16, torch.device(DEVICE))
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -88,7 +93,9 @@ def build(shape: str) -> Any:
             fill(getattr(family.layer(layer), norm))
     fill(family.model.model.norm)
     for table in (family.embedding, family.model.lm_head):
-        table.weight = nn.Parameter(random(family.dims.vocab, family.dims.hidden), requires_grad=False)
+        table.weight = nn.Parameter(
+            random(family.dims.vocab, family.dims.hidden), requires_grad=False
+        )
     family.model.eval().requires_grad_(False)
     release()
     return family
@@ -96,7 +103,9 @@ def build(shape: str) -> Any:
 
 def fill(norm: Any) -> None:
     """A norm's weight is one."""
-    norm.weight = torch.nn.Parameter(torch.ones(norm.weight.shape, device=DEVICE, dtype=torch.bfloat16))
+    norm.weight = torch.nn.Parameter(
+        torch.ones(norm.weight.shape, device=DEVICE, dtype=torch.bfloat16)
+    )
 
 
 def release() -> None:
@@ -136,7 +145,11 @@ class Steps:
 
 def dequantise(family: Any) -> list[float]:
     """Seconds of making every matrix dense once, as a graph."""
-    matrices = [family.linear(i, target) for i in range(family.dims.layers) for target in family.linear_targets]
+    matrices = [
+        family.linear(i, target)
+        for i in range(family.dims.layers)
+        for target in family.linear_targets
+    ]
     matrices = [getattr(matrix, "base", matrix) for matrix in matrices]
 
     def once() -> None:
@@ -183,10 +196,14 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
             state: Any = (ids, ids, adapter, *scalars, torch.full((1,), 1e-6, device=DEVICE))
             peaks, losses = {}, {}
             for name, program in programs.items():
-                peaks[name] = peak_bytes(lambda program=program, state=state: program.train_step(*state))
+                peaks[name] = peak_bytes(
+                    lambda program=program, state=state: program.train_step(*state)
+                )
                 with torch.no_grad():
                     losses[name] = program.train_step(*state)[0]
-            apart = float(((losses["inner"] - losses["sequential"]) / losses["sequential"]).abs().max())
+            apart = float(
+                ((losses["inner"] - losses["sequential"]) / losses["sequential"]).abs().max()
+            )
             assert apart < 2e-2, f"the two forms disagree: relative loss difference {apart:.3g}"
             replays = max(2, min(args.replays, TOKENS_A_ROUND // (2 * ids.numel())))
             graphs = {}
@@ -195,7 +212,9 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
                     graph = GraphedStep(program, ids, ids, adapter.clone(), 0)
                 graphs[name] = Steps(graph, (ids, ids), replays)
             seconds = interleaved(graphs, args.repeats, warmup=2)
-            times = {name: [value / replays for value in values] for name, values in seconds.items()}
+            times = {
+                name: [value / replays for value in values] for name, values in seconds.items()
+            }
             row = {
                 "model": shape, "length": length, "batch": batch,
                 "sequential_s": times["sequential"], "inner_s": times["inner"],
@@ -204,8 +223,18 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
                 "inner_peak_bytes": peaks["inner"], "sequential_peak_bytes": peaks["sequential"],
                 "loss_difference": apart, "replays": replays, **paper(shape, length, batch),
             }  # fmt: skip
-            spread = " ".join(f"{name} {1000 * median(values):.2f} ms" for name, values in times.items())
-            print(shape, length, batch, spread, f"ratio {row['speedup']:.3f}", f"peak {peaks['inner']}", flush=True)
+            spread = " ".join(
+                f"{name} {1000 * median(values):.2f} ms" for name, values in times.items()
+            )
+            print(
+                shape,
+                length,
+                batch,
+                spread,
+                f"ratio {row['speedup']:.3f}",
+                f"peak {peaks['inner']}",
+                flush=True,
+            )
             rows.append(row)
             save(rows)
             del graphs, graph
@@ -218,7 +247,9 @@ def paper(shape: str, length: int, batch: int) -> dict[str, float | None]:
     names = ("paper_sequential_s", "paper_inner_s", "paper_speedup")
     if shape not in PAPER or (length, batch) not in PLACES:
         return dict.fromkeys(names)
-    return {name: figures[PLACES.index((length, batch))] for name, figures in zip(names, PAPER[shape])}
+    return {
+        name: figures[PLACES.index((length, batch))] for name, figures in zip(names, PAPER[shape])
+    }
 
 
 def bars(rows: list[dict[str, Any]]) -> list[str]:
@@ -233,7 +264,9 @@ def bars(rows: list[dict[str, Any]]) -> list[str]:
     if (row := by_shape.get(("Llama2-7B", 128, 2))) and row["inner_peak_bytes"]:
         word = "met" if row["inner_peak_bytes"] <= MEMORY_BAR_BYTES else "missed"
         peak = row["inner_peak_bytes"] / 1e9
-        sentences.append(f"Llama2-7B, 128 tokens, batch 2: {peak:.2f} GB at the peak, the bar of 4.5 GB is {word}.")
+        sentences.append(
+            f"Llama2-7B, 128 tokens, batch 2: {peak:.2f} GB at the peak, the bar of 4.5 GB is {word}."
+        )
     return sentences
 
 
@@ -252,7 +285,10 @@ def main() -> None:
 
         rows += measure(shape, args, save)
         release()
-    notes = [*bars(rows), "Peaks are of PyTorch's CUDA memory, weights included, the CUDA context not."]
+    notes = [
+        *bars(rows),
+        "Peaks are of PyTorch's CUDA memory, weights included, the CUDA context not.",
+    ]
     finish("prge/jetson", rows, args, notes=notes, **extra)
 
 

@@ -55,11 +55,16 @@ def export(folder: Path, quantize: str) -> Path:
             "export.lengths_tokens": [LENGTH],
         }
         report = write(RunConfig.load(None, values), folder)
-        print(f"{folder.name}: lowered in {report.lowering_s:.0f} s, {report.program_bytes / 1e6:.0f} MB", flush=True)
+        print(
+            f"{folder.name}: lowered in {report.lowering_s:.0f} s, {report.program_bytes / 1e6:.0f} MB",
+            flush=True,
+        )
     return folder
 
 
-def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], kept: Pairs, save: Any) -> None:
+def collect(
+    folder: Path, wanted: dict[float, int], part: tuple[int, int], kept: Pairs, save: Any
+) -> None:
     """Add to `found` the pairs of this part until each scale has as many directions as `wanted` says."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.config import ExportConfig
@@ -72,7 +77,10 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], kept:
     manifest = read_manifest(folder)
     loaded = load_model(MODEL, dtype="float32", device="cpu")
     program = build_program(
-        loaded, PrgeConfig.parse(manifest.method, "manifest"), ExportConfig(), manifest.generator.seed
+        loaded,
+        PrgeConfig.parse(manifest.method, "manifest"),
+        ExportConfig(),
+        manifest.generator.seed,
     )
     dataset = read_dataset(DATA, loaded.tokenizer, task="sst2", max_length_tokens=LENGTH)
     rows = Batches(dataset, 1, (LENGTH,), 0, pad_id_of(loaded.tokenizer))
@@ -92,12 +100,19 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], kept:
             seconds = time.perf_counter() - start
             copies = program.perturbed(zero, seed, torch.tensor([number]), scale)
             with torch.inference_mode():
-                losses = program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies).double().numpy()
+                losses = (
+                    program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies)
+                    .double()
+                    .numpy()
+                )
             expected = float(losses[0] - losses[1]) / (2 * scale)
             error = float(np.max(np.abs(np.array(result.losses) - losses) / losses))
             pairs[str(number)] = [result.projected_gradients[0], expected, error, seconds]
             save()
-            print(f"{scale:g} {number}: {pairs[str(number)][0]:+.4f} {expected:+.4f} ({seconds:.0f} s)", flush=True)
+            print(
+                f"{scale:g} {number}: {pairs[str(number)][0]:+.4f} {expected:+.4f} ({seconds:.0f} s)",
+                flush=True,
+            )
     session.close()
 
 
@@ -113,7 +128,9 @@ def read_pairs(folder: Path) -> dict[str, Pairs]:
 
 def row(weights: str, scale: str, pairs: dict[str, list[float]]) -> dict[str, Any]:
     """One line of the table."""
-    received, expected, errors, seconds = np.array([pairs[number] for number in sorted(pairs, key=int)]).T
+    received, expected, errors, seconds = np.array(
+        [pairs[number] for number in sorted(pairs, key=int)]
+    ).T
     return {
         "weights": weights,
         "perturbation_scale": float(scale),
@@ -129,10 +146,21 @@ def main() -> None:
     """Both programs, every scale."""
 
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--directions", type=int, default=100, help="at the default scale (default %(default)s)")
-        parser.add_argument("--other-directions", type=int, default=8, help="elsewhere (default %(default)s)")
-        parser.add_argument("--pairs", type=Path, default=ROOT / "build" / "npu_gradients", help="folder of the pairs")
-        parser.add_argument("--part", default="0/1", help="I/N: every Nth direction, from the Ith on")
+        parser.add_argument(
+            "--directions", type=int, default=100, help="at the default scale (default %(default)s)"
+        )
+        parser.add_argument(
+            "--other-directions", type=int, default=8, help="elsewhere (default %(default)s)"
+        )
+        parser.add_argument(
+            "--pairs",
+            type=Path,
+            default=ROOT / "build" / "npu_gradients",
+            help="folder of the pairs",
+        )
+        parser.add_argument(
+            "--part", default="0/1", help="I/N: every Nth direction, from the Ith on"
+        )
         parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
 
     from ondevice.exporters.android_npu import PERTURBATION_SCALE

@@ -19,7 +19,13 @@ from benchmarks.common import finish, interleaved, parse_args
 from ondevice.artifact.manifest import read_manifest
 
 NEEDS = ("executorch",)
-SHAPE: dict[str, Any] = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "vocab": 8192}
+SHAPE: dict[str, Any] = {
+    "hidden": 576,
+    "intermediate": 1536,
+    "heads": 9,
+    "kv_heads": 3,
+    "vocab": 8192,
+}
 LENGTH, QUERIES, BATCH = 32, 2, 2
 FORMS = {
     "one batch of 8": ({}, 1),
@@ -83,7 +89,10 @@ def main() -> None:
     from ondevice.models.tiny import save_tiny
 
     args = parse_args(
-        __doc__, lambda parser: parser.add_argument("--layers", type=int, default=6, help="layers (%(default)s)")
+        __doc__,
+        lambda parser: parser.add_argument(
+            "--layers", type=int, default=6, help="layers (%(default)s)"
+        ),
     )
     with tempfile.TemporaryDirectory() as temporary:
         model = save_tiny(Path(temporary) / "model", "llama", layers=args.layers, **SHAPE)
@@ -98,7 +107,12 @@ def main() -> None:
         seconds = interleaved(steps, repeats=args.repeats)
     first = np.array(seconds["one batch of 8"])
     rows = [
-        {"form": form, **by_form[form], "step_s": values, "ratio": float(np.median(np.array(values) / first))}
+        {
+            "form": form,
+            **by_form[form],
+            "step_s": values,
+            "ratio": float(np.median(np.array(values) / first)),
+        }
         for form, values in seconds.items()
     ]
     finish(
@@ -108,7 +122,9 @@ def main() -> None:
         columns=COLUMNS,
         title="An effective batch of eight rows on the NPU's simulator",
         show_versions=["executorch", "onnxruntime-qnn"],
-        notes=[f"{args.layers} random layers of SmolLM2-135M's shape, {LENGTH} tokens, SM8650, float16."],
+        notes=[
+            f"{args.layers} random layers of SmolLM2-135M's shape, {LENGTH} tokens, SM8650, float16."
+        ],
     )
 
 

@@ -74,7 +74,11 @@ def predictions(values: dict[str, Any], base: dict[str, Any], dims: Any) -> dict
     head = dims.hidden * dims.vocab
 
     def cost(settings: dict[str, Any], with_head: bool) -> float:
-        copies = settings["queries"] + 1 if settings.get("estimator") == "one_sided" else 2 * settings["queries"]
+        copies = (
+            settings["queries"] + 1
+            if settings.get("estimator") == "one_sided"
+            else 2 * settings["queries"]
+        )
         top = min(settings.get("top_layers") or dims.layers, dims.layers)
         layers = (dims.layers - top) + copies * top
         return layers * blocks + copies * head if with_head else layers
@@ -123,18 +127,31 @@ def option_rows(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_programs(parser)
-    parser.add_argument("--note", action="append", default=[], help="a remark to keep with the result")
+    parser.add_argument(
+        "--note", action="append", default=[], help="a remark to keep with the result"
+    )
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
     options = option_forms(args.model)
     with folder_of(args) as folder:
-        growth = growths(list(dict.fromkeys(form for pair in options.values() for form in pair)), folder)
+        growth = growths(
+            list(dict.fromkeys(form for pair in options.values() for form in pair)), folder
+        )
     forms = Forms(args.model)
     seconds = {name: forms.seconds(pair, args.repeats) for name, pair in options.items()}
-    title = f"Options beyond the paper on {args.model.split(':')[-1]}, {LENGTH} tokens, eager PyTorch"
-    finish("prge/options", option_rows(options, seconds, growth, forms), args, COLUMNS, title=title, notes=args.note)
+    title = (
+        f"Options beyond the paper on {args.model.split(':')[-1]}, {LENGTH} tokens, eager PyTorch"
+    )
+    finish(
+        "prge/options",
+        option_rows(options, seconds, growth, forms),
+        args,
+        COLUMNS,
+        title=title,
+        notes=args.note,
+    )
 
 
 if __name__ == "__main__":

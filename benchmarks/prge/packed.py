@@ -25,7 +25,9 @@ LENGTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 96, 128, 192, 256, 512)
 
 def rounded(tokens: int) -> int:
     """The packed length that holds so many tokens; few values, since each is a CUDA graph."""
-    step = next(step for limit, step in ((128, 16), (256, 32), (512, 64), (1 << 30, 256)) if tokens <= limit)
+    step = next(
+        step for limit, step in ((128, 16), (256, 32), (512, 64), (1 << 30, 256)) if tokens <= limit
+    )
     return -(-tokens // step) * step
 
 
@@ -73,11 +75,19 @@ class Packed:
         lengths = table.length[row_SB]
         ends = lengths.cumsum(1)
         starts = ends - lengths
-        token = torch.arange(tokens, device=row_SB.device).expand(row_SB.shape[0], tokens).contiguous()
+        token = (
+            torch.arange(tokens, device=row_SB.device).expand(row_SB.shape[0], tokens).contiguous()
+        )
         row = torch.searchsorted(ends, token, right=True).clamp(max=row_SB.shape[1] - 1)
         position = (token - starts.gather(1, row)).clamp(0, length - 1)
         pad = (starts[..., None] + torch.arange(length, device=row_SB.device)).clamp(max=tokens - 1)
-        return cls(table.ids[row_SB.gather(1, row), position], position, starts, pad, row * length + position)
+        return cls(
+            table.ids[row_SB.gather(1, row), position],
+            position,
+            starts,
+            pad,
+            row * length + position,
+        )
 
 
 def flat_index(index_SX: Tensor, copies: int, each: int) -> Tensor:
@@ -92,13 +102,19 @@ class PackedModel:
 
     def __init__(self, loaded: Any, layouts: Sequence[AdapterLayout], scale: float) -> None:
         family, self.dims, self.layout = loaded.family, loaded.dims, layouts[0]
-        if loaded.dims.family != "llama" or {entry.target for entry in self.layout.entries} - set(QKV):
+        if loaded.dims.family != "llama" or {entry.target for entry in self.layout.entries} - set(
+            QKV
+        ):
             raise ValueError("only Llama models with adapters on q, k and v run batched")
         device, self.dtype = family.head_weight.device, family.head_weight.dtype
         self.weights: list[dict[str, Tensor]] = []
         for i in range(self.dims.layers):
             weight = {t: family.linear(i, t).weight.detach() for t in family.linear_targets}
-            a = [np.concatenate([x.frozen_a(e) for e in x.of_layer(i)], 1) for x in layouts if x.of_layer(i)]
+            a = [
+                np.concatenate([x.frozen_a(e) for e in x.of_layer(i)], 1)
+                for x in layouts
+                if x.of_layer(i)
+            ]
             self.weights.append({
                 "qkv": torch.cat([weight[t] for t in QKV]), "o": weight["o_proj"], "down": weight["down_proj"],
                 "gate_up": torch.cat([weight["gate_proj"], weight["up_proj"]]),
@@ -106,7 +122,10 @@ class PackedModel:
                 "after": family.layer(i).post_attention_layernorm.weight.detach(),
                 "a": torch.from_numpy(np.stack(a) * scale).to(device, self.dtype) if a else torch.empty(0),
             })  # fmt: skip
-        self.embedding, self.norm = family.embedding.weight.detach(), family.model.model.norm.weight.detach()
+        self.embedding, self.norm = (
+            family.embedding.weight.detach(),
+            family.model.model.norm.weight.detach(),
+        )
         self.head = family.head_weight.detach().float()
         cos, sin = (table[0] for table in family.positions(max(LENGTHS), device, self.dtype))
         half = self.dims.head_dim // 2
@@ -134,16 +153,25 @@ class PackedModel:
         heads = dims.heads + dims.kv_heads
         qk = qkv[:, : self.offsets["v_proj"]].view(runs, copies, tokens, heads, dims.head_dim)
         cos, sin = (table[packed.position][:, None, :, None] for table in (self.cos, self.sin))
-        qk = torch.addcmul(qk * cos, qk.roll(dims.head_dim // 2, -1), sin).view(-1, heads * dims.head_dim)
+        qk = torch.addcmul(qk * cos, qk.roll(dims.head_dim // 2, -1), sin).view(
+            -1, heads * dims.head_dim
+        )
         rows, length = packed.pad.shape[1:]
         pad = flat_index(packed.pad, copies, tokens)
         shape = (runs * copies * rows, length, -1, dims.head_dim)
-        q, k = qk.index_select(0, pad).view(shape).transpose(1, 2).split([dims.heads, dims.kv_heads], 1)
+        q, k = (
+            qk.index_select(0, pad)
+            .view(shape)
+            .transpose(1, 2)
+            .split([dims.heads, dims.kv_heads], 1)
+        )
         v = qkv[:, self.offsets["v_proj"] :].index_select(0, pad).view(shape).transpose(1, 2)
         if self.dtype == torch.float32:  # no fused attention takes grouped heads in float32
             k, v = (z.repeat_interleave(dims.heads // dims.kv_heads, 1) for z in (k, v))
         grouped = k.shape[1] != q.shape[1]
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=grouped
+        )
         attended = attended.transpose(1, 2).reshape(-1, dims.heads * dims.head_dim)
         attended = attended.index_select(0, flat_index(packed.back, copies, rows * length))
         x = torch.addmm(x.view(-1, width), attended, weight["o"].t())
@@ -161,16 +189,24 @@ class PackedModel:
         xa, y = xa.view(runs * copies, -1, xa.shape[2]), qkv.view(runs * copies, -1, qkv.shape[1])
         flat = copies_SCP.view(runs * copies, -1)
         for i, entry in enumerate(entries):
-            b = flat[:, entry.offset : entry.offset + entry.count].view(-1, entry.rank, entry.outputs)
+            b = flat[:, entry.offset : entry.offset + entry.count].view(
+                -1, entry.rank, entry.outputs
+            )
             low = self.offsets[entry.target]
-            y[..., low : low + entry.outputs].baddbmm_(xa[..., i * entry.rank : (i + 1) * entry.rank], b)
+            y[..., low : low + entry.outputs].baddbmm_(
+                xa[..., i * entry.rank : (i + 1) * entry.rank], b
+            )
 
-    def nll(self, x: Tensor, packed: Packed, row_SJ: Tensor, place_SJK: Tensor, target_SJK: Tensor) -> Tensor:
+    def nll(
+        self, x: Tensor, packed: Packed, row_SJ: Tensor, place_SJK: Tensor, target_SJK: Tensor
+    ) -> Tensor:
         """Negative log likelihood of each labelled token in float32, [runs, copies, jobs, labels]; 0 where none is."""
         _, copies, tokens, width = x.shape
         at = packed.starts.gather(1, row_SJ)[..., None] + place_SJK
         h = x.view(-1, width).index_select(0, flat_index(at, copies, tokens))
-        logits = functional.rms_norm(h, (width,), self.norm, self.dims.norm_eps).float() @ self.head.t()
+        logits = (
+            functional.rms_norm(h, (width,), self.norm, self.dims.norm_eps).float() @ self.head.t()
+        )
         target = target_SJK[:, None].expand(-1, copies, -1, -1)
         picked = logits.gather(1, target.clamp(min=0).reshape(-1, 1))[:, 0]
         return torch.where(target >= 0, (logits.logsumexp(-1) - picked).view(target.shape), 0.0)

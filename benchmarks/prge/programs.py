@@ -73,9 +73,13 @@ def folder_of(args: argparse.Namespace) -> Iterator[Path]:
 def add_programs(parser: argparse.ArgumentParser) -> None:
     """The arguments that every benchmark of programs has."""
     parser.add_argument(
-        "--programs", type=Path, help="keep programs and memory figures here, and reuse those that are here already"
+        "--programs",
+        type=Path,
+        help="keep programs and memory figures here, and reuse those that are here already",
     )
-    parser.add_argument("--cached", action="store_true", help="leave out what would have to be lowered first")
+    parser.add_argument(
+        "--cached", action="store_true", help="leave out what would have to be lowered first"
+    )
     parser.add_argument("--model", default=SMOLLM, help="model source (default %(default)s)")
 
 
@@ -102,7 +106,9 @@ def child(module: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(command[2:])} failed ({done.returncode}): {done.stderr.strip()[-3000:]}")
+        sys.exit(
+            f"{' '.join(command[2:])} failed ({done.returncode}): {done.stderr.strip()[-3000:]}"
+        )
     lines = done.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
 
@@ -136,7 +142,9 @@ def build_program(spec: Spec) -> tuple[Any, Any]:
         "quantize": spec.quantize, "generator": spec.generator, "loss": spec.loss,
         "lengths_tokens": (spec.length,), "batch_size": spec.batch, "eval_batch_size": spec.batch,
     }  # fmt: skip
-    return loaded, program.build_program(loaded, method_config("prge", spec.prge), ExportConfig(**values), SEED)
+    return loaded, program.build_program(
+        loaded, method_config("prge", spec.prge), ExportConfig(**values), SEED
+    )
 
 
 def method_of(spec: Spec, program: Any) -> Any:
@@ -153,8 +161,12 @@ def method_of(spec: Spec, program: Any) -> Any:
             super().__init__()
             self.program = program
 
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-            return program.losses(ids, labels, lambda start, count: copies[:, start : start + count])
+        def forward(
+            self, ids: torch.Tensor, labels: torch.Tensor, copies: torch.Tensor
+        ) -> torch.Tensor:
+            return program.losses(
+                ids, labels, lambda start, count: copies[:, start : start + count]
+            )
 
     (adapter,), scalars, gradients, losses = ports(program)
     rows = token_ports(spec.batch, spec.length)
@@ -214,7 +226,10 @@ class Program:
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
         import torch
 
-        return [value.numpy() for value in self._method.execute([torch.from_numpy(value) for value in inputs])]
+        return [
+            value.numpy()
+            for value in self._method.execute([torch.from_numpy(value) for value in inputs])
+        ]
 
     def random_ids(self, seed: int = 0) -> np.ndarray:
         shape = (self.spec.batch, self.spec.length)
@@ -249,7 +264,10 @@ def memory_child(arguments: list[str]) -> dict[str, Any]:
     folder, spec = Path(arguments[0]), Spec(**json.loads(arguments[1]))
     load_runtime()
     load_kernels(ensure(spec, folder)["ops"])
-    baseline = {"baseline_rss_bytes": settled(resident_bytes), "baseline_anonymous_bytes": anonymous_bytes()}
+    baseline = {
+        "baseline_rss_bytes": settled(resident_bytes),
+        "baseline_anonymous_bytes": anonymous_bytes(),
+    }
     peak = PeakMemory()
     with AnonymousPeak() as anonymous:
         program = Program(spec, folder)
@@ -269,12 +287,17 @@ def program_memory(spec: Spec, folder: Path) -> dict[str, Any]:
     key = f"program {spec.name}"
     if key not in recall(folder):
         ensure(spec, folder)
-        loaded = child("benchmarks.prge.programs", "--memory", str(folder), json.dumps(asdict(spec)))
+        loaded = child(
+            "benchmarks.prge.programs", "--memory", str(folder), json.dumps(asdict(spec))
+        )
         remember(folder, key, loaded)
     return recall(folder)[key]
 
 
-CHILDREN = {"--lower": lower_child, "--memory": lambda words: print(json.dumps(memory_child(words)))}
+CHILDREN = {
+    "--lower": lower_child,
+    "--memory": lambda words: print(json.dumps(memory_child(words))),
+}
 
 if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in CHILDREN:
     CHILDREN[sys.argv[1]](sys.argv[2:])

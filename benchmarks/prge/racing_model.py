@@ -22,10 +22,17 @@ class AnswerRows:
 
     def __init__(self, dataset: Dataset, device: Any) -> None:
         items = dataset.items
-        answers = [[[label for label in c.labels if label != IGNORE] for c in item.candidates] for item in items]
+        answers = [
+            [[label for label in c.labels if label != IGNORE] for c in item.candidates]
+            for item in items
+        ]
         if any(answer != answers[0] for answer in answers):
             raise ValueError("a race needs a task whose rows share their candidates")
-        same = next(i for i, tokens in enumerate(zip(*answers[0], strict=False)) if len(set(tokens)) == len(tokens))
+        same = next(
+            i
+            for i, tokens in enumerate(zip(*answers[0], strict=False))
+            if len(set(tokens)) == len(tokens)
+        )
         self.answers = torch.tensor([tokens[same] for tokens in answers[0]], device=device)
         inputs = []
         for item in items:
@@ -36,7 +43,10 @@ class AnswerRows:
         ids = np.zeros((len(inputs), max(LENGTHS)), dtype=np.int64)
         for row, tokens in enumerate(inputs):
             ids[row, : len(tokens)] = tokens
-        self.ids, self.length = torch.from_numpy(ids).to(device), torch.from_numpy(self.lengths).to(device)
+        self.ids, self.length = (
+            torch.from_numpy(ids).to(device),
+            torch.from_numpy(self.lengths).to(device),
+        )
         self.gold = torch.tensor([int(item.gold or 0) for item in items], device=device)
 
     def pack(self, jobs_SB: np.ndarray) -> tuple[Packed, Tensor]:
@@ -52,7 +62,9 @@ class RacingModel(PackedModel):
     """A forward pass in which every run has its own A, C and dense change of the weights, and every copy its R or B."""
 
     def __init__(self, loaded: Any) -> None:
-        super().__init__(loaded, [AdapterLayout.build(loaded.dims, PrgeConfig(target_modules=TARGETS), 0)], 1.0)
+        super().__init__(
+            loaded, [AdapterLayout.build(loaded.dims, PrgeConfig(target_modules=TARGETS), 0)], 1.0
+        )
         self.device = self.head.device
         self.columns: dict[str, slice] = {}
         for target in TARGETS:
@@ -77,11 +89,15 @@ class RacingModel(PackedModel):
                 y = qkv.view(runs, -1, qkv.shape[1])
                 y[..., columns].baddbmm_(h_run, self.delta[layer][target].to(h.dtype))
             if self.a:
-                xa = torch.bmm(h_run, self.a[layer][target]).view(runs * copies, -1, self.a[layer][target].shape[2])
+                xa = torch.bmm(h_run, self.a[layer][target]).view(
+                    runs * copies, -1, self.a[layer][target].shape[2]
+                )
                 y = qkv.view(runs * copies, -1, qkv.shape[1])
                 y[..., columns].baddbmm_(xa, self.b[layer][target])
 
-    def logits(self, table: AnswerRows, packed: Packed, rows_SB: Tensor, copies: int, answers: bool) -> Tensor:
+    def logits(
+        self, table: AnswerRows, packed: Packed, rows_SB: Tensor, copies: int, answers: bool
+    ) -> Tensor:
         """Logits of the token behind each row, float32 [runs, copies, rows, answers or vocabulary]."""
         runs = rows_SB.shape[0]
         x = self.hidden(packed, torch.empty(runs, copies, 0, device=self.device))

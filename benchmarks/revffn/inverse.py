@@ -80,7 +80,11 @@ def deep(layers: int, dtype: str) -> Family:
 def text_ids(rows: int, length: int) -> Tensor:
     """Tokens of the example reviews, one after the other: int64 [rows, length]."""
     tokenizer = load_model(MODEL).tokenizer
-    lines = (ROOT / "examples" / "data" / "reviews_train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (ROOT / "examples" / "data" / "reviews_train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     text = " ".join(json.loads(line)["sentence"] for line in lines)
     return torch.tensor(tokenizer(text)["input_ids"][: rows * length]).reshape(rows, length)
 
@@ -88,10 +92,20 @@ def text_ids(rows: int, length: int) -> Tensor:
 def gradient_error(network: Reversible, ids: Tensor) -> float | None:
     """Norm of the difference of all blocks' gradients, as a part of the true ones'; None where the walk is refused."""
     ends = network.forward(ids)
-    into = torch.randn((*ids.shape, network.family.dims.hidden), generator=torch.Generator().manual_seed(0))
+    into = torch.randn(
+        (*ids.shape, network.family.dims.hidden), generator=torch.Generator().manual_seed(0)
+    )
     into = into.to(network.dtype)
-    named = {name: p for i in range(network.blocks) for name, p in network.block_parameters(i).items()}
-    expected = dict(zip(named, torch.autograd.grad(network.stored_hidden(ids), [*named.values()], into), strict=True))
+    named = {
+        name: p for i in range(network.blocks) for name, p in network.block_parameters(i).items()
+    }
+    expected = dict(
+        zip(
+            named,
+            torch.autograd.grad(network.stored_hidden(ids), [*named.values()], into),
+            strict=True,
+        )
+    )
     squares = [0.0, sum(float(value.double().square().sum()) for value in expected.values())]
 
     def compare(_: int, gradients: dict[str, Tensor]) -> None:
@@ -105,7 +119,9 @@ def gradient_error(network: Reversible, ids: Tensor) -> float | None:
     return math.sqrt(squares[0] / squares[1])
 
 
-def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]], ids: Tensor) -> dict[str, Any]:
+def row(
+    family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]], ids: Tensor
+) -> dict[str, Any]:
     """One network, measured."""
     coupling, streams, compute, settings = case
     kind = "float32" if streams == PLAIN else streams
@@ -132,7 +148,9 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
         "error": _finite(max(layer.chained for layer in measured)),
         "mismatched_elements": sum(layer.chained_mismatched for layer in measured),
         "gradient_error": _finite(gradient_error(network, ids)),
-        "not_inverted": sum(not i.converged for i in went) if went and settings is not ONE else None,
+        "not_inverted": sum(not i.converged for i in went)
+        if went and settings is not ONE
+        else None,
         "fraction_bits": network.fraction_bits,
         "by_layer": [_described(layer) for layer in measured if layer.iteration is not None],
     }
@@ -142,7 +160,9 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
 
 def _described(layer: LayerError) -> dict[str, Any]:
     went = layer.iteration
-    iteration = None if went is None else {key: _finite(value) for key, value in asdict(went).items()}
+    iteration = (
+        None if went is None else {key: _finite(value) for key, value in asdict(went).items()}
+    )
     return {**{key: _finite(value) for key, value in asdict(layer).items()}, "iteration": iteration}
 
 
@@ -154,7 +174,9 @@ def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
         parser.add_argument("--batch", type=int, default=2, help="rows (default %(default)s)")
-        parser.add_argument("--length", type=int, default=32, help="tokens of a row (default %(default)s)")
+        parser.add_argument(
+            "--length", type=int, default=32, help="tokens of a row (default %(default)s)"
+        )
 
     args = parse_args(__doc__, add)
     ids, rows = text_ids(args.batch, args.length), []

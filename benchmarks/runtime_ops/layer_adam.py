@@ -18,7 +18,9 @@ from benchmarks.common import finish, interleaved, median, parse_args
 from ondevice.runtime_ops import layer_adam as la
 
 NEEDS = ("torch",)
-PEER_BYTES = 6 + 28 + 6  # gradient bfloat16 to float32; g, p, m, v read and p, m, v written; master to bfloat16
+PEER_BYTES = (
+    6 + 28 + 6
+)  # gradient bfloat16 to float32; g, p, m, v read and p, m, v written; master to bfloat16
 TRIAD_BYTES = 12
 FORMS = (("plain", "float32"), ("split", "float32"), ("split", "bfloat16"), ("split", "int8"))
 
@@ -55,7 +57,10 @@ def stepper(step: Callable[[la.AdamStep], None], calls: int) -> Callable[[], Non
 def measure(args: Any) -> list[dict[str, Any]]:
     """A row for the peer and for each form."""
     torch.manual_seed(0)
-    master, grad = torch.randn(args.parameters).mul_(0.02), torch.randn(args.parameters).mul_(1e-3).bfloat16()
+    master, grad = (
+        torch.randn(args.parameters).mul_(0.02),
+        torch.randn(args.parameters).mul_(1e-3).bfloat16(),
+    )
     scratch, plain = torch.zeros(args.parameters), make(master, "plain", "float32")
 
     def triad() -> None:

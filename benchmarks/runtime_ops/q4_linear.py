@@ -106,7 +106,14 @@ def main() -> None:
         {"key": "xnnpack_fp32_bytes", "title": "fp32 program (kB)", "scale": 1e-3, "digits": 0},
     ]
     title = f"4-bit linear layers in the ExecuTorch runtime, {args.threads} threads"
-    finish("runtime_ops/q4_linear", rows, args, columns, title=title, show_versions=["torch", "executorch"])
+    finish(
+        "runtime_ops/q4_linear",
+        rows,
+        args,
+        columns,
+        title=title,
+        show_versions=["torch", "executorch"],
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--answer", type=int, default=32, help="tokens")
     parser.add_argument(
-        "--programs", type=Path, help="keep programs and GGUF files here, and take those that are there"
+        "--programs",
+        type=Path,
+        help="keep programs and GGUF files here, and take those that are there",
     )
 
 
@@ -64,8 +66,12 @@ def make(folder: Path, model: str) -> int:
     shape, tensors = dims.linear_shapes["q_proj"], {}
     for layer in range(dims.layers):  # base plus adapter: what a user would convert
         name = f"model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = random.normal(size=(4, shape[1]), scale=shape[1] ** -0.5).astype("f4")
-        tensors[f"{name}.lora_B.weight"] = random.normal(size=(shape[0], 4), scale=0.05).astype("f4")
+        tensors[f"{name}.lora_A.weight"] = random.normal(
+            size=(4, shape[1]), scale=shape[1] ** -0.5
+        ).astype("f4")
+        tensors[f"{name}.lora_B.weight"] = random.normal(size=(shape[0], 4), scale=0.05).astype(
+            "f4"
+        )
     save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), model), folder / "adapter")
     source = folder / "adapter"
     for ours, theirs in PAIRS.items():
@@ -78,7 +84,9 @@ def make(folder: Path, model: str) -> int:
         from ondevice.models import load_model
 
         adapter = load_adapter(source)
-        write_answers(folder / INPUT, load_model(model, dtype="float32"), "8da8w", CONTEXT, adapter.linears, 4)
+        write_answers(
+            folder / INPUT, load_model(model, dtype="float32"), "8da8w", CONTEXT, adapter.linears, 4
+        )
     return dims.vocab
 
 
@@ -143,7 +151,13 @@ class LlamaCpp:
         }
 
     def _ask(self, prompt: list[int], count: int) -> tuple[dict[str, Any], float]:
-        request = {"prompt": prompt, "temperature": 0, "cache_prompt": False, "n_predict": count, "ignore_eos": True}
+        request = {
+            "prompt": prompt,
+            "temperature": 0,
+            "cache_prompt": False,
+            "n_predict": count,
+            "ignore_eos": True,
+        }
         used = time.process_time()
         said = self.server.handle_completions(request)
         used = time.process_time() - used
@@ -171,9 +185,15 @@ def child(words: list[str]) -> None:
 
 def measure(folder: Path, vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Ask all engines in turns; a row each."""
-    engines = [(kind, name) for pair in PAIRS.items() for kind, name in zip(("ondevice", "llama.cpp"), pair)]
+    engines = [
+        (kind, name)
+        for pair in PAIRS.items()
+        for kind, name in zip(("ondevice", "llama.cpp"), pair)
+    ]
     engines.append(("ondevice", INPUT))
-    places = {one: folder / (one[1] if one[0] == "ondevice" else f"{one[1]}.gguf") for one in engines}
+    places = {
+        one: folder / (one[1] if one[0] == "ondevice" else f"{one[1]}.gguf") for one in engines
+    }
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     started = {
         one: subprocess.Popen(
@@ -202,7 +222,9 @@ def measure(folder: Path, vocab: int, args: argparse.Namespace) -> list[dict[str
     return [_row(one, found[one], places[one], args) for one in engines]
 
 
-def _row(one: tuple[str, str], answers: list[dict[str, Any]], place: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _row(
+    one: tuple[str, str], answers: list[dict[str, Any]], place: Path, args: argparse.Namespace
+) -> dict[str, Any]:
     files = [place] if place.is_file() else [place / "model.pte"]
     row = {
         "engine": one[0],
@@ -227,13 +249,11 @@ def main() -> None:
         vocab = make(folder, args.model)
         before = os.getloadavg()[0]
         rows = measure(folder, vocab, args)
-    title = (
-        f"Answers of {args.model}, {args.prompt} tokens of prompt and {args.answer} of answer, {args.threads} thread(s)"
-    )
-    load = f"Load average {before:.1f} before and {os.getloadavg()[0]:.1f} behind, of which the benchmark's own is "
-    load += (
-        f"{args.threads}: where it is more, other work ran beside it, and only the ratios of a round mean something."
-    )
+    title = f"Answers of {args.model}, {args.prompt} tokens of prompt and {args.answer} of answer, "
+    title += f"{args.threads} thread(s)"
+    load = f"Load average {before:.1f} before and {os.getloadavg()[0]:.1f} after. "
+    load += f"The benchmark itself makes {args.threads}; "
+    load += "if it is more, other work ran at the same time and only the ratios of a round count."
     finish("serve/answers", rows, args, COLUMNS, title=title, notes=[load])
 
 

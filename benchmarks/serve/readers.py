@@ -47,7 +47,9 @@ COLUMNS = [
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--readers", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each half of a round")
-    parser.add_argument("--threads", type=int, default=1, help="of the training; a GPU's leaves the CPU as free")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the training; a GPU's leaves the CPU as free"
+    )
     parser.add_argument("--steps", nargs="*", default=list(SIZES), choices=list(SIZES))
 
 
@@ -79,7 +81,9 @@ def check(streams: list[bytes], after: int) -> tuple[int, int]:
     for stream in streams:
         collected = [int(number) for number in ID.findall(stream)]
         frames += len(collected)
-        lost += sum(number != after + place for place, number in enumerate(collected, 1)) + (not collected)
+        lost += sum(number != after + place for place, number in enumerate(collected, 1)) + (
+            not collected
+        )
     return frames, lost
 
 
@@ -114,7 +118,14 @@ def measure(
             cpu, since = sum(daemon.cpu_times()[:2]), time.monotonic()
             if with_readers:
                 path = f"/v1/jobs/{job}/events?after={after}"
-                child = [sys.executable, "-m", "benchmarks.serve.readers", "--child", client.url, path]
+                child = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.serve.readers",
+                    "--child",
+                    client.url,
+                    path,
+                ]
                 words = [*child, str(args.readers), str(args.seconds), str(after)]
                 done = subprocess.run(words, capture_output=True, text=True, check=True)
                 answer = json.loads(done.stdout)
@@ -123,7 +134,9 @@ def measure(
             else:
                 time.sleep(args.seconds)
                 end = time.time()
-            busy[with_readers].append(100 * (sum(daemon.cpu_times()[:2]) - cpu) / (time.monotonic() - since))
+            busy[with_readers].append(
+                100 * (sum(daemon.cpu_times()[:2]) - cpu) / (time.monotonic() - since)
+            )
             (read if with_readers else alone).append(rate(client, job, begin, end, after))
     client.cancel(job)
     client.wait(job)
@@ -162,15 +175,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "rows.jsonl"
         text = "the quick brown fox jumps over the lazy dog " * 12
-        data.write_text("".join(json.dumps({"text": f"{number} {text}"}) + "\n" for number in range(64)))
+        data.write_text(
+            "".join(json.dumps({"text": f"{number} {text}"}) + "\n" for number in range(64))
+        )
         for name in args.steps:
             from ondevice.models import save_tiny
 
             store = Path(scratch) / name
             save_tiny(store / "models" / "tiny", **SIZES[name]["sizes"])
-            command = [sys.executable, "-m", "ondevice", "serve", "--store", str(store), "--port", "0", "--json"]
+            command = [
+                sys.executable,
+                "-m",
+                "ondevice",
+                "serve",
+                "--store",
+                str(store),
+                "--port",
+                "0",
+                "--json",
+            ]
             with open(Path(scratch) / "log", "ab") as log:
-                daemon = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+                daemon = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+                )
             try:
                 if daemon.stdout is None:
                     raise OSError("no pipe")

@@ -41,7 +41,12 @@ from ondevice.runtime_ops import layer_adam as la
 
 NEEDS = ("cuda",)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIXED = {"window": WINDOW, "resident_layers": 0, "resident_tables": False, "gradient_buffers": BUFFERS}
+FIXED = {
+    "window": WINDOW,
+    "resident_layers": 0,
+    "resident_tables": False,
+    "gradient_buffers": BUFFERS,
+}
 COLUMNS = [
     {"key": "shape", "title": "Shape"},
     {"key": "batch", "title": "Batch"},
@@ -60,16 +65,28 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", default="Qwen2.5-1.5B,Qwen2.5-7B:bfloat16", help="SHAPE or SHAPE:MOMENTS, by comma")
+    parser.add_argument(
+        "--shapes",
+        default="Qwen2.5-1.5B,Qwen2.5-7B:bfloat16",
+        help="SHAPE or SHAPE:MOMENTS, by comma",
+    )
     parser.add_argument("--batches", default="4,8,16,32")
     parser.add_argument("--variants", default="resident,auto,fixed")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--parameters", type=int, default=200_000_000, help="of AdamW alone")
-    parser.add_argument("--gpu-bytes", type=float, help="GPU memory that auto may plan with, instead of this machine's")
-    parser.add_argument("--host-gib", type=float, help="host memory of the machine, where it grows as it is used")
-    parser.add_argument("--budget-s", type=float, default=460.0, help="begin nothing new so long after the start")
+    parser.add_argument(
+        "--gpu-bytes",
+        type=float,
+        help="GPU memory that auto may plan with, instead of this machine's",
+    )
+    parser.add_argument(
+        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=460.0, help="begin nothing new so long after the start"
+    )
 
 
 class Bench:
@@ -97,10 +114,14 @@ class Bench:
 
     def updates(self) -> dict[str, float]:
         """AdamW alone, parameters a second by kind of moments; on the GPU its bits are held against the host's."""
-        rates = {kind: om.update_rate(kind, self.threads, self.args.parameters) for kind in la.KINDS}
+        rates = {
+            kind: om.update_rate(kind, self.threads, self.args.parameters) for kind in la.KINDS
+        }
         for kind, rate in rates.items():
             gb_s = rate * la.BYTES["split", kind].moved / 1e9
-            self.say(f"AdamW, {kind} moments: {rate / 1e9:.2f} G parameters/s, {gb_s:.0f} GB/s, {self.threads} threads")
+            self.say(
+                f"AdamW, {kind} moments: {rate / 1e9:.2f} G parameters/s, {gb_s:.0f} GB/s, {self.threads} threads"
+            )
         for kind in la.KINDS if self.cuda else ():
             try:
                 said = self._on_gpu(kind)
@@ -150,7 +171,10 @@ class Bench:
         liger = use_liger(config, torch.device(self.args.device).type)
         if "resident" in names:
             self.measure(
-                "resident", batches, lambda: other("resident", shape, self.block, self.args.device, liger), None
+                "resident",
+                batches,
+                lambda: other("resident", shape, self.block, self.args.device, liger),
+                None,
             )
         rates = calibrate(config, self.args.device)
         self.say("calibration", {name: short(value) for name, value in asdict(rates).items()})
@@ -160,7 +184,9 @@ class Bench:
             self.measure("fixed", batches, lambda: self._engine(shape, fixed), _words(fixed))
         choices: dict[str, tuple[SlideformerConfig, list[int]]] = {}
         for rows in batches if "auto" in names else ():
-            chosen, why = resolve(config, om.shape_dims(shape)[0], Work(rows, self.args.length), self.room(), rates)
+            chosen, why = resolve(
+                config, om.shape_dims(shape)[0], Work(rows, self.args.length), self.room(), rates
+            )
             self.say(f"{self.name}, batch {rows}: {why}")
             choices.setdefault(_words(chosen), (chosen, []))[1].append(rows)
         for words, (chosen, rows) in choices.items():
@@ -172,7 +198,11 @@ class Bench:
 
     def room(self) -> Room:
         """Memory as `ondevice plan` sees it; without a GPU a made-up one, so that the choice is made all the same."""
-        free = int(self.args.gpu_bytes) if self.args.gpu_bytes else find_device(f"this-{self.args.device}").usable_bytes
+        free = (
+            int(self.args.gpu_bytes)
+            if self.args.gpu_bytes
+            else find_device(f"this-{self.args.device}").usable_bytes
+        )
         host = find_device("this-cpu").usable_bytes
         if self.args.host_gib:
             host = max(host, int(self.args.host_gib * 2**30) - psutil.Process().memory_info().rss)
@@ -183,7 +213,12 @@ class Bench:
 
     def measure(self, variant: str, batches: list[int], build: Any, choice: str | None) -> None:
         """Rows of one variant, which is alone in memory."""
-        base = {"shape": self.name, "variant": variant, "choice": choice, "length": self.args.length}
+        base = {
+            "shape": self.name,
+            "variant": variant,
+            "choice": choice,
+            "length": self.args.length,
+        }
         if self.late():
             for rows in batches:
                 self.add({**base, "batch": rows, "error": "not run: out of time"})
@@ -214,7 +249,9 @@ class Bench:
         del one
         om.release(self.args.device)
 
-    def _run(self, one: Any, variant: str, rows: int, number: int, held: int) -> tuple[int, dict[str, Any]]:
+    def _run(
+        self, one: Any, variant: str, rows: int, number: int, held: int
+    ) -> tuple[int, dict[str, Any]]:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         peak, times, losses, mark = Peak(), [], [], time.perf_counter()
@@ -249,7 +286,10 @@ class Bench:
                 seen |= one.overlap.to_dict()
             if variant == "fixed" and number == self.args.warmup + self.args.repeats:
                 self.losses[self.name, rows] = losses
-            elif (self.name, rows) in self.losses and number == self.args.warmup + self.args.repeats:
+            elif (
+                self.name,
+                rows,
+            ) in self.losses and number == self.args.warmup + self.args.repeats:
                 seen["same_losses"] = losses == self.losses[self.name, rows]
         return number, seen
 

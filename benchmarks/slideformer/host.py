@@ -49,54 +49,141 @@ class Part:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="wheels,ranks-tests,tests,large,ranks,ranks-peers,auto,auto-small,peers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", default="wheels,ranks-tests,tests,large,ranks,ranks-peers,auto,auto-small,peers"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--wheels", type=Path, help="folder with peers and what they need, as *.whl and *.tar.gz")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of sst2/, alpaca/ and others")
-    parser.add_argument("--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the commands")
+    parser.add_argument(
+        "--wheels", type=Path, help="folder with peers and what they need, as *.whl and *.tar.gz"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("../shared/data"),
+        help="folder of sst2/, alpaca/ and others",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny shapes on the CPU, to try the commands"
+    )
     return parser.parse_args()
 
 
 def every_part(args: argparse.Namespace) -> list[Part]:
     """All parts, with the seconds after which each is ended."""
     tiny, out = args.tiny, args.out.resolve()
-    large, middle, small = ("tiny",) * 2 + ("tiny-tied",) if tiny else ("Qwen2.5-32B", "Qwen2.5-7B", "Qwen2.5-1.5B")
+    large, middle, small = (
+        ("tiny",) * 2 + ("tiny-tied",) if tiny else ("Qwen2.5-32B", "Qwen2.5-7B", "Qwen2.5-1.5B")
+    )
     common = ["--device", "cpu", "--length", "16"] if tiny else []
 
     def bench(module: str, *words: object) -> list[str]:
         return [PYTHON, "-u", "-m", f"benchmarks.slideformer.{module}", *map(str, words), *common]
 
     def auto(name: str, shapes: str, batches: str, budget_s: int) -> list[str]:
-        words = ["--shapes", shapes, "--batches", batches, "--variants", "resident,auto", "--warmup", 2, "--repeats", 3]
+        words = [
+            "--shapes",
+            shapes,
+            "--batches",
+            batches,
+            "--variants",
+            "resident,auto",
+            "--warmup",
+            2,
+            "--repeats",
+            3,
+        ]
         words += ["--parameters", 10**6 if tiny else 10**8, "--gpu-bytes", 76e9, "--host-gib", 112]
         return bench("auto", *words, "--budget-s", budget_s, "--out", out / f"{name}.json")
 
     def ranks(name: str, shape: str, variants: str, strong: str, budget_s: int) -> list[str]:
-        words = ["--shape", shape, "--gpus", "2,1", "--variants", variants, "--rows-each", 16, "--rows-all", strong]
-        words += ["--repeats", 4, "--warmup", 2, "--gpu-bytes", 76e9, "--host-gib", 250, "--budget-s", budget_s]
+        words = [
+            "--shape",
+            shape,
+            "--gpus",
+            "2,1",
+            "--variants",
+            variants,
+            "--rows-each",
+            16,
+            "--rows-all",
+            strong,
+        ]
+        words += [
+            "--repeats",
+            4,
+            "--warmup",
+            2,
+            "--gpu-bytes",
+            76e9,
+            "--host-gib",
+            250,
+            "--budget-s",
+            budget_s,
+        ]
         return bench("ranks", *words, "--out", out / f"{name}.json")
 
     site = out / "site"
-    found = [path for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)] if args.wheels else []
+    found = (
+        [path for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)]
+        if args.wheels
+        else []
+    )
     found = [str(path) for path in found if not path.name.startswith(MODEL)]
-    pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
+    pip = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--upgrade",
+    ]
     build = {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8"}
     build |= {"CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda")}
-    installed = {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(site), os.environ.get("PYTHONPATH", "")]), **build}
+    installed = {
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), str(site), os.environ.get("PYTHONPATH", "")]),
+        **build,
+    }
     packaged = installed | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    packaged |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(args.wheels.resolve())} if args.wheels else {}
+    packaged |= (
+        {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(args.wheels.resolve())} if args.wheels else {}
+    )
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
-    pytest += ["-o", "addopts=--import-mode=importlib"]  # a bare host has none of the plugins that the project names
+    pytest += [
+        "-o",
+        "addopts=--import-mode=importlib",
+    ]  # a bare host has none of the plugins that the project names
     cold = {**installed, "ONDEVICE_TESTS_COLD": "1"}
     through_nccl = cold | ({} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"})
     llama = "tiny" if tiny else "Llama-1.5B"
     rates = "lsp-random=1e-4;lsp=3e-5"
 
     def learn(module: str, name: str, steps: str, *words: str) -> list[str]:
-        command = [PYTHON, "-u", "-m", f"benchmarks.{module}", "--steps", "2" if tiny else steps, *words]
-        command += ["--eval-rows", "4" if tiny else "500", "--data", str(args.data), "--out", str(out / f"{name}.json")]
+        command = [
+            PYTHON,
+            "-u",
+            "-m",
+            f"benchmarks.{module}",
+            "--steps",
+            "2" if tiny else steps,
+            *words,
+        ]
+        command += [
+            "--eval-rows",
+            "4" if tiny else "500",
+            "--data",
+            str(args.data),
+            "--out",
+            str(out / f"{name}.json"),
+        ]
         return [*command, *(["--device", "cpu"] if tiny else [])]
 
     def refreshes(tasks: str, steps: str, methods: tuple[str, ...]) -> list[str]:
@@ -105,7 +192,14 @@ def every_part(args: argparse.Namespace) -> list[Part]:
         words += ["--seeds", "1" if tiny else "3", "--eval-every", "25", "--check-every", "100"]
         return learn("lsp.quality", f"refreshes-{tasks.partition(',')[0]}", steps, *words)
 
-    one = "--shapes", large, "--variants", "resident_window,slideformer-int8", "--batches", "2" if tiny else "8"
+    one = (
+        "--shapes",
+        large,
+        "--variants",
+        "resident_window,slideformer-int8",
+        "--batches",
+        "2" if tiny else "8",
+    )
     one += "--calibrate", 10**7 if tiny else 10**8
     return [
         Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
@@ -180,7 +274,9 @@ def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
 
     from ondevice.offload import cores
 
-    addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * 2
+    addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [
+        None
+    ] * 2
     parts = cores.divide(os.sched_getaffinity(0), addresses)
     return [set(parts[number]) for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
 
@@ -197,7 +293,11 @@ class Running:
     """A part, its current command, and its log."""
 
     def __init__(self, part: Part, args: argparse.Namespace, limit_s: float) -> None:
-        self.part, self.left, self.ends = part, list(part.commands), time.monotonic() + min(part.seconds, limit_s)
+        self.part, self.left, self.ends = (
+            part,
+            list(part.commands),
+            time.monotonic() + min(part.seconds, limit_s),
+        )
         gpus = there(part.gpus)
         self.cores = set().union(*cores_of(gpus))
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **part.environment}
@@ -238,10 +338,16 @@ def main() -> int:
             print(f"{part.name}: not begun, out of time", flush=True)
             continue
         running = Running(part, args, left_s)
-        print(f"[{time.monotonic() - began:5.0f} s] {part.name} on {len(running.cores)} cores", flush=True)
+        print(
+            f"[{time.monotonic() - began:5.0f} s] {part.name} on {len(running.cores)} cores",
+            flush=True,
+        )
         while running.going():
             time.sleep(0.2)
-        print(f"[{time.monotonic() - began:5.0f} s] {part.name} ended with {running.codes}", flush=True)
+        print(
+            f"[{time.monotonic() - began:5.0f} s] {part.name} ended with {running.codes}",
+            flush=True,
+        )
         codes += running.codes
     return int(any(codes))
 

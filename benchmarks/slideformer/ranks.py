@@ -69,13 +69,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows-all", default="64,16", help="strong scaling")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--variants", default="slideformer,fsdp2", help=", ".join(VARIANTS))
-    parser.add_argument("--peers-strong", help="rows of the peers' strong scaling; as --rows-all where not said")
+    parser.add_argument(
+        "--peers-strong", help="rows of the peers' strong scaling; as --rows-all where not said"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig")
-    parser.add_argument("--gpu-bytes", type=float, help="GPU memory that auto may plan with, instead of this machine's")
-    parser.add_argument("--host-gib", type=float, help="host memory of the machine, where it grows as it is used")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig"
+    )
+    parser.add_argument(
+        "--gpu-bytes",
+        type=float,
+        help="GPU memory that auto may plan with, instead of this machine's",
+    )
+    parser.add_argument(
+        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+    )
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--budget-s", type=float, default=480.0, help="end what still runs so long after the start")
+    parser.add_argument(
+        "--budget-s", type=float, default=480.0, help="end what still runs so long after the start"
+    )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--batches", help=argparse.SUPPRESS)
     parser.add_argument("--visible", type=int, help=argparse.SUPPRESS)
@@ -123,7 +135,9 @@ class Sliding(OnRanks):
         family = om.make_family(args.shape, om.random_block(args.shape, device))
         self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)
 
-    def _machine(self, args: Any, config: SlideformerConfig, device: str, rows: int) -> tuple[Any, ...]:
+    def _machine(
+        self, args: Any, config: SlideformerConfig, device: str, rows: int
+    ) -> tuple[Any, ...]:
         """What decides: sizes, memory, and rates, which one process measures and several assume."""
         here, host = find_device("this-cuda"), find_device("this-cpu").usable_bytes
         if args.host_gib:
@@ -143,7 +157,11 @@ class Sharded:
     def __init__(self, args: Any) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world, self.device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args.device
+        self.rank, self.world, self.device = (
+            int(os.environ["RANK"]),
+            int(os.environ["WORLD_SIZE"]),
+            args.device,
+        )
         self.name = args.worker
         if args.device == "cuda":
             torch.cuda.set_device(self.rank)
@@ -165,7 +183,11 @@ class Sharded:
 
     def figures(self) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() if self.device != "cpu" else 0
-        return {"device_bytes": peak, "kernels": self.kernels, "choice": f"{self.name} {self.one.version}"}
+        return {
+            "device_bytes": peak,
+            "kernels": self.kernels,
+            "choice": f"{self.name} {self.one.version}",
+        }
 
 
 class Piped:
@@ -174,7 +196,9 @@ class Piped:
     def __init__(self, args: Any) -> None:
         self.rank, self.gpus = 0, args.visible
         late = args.worker == "roundpipe-late"
-        self.one = RoundPipe(args.shape, om.random_block(args.shape, args.device), late, args.visible + 1)
+        self.one = RoundPipe(
+            args.shape, om.random_block(args.shape, args.device), late, args.visible + 1
+        )
 
     def step(self, ids: np.ndarray) -> float:
         return self.one.step(ids, ids)
@@ -190,7 +214,9 @@ class Piped:
 
 def _parts() -> list[list[int]]:
     """The cores of each GPU of this host, or of each rank where there is none."""
-    addresses: list[str | None] = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
+    addresses: list[str | None] = [
+        cores.pci_address(index) for index in range(torch.cuda.device_count())
+    ]
     addresses = addresses or [None] * int(os.environ.get("WORLD_SIZE", "1"))
     return cores.divide(os.sched_getaffinity(0), addresses)
 
@@ -212,7 +238,10 @@ def work(args: Any, build: Callable[[Any], Any]) -> None:
     """One rank of one run of what `build` makes; rank 0 adds a line to the file after each batch size."""
     began = time.perf_counter()
     one = build(args)
-    built_s, data = time.perf_counter() - began, om.Batches(om.shape_dims(args.shape)[0].vocab, args.length)
+    built_s, data = (
+        time.perf_counter() - began,
+        om.Batches(om.shape_dims(args.shape)[0].vocab, args.length),
+    )
     for number, rows in enumerate(int(word) for word in args.batches.split(",")):
         seconds, loss = [], 0.0
         for step in range(args.warmup + (number == 0) + args.repeats):
@@ -220,9 +249,18 @@ def work(args: Any, build: Callable[[Any], Any]) -> None:
             loss = one.step(ids)
             seconds.append(time.perf_counter() - started)
         one.flush()
-        row = {"rows": rows, "step_s": seconds[-args.repeats :], "loss": loss, "build_s": built_s, **one.figures()}
+        row = {
+            "rows": rows,
+            "step_s": seconds[-args.repeats :],
+            "loss": loss,
+            "build_s": built_s,
+            **one.figures(),
+        }
         if one.rank == 0:
-            print(f"{args.worker} {rows} rows: {float(np.median(row['step_s'])):.3f} s a step", file=sys.stderr)
+            print(
+                f"{args.worker} {rows} rows: {float(np.median(row['step_s'])):.3f} s a step",
+                file=sys.stderr,
+            )
             with open(args.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
     sys.stderr.flush()
@@ -230,7 +268,12 @@ def work(args: Any, build: Callable[[Any], Any]) -> None:
 
 
 def run(
-    args: Any, variant: str, gpus: int, batches: list[int], left_s: float, module: str = "benchmarks.slideformer.ranks"
+    args: Any,
+    variant: str,
+    gpus: int,
+    batches: list[int],
+    left_s: float,
+    module: str = "benchmarks.slideformer.ranks",
 ) -> list[dict[str, Any]]:
     """One run of `torchrun`; rows of what it has measured, and of what it has not why."""
     rows: list[dict[str, Any]] = []
@@ -242,17 +285,39 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows"
             processes = 1 if variant.startswith("roundpipe") else gpus
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(processes),
+            ]
             command += ["--master-port", str(port), "-m", module, "--worker", variant]
-            command += ["--batches", ",".join(map(str, batches)), "--out", str(out), "--shape", args.shape]
-            command += ["--length", str(args.length), "--device", args.device, "--warmup", str(args.warmup)]
+            command += [
+                "--batches",
+                ",".join(map(str, batches)),
+                "--out",
+                str(out),
+                "--shape",
+                args.shape,
+            ]
+            command += [
+                "--length",
+                str(args.length),
+                "--device",
+                args.device,
+                "--warmup",
+                str(args.warmup),
+            ]
             command += ["--repeats", str(args.repeats), "--visible", str(gpus)]
             command += [f"--option={word}" for word in args.option]
             for name in ("gpu_bytes", "host_gib", "bus"):
                 if (value := getattr(args, name, None)) is not None:
                     command += [f"--{name.replace('_', '-')}", str(value)]
             most = max(gpus, torch.cuda.device_count())
-            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // most)))
+            threads = os.environ.get(
+                "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // most))
+            )
             environment = {**os.environ, "OMP_NUM_THREADS": threads}
             mine = os.sched_getaffinity(0)
             if variant.startswith("roundpipe"):  # it takes what it sees
@@ -260,7 +325,10 @@ def run(
                 environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
                 environment |= {"OMP_NUM_THREADS": str(int(threads) * gpus)}
             process = subprocess.Popen(
-                command, env=environment, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, mine)
+                command,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, mine),
             )
             try:
                 code = process.wait(left_s)
@@ -271,7 +339,10 @@ def run(
             if out.exists():
                 rows = [json.loads(line) for line in out.read_text().splitlines()]
     rows += [{"rows": count, "error": f"not run: {why}"} for count in batches[len(rows) :]]
-    return [{"variant": variant, "gpus": gpus, "shape": args.shape, "length": args.length, **row} for row in rows]
+    return [
+        {"variant": variant, "gpus": gpus, "shape": args.shape, "length": args.length, **row}
+        for row in rows
+    ]
 
 
 def compare(rows: list[dict[str, Any]], length: int) -> None:
@@ -296,14 +367,22 @@ def main() -> None:
     counts = [int(word) for word in args.gpus.split(",")]
     for gpus in counts:
         for variant in args.variants.split(","):
-            theirs = args.peers_strong if variant != "slideformer" and args.peers_strong is not None else args.rows_all
+            theirs = (
+                args.peers_strong
+                if variant != "slideformer" and args.peers_strong is not None
+                else args.rows_all
+            )
             strong = [int(word) for word in theirs.split(",") if word]
-            batches = list(dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)]))
+            batches = list(
+                dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)])
+            )
             for part in [[n] for n in batches] if variant == "slideformer" else [batches]:
                 rows += run(args, variant, gpus, part, args.budget_s - (time.monotonic() - began))
             compare(rows, args.length)
             if args.out:
-                args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
+                args.out.write_text(
+                    json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows})
+                )
     notes = [
         f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
         f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
@@ -311,7 +390,14 @@ def main() -> None:
         "host memory, bfloat16 computation. DeepSpeed: ZeRO-3, parameters and AdamW offloaded, float32 masters and "
         "moments, bfloat16 computation, bucket sizes as transformers sets them. RoundPipe: float32 masters and moments."
     ]
-    finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
+    finish(
+        "slideformer/ranks",
+        rows,
+        args,
+        COLUMNS,
+        title="SlideFormer on the GPUs of a host",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

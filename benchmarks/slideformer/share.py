@@ -42,17 +42,25 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=DEVICE)
-    parser.add_argument("--parameters", type=int, default=256 << 20, help="of each side; they do not fit a cache")
-    parser.add_argument("--chunk", type=int, default=32 << 20, help="parameters that are on the GPU at once, twice")
+    parser.add_argument(
+        "--parameters", type=int, default=256 << 20, help="of each side; they do not fit a cache"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=32 << 20, help="parameters that are on the GPU at once, twice"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="of a rate")
     parser.add_argument("--moments", default="float32,bfloat16,int8")
 
 
-def arrays(count: int, kind: str, make: Callable[[int, torch.dtype], Tensor]) -> tuple[Tensor, la.HostState]:
+def arrays(
+    count: int, kind: str, make: Callable[[int, torch.dtype], Tensor]
+) -> tuple[Tensor, la.HostState]:
     """A gradient and a state of zeros, each array from `make`."""
     kinds = la.Moments.empty(0, kind).tensors().items()
     moments = {name: make(_size(name, count), like.dtype) for name, like in kinds}
-    state = la.HostState(None, make(count, torch.bfloat16), make(count, torch.uint16), la.Moments(kind, **moments))
+    state = la.HostState(
+        None, make(count, torch.bfloat16), make(count, torch.uint16), la.Moments(kind, **moments)
+    )
     return make(count, torch.bfloat16), state
 
 
@@ -62,7 +70,11 @@ def _size(name: str, count: int) -> int:
 
 def tensors(gradient: Tensor, state: la.HostState) -> list[Tensor]:
     """All arrays, the gradient first; what an update changes comes after it."""
-    return [t for t in (gradient, state.high, state.low, *state.moments.tensors().values()) if t is not None]
+    return [
+        t
+        for t in (gradient, state.high, state.low, *state.moments.tensors().values())
+        if t is not None
+    ]
 
 
 class Host:
@@ -139,17 +151,32 @@ def rates(sides: dict[str, Any], copies: Copies | None, seconds: float) -> dict[
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
-    device, threads, rows = open_device(args.device), host_threads(torch.device(args.device).type), []
+    device, threads, rows = (
+        open_device(args.device),
+        host_threads(torch.device(args.device).type),
+        [],
+    )
     for kind in args.moments.split(","):
         host, gpu = Host(args, kind, device, threads), Gpu(args, kind, device)
         for copied in (False, True):
             alone = None
-            for where, sides in (("host", {"host": host}), ("gpu", {"gpu": gpu}), ("both", {"host": host, "gpu": gpu})):
+            for where, sides in (
+                ("host", {"host": host}),
+                ("gpu", {"gpu": gpu}),
+                ("both", {"host": host, "gpu": gpu}),
+            ):
                 found = rates(sides, Copies(device, args.chunk) if copied else None, args.seconds)
                 together = sum(found.values())
                 alone = together if alone is None else alone
-                row = {"moments": kind, "where": where, "copies": "yes" if copied else "no", "per_s": together}
-                row |= {f"{name}_per_s": rate for name, rate in found.items()} | {"of_host": together / alone}
+                row = {
+                    "moments": kind,
+                    "where": where,
+                    "copies": "yes" if copied else "no",
+                    "per_s": together,
+                }
+                row |= {f"{name}_per_s": rate for name, rate in found.items()} | {
+                    "of_host": together / alone
+                }
                 rows.append(row)
                 print(row, flush=True)
         del host, gpu
@@ -157,7 +184,14 @@ def main() -> None:
         f"{threads} threads of the host; {args.parameters / 1e6:.0f} M parameters each, {args.seconds:g} s a rate."
     ]
     device.close()
-    finish("slideformer/share", rows, args, COLUMNS, title="SlideFormer: a share of the update on the GPU", notes=notes)
+    finish(
+        "slideformer/share",
+        rows,
+        args,
+        COLUMNS,
+        title="SlideFormer: a share of the update on the GPU",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

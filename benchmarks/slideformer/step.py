@@ -30,7 +30,15 @@ from ondevice.offload.report import chrome_trace
 NEEDS = ("cuda",)
 SLIDING = ("slideformer", "slideformer-bf16", "slideformer-int8")
 RESIDENT = ("resident", "resident_window", "resident_adamw")
-PEERS = ("fsdp2", "torchao", "torchao-fp32", "deepspeed-2", "deepspeed-3", "roundpipe", "roundpipe-late")
+PEERS = (
+    "fsdp2",
+    "torchao",
+    "torchao-fp32",
+    "deepspeed-2",
+    "deepspeed-3",
+    "roundpipe",
+    "roundpipe-late",
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = [
     {"key": "shape", "title": "Shape"},
@@ -59,17 +67,35 @@ NOTES = [
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default="Qwen2.5-7B", help=", ".join(om.SHAPES))
     parser.add_argument("--batches", default="8,16,32")
-    parser.add_argument("--variants", default="resident,slideformer", help=", ".join((*RESIDENT, *SLIDING, *PEERS)))
+    parser.add_argument(
+        "--variants", default="resident,slideformer", help=", ".join((*RESIDENT, *SLIDING, *PEERS))
+    )
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default=DEVICE)
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig")
-    parser.add_argument("--rounds", type=int, default=2, help="runs that the repeats are spread over")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before a variant's first run; 1 before others")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs that the repeats are spread over"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps before a variant's first run; 1 before others"
+    )
     parser.add_argument("--limit-gib", type=float, help="GPU memory that PyTorch may take")
-    parser.add_argument("--host-gib", type=float, help="host memory of the machine, where it grows as it is used")
-    parser.add_argument("--calibrate", type=int, default=200_000_000, help="parameters of the update that is timed")
-    parser.add_argument("--trace", type=Path, help="also a Chrome trace and spans of a step: FILE-shape-variant-batch")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing new so long after the start")
+    parser.add_argument(
+        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+    )
+    parser.add_argument(
+        "--calibrate", type=int, default=200_000_000, help="parameters of the update that is timed"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="also a Chrome trace and spans of a step: FILE-shape-variant-batch",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=1e9, help="begin nothing new so long after the start"
+    )
 
 
 class Bench(Running):
@@ -91,23 +117,41 @@ class Bench(Running):
         self.rows.append(row)
         if self.args.out:
             self.args.out.parent.mkdir(parents=True, exist_ok=True)
-            document = {"benchmark": "slideformer/step", "partial": True, "machine": self.machine, "rows": self.rows}
+            document = {
+                "benchmark": "slideformer/step",
+                "partial": True,
+                "machine": self.machine,
+                "rows": self.rows,
+            }
             self.args.out.write_text(json.dumps(document) + "\n")
         shown = ("step_s", "tokens_per_s", "tflops", "of_resident", "bound_s", "of_bound", "bound_by", "hiding_factor",
                  "gpu_peak_bytes", "host_bytes", "segments_constant", "first_loss", "error")  # fmt: skip
-        self.say(row["shape"], row["variant"], row["batch"], {k: short(row[k]) for k in shown if row.get(k)})
+        self.say(
+            row["shape"],
+            row["variant"],
+            row["batch"],
+            {k: short(row[k]) for k in shown if row.get(k)},
+        )
 
     def shape(self, shape: str) -> None:
         """Every variant: as many at once as host memory holds, the first one without offload beside all of them."""
-        names, batches = self.args.variants.split(","), [int(word) for word in self.args.batches.split(",")]
+        names, batches = (
+            self.args.variants.split(","),
+            [int(word) for word in self.args.batches.split(",")],
+        )
         base = next((name for name in names if name in ("resident", "resident_window")), None)
         block = om.random_block(shape, self.args.device)
         for name in names:
             kind = om.sliding_moments(name)
             if name in SLIDING and kind not in self.updates:
-                threads = int(self.options.get("threads") or host_threads(torch.device(self.args.device).type))
+                threads = int(
+                    self.options.get("threads") or host_threads(torch.device(self.args.device).type)
+                )
                 opened = open_device(self.args.device)
-                alone, beside = (om.update_rate(kind, threads, self.args.calibrate, one) for one in (None, opened))
+                alone, beside = (
+                    om.update_rate(kind, threads, self.args.calibrate, one)
+                    for one in (None, opened)
+                )
                 opened.close()
                 self.updates[kind] = alone, beside
                 self.say(f"update, {kind}: {_rates(alone, beside)}, {threads} threads")
@@ -137,7 +181,9 @@ class Bench(Running):
         """Build as many of `waiting` as host memory holds at once; what does not fit alone is refused."""
         free = self.free_bytes()
         while waiting:
-            need, why = om.host_need(waiting[0], shape, self.options, max(batches), self.args.length)
+            need, why = om.host_need(
+                waiting[0], shape, self.options, max(batches), self.args.length
+            )
             if need > free and any(name != base for name in live):
                 return
             name = waiting.pop(0)
@@ -147,7 +193,9 @@ class Bench(Running):
             elif self.build(live, name, shape, block, batches):
                 free -= need
 
-    def build(self, live: dict[str, Live], name: str, shape: str, block: torch.Tensor, batches: list[int]) -> bool:
+    def build(
+        self, live: dict[str, Live], name: str, shape: str, block: torch.Tensor, batches: list[int]
+    ) -> bool:
         if self.late():
             self.refuse(shape, name, batches, "not run: out of time")
             return False
@@ -170,17 +218,23 @@ class Bench(Running):
     def free_bytes(self) -> int:
         available = psutil.virtual_memory().available
         if self.args.host_gib:
-            available = max(available, int(self.args.host_gib * 2**30) - psutil.Process().memory_info().rss)
+            available = max(
+                available, int(self.args.host_gib * 2**30) - psutil.Process().memory_info().rss
+            )
         return available - 2**30
 
-    def measure(self, live: dict[str, Live], shape: str, rows: int, base: str | None, turn: int) -> None:
+    def measure(
+        self, live: dict[str, Live], shape: str, rows: int, base: str | None, turn: int
+    ) -> None:
         """One batch size: runs of all variants in turns, then their rows. In later groups the base runs briefly."""
         by_name: dict[str, dict[str, Any]] = {}
         errors = {name: "not run: it failed before" for name, one in live.items() if one.failed}
         for number in range(self.args.rounds):
             names = [name for name in live if name not in errors]
             for name in reversed(names) if number % 2 else names:
-                share = self.args.repeats // self.args.rounds + (number < self.args.repeats % self.args.rounds)
+                share = self.args.repeats // self.args.rounds + (
+                    number < self.args.repeats % self.args.rounds
+                )
                 share = min(1, share) if name == base and turn else share
                 if not share or self.late():
                     continue
@@ -200,7 +254,9 @@ class Bench(Running):
         if errors:
             om.release(self.args.device)
 
-    def row(self, one: Live, shape: str, rows: int, seen: dict[str, Any], beside: float | None) -> dict[str, Any]:
+    def row(
+        self, one: Live, shape: str, rows: int, seen: dict[str, Any], beside: float | None
+    ) -> dict[str, Any]:
         """Everything about one variant at one batch size."""
         parameters, tokens = om.shape_dims(shape)[0].parameters, rows * self.args.length
         step_s, work = median(seen["step_s"]), 8.0 * parameters * tokens
@@ -213,7 +269,11 @@ class Bench(Running):
             return row
         engine = one.variant.engine
         row |= {"host_bytes": engine.host_bytes, "pin_s": one.pin_s, "pin_bytes": one.pin_bytes}
-        row |= {"options": self.options, "kernels": engine.kernels, "disk_fraction": engine.config.disk_fraction}
+        row |= {
+            "options": self.options,
+            "kernels": engine.kernels,
+            "disk_fraction": engine.config.disk_fraction,
+        }
         last = engine.overlap
         if last is None:
             return row
@@ -225,7 +285,12 @@ class Bench(Running):
             "update": sum(unit.parameters for unit in engine.store.owned) / beside_copies,
         } | ({"compute": beside} if beside else {})
         by = max(bounds, key=lambda name: bounds[name])
-        row |= {"bounds_s": bounds, "bound_s": bounds[by], "bound_by": by, "of_bound": bounds[by] / step_s}
+        row |= {
+            "bounds_s": bounds,
+            "bound_s": bounds[by],
+            "bound_by": by,
+            "of_bound": bounds[by] / step_s,
+        }
         if self.args.trace:
             stem = self.args.trace.with_suffix("")
             path = stem.with_name(f"{stem.name}-{shape}-{one.name}-{rows}.json")
@@ -257,7 +322,14 @@ def main() -> None:
     copies = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in bench.copies.items())
     updates = ", ".join(f"{kind} {_rates(*both)}" for kind, both in bench.updates.items())
     notes = [*NOTES, f"Calibration: copies {copies}; update {updates}."]
-    finish("slideformer/step", bench.rows, args, COLUMNS, title="SlideFormer: steps per variant", notes=notes)
+    finish(
+        "slideformer/step",
+        bench.rows,
+        args,
+        COLUMNS,
+        title="SlideFormer: steps per variant",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

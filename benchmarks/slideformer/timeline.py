@@ -48,9 +48,18 @@ def draw(document: dict[str, Any], path: Path) -> None:
                 edgecolor="white" if width > 0.006 * wall * scale else COLORS[lane], linewidth=0.4,
             )  # fmt: skip
             number = name.removeprefix("layer ")
-            if width > 0.012 * wall * scale and len(number) <= max(2, int(90 * width / (wall * scale))):
+            if width > 0.012 * wall * scale and len(number) <= max(
+                2, int(90 * width / (wall * scale))
+            ):
                 axes.text(
-                    left + width / 2, row, number, ha="center", va="center", fontsize=6, color="white", clip_on=True
+                    left + width / 2,
+                    row,
+                    number,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="white",
+                    clip_on=True,
                 )
     ends = [(end - zero) * scale for _, _, _, end in spans]
     begins = [(start - zero) * scale for _, _, start, _ in spans]
@@ -69,7 +78,9 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("spans", type=Path)
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()

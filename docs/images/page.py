@@ -30,18 +30,31 @@ def main() -> None:
         raise SystemExit("expected chromium; try: make browser")
     out = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "ondevice", "serve", "--store", f"{folder}/store", "--port", "0", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "ondevice",
+            "serve",
+            "--store",
+            f"{folder}/store",
+            "--port",
+            "0",
+            "--json",
+        ]
         daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             line = daemon.stdout.readline() if daemon.stdout is not None else ""
             address = json.loads(line)["address"]
             client = Client(address)
             sets = [
-                client.upload("dataset", ROOT / f"examples/data/reviews_{part}.jsonl") for part in ("valid", "train")
+                client.upload("dataset", ROOT / f"examples/data/reviews_{part}.jsonl")
+                for part in ("valid", "train")
             ]
             values = {"VALID": sets[0]["id"], "TRAIN": sets[1]["id"], "MODEL": MODEL, "OUT": folder}
             browser = {"ONDEVICE_URL": address, "CHROMIUM": chromium}
-            subprocess.run(["node", str(SCRIPT)], env={**os.environ, **browser, **values}, check=True)
+            subprocess.run(
+                ["node", str(SCRIPT)], env={**os.environ, **browser, **values}, check=True
+            )
         finally:
             daemon.terminate()
             daemon.wait()

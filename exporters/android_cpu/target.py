@@ -50,21 +50,33 @@ class AndroidCpu(ExecutorchTarget):
         """Return settings that only a CPU minds."""
         problems = []
         if job.export.quantize not in TOLERANCE:
-            problems.append(f"quantize {job.export.quantize} is for another target; expected {', '.join(TOLERANCE)}")
+            problems.append(
+                f"quantize {job.export.quantize} is for another target; expected {', '.join(TOLERANCE)}"
+            )
         if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
             problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         program: GraphProgram = self.program(job.method)
-        if program.uses_ops(job.export) and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        if program.uses_ops(job.export) and not any(
+            shutil.which(name) for name in ("c++", "g++", "clang++")
+        ):
             problems.append(
                 "this program needs the project's ops and no C++ compiler was found: install g++ or clang++"
             )
-        widths = {"hidden": dims.hidden, "ff": dims.intermediate, "heads": dims.heads * dims.head_dim}
+        widths = {
+            "hidden": dims.hidden,
+            "ff": dims.intermediate,
+            "heads": dims.heads * dims.head_dim,
+        }
         if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
             listed = ", ".join(f"{name} {width}" for name, width in widths.items())
-            problems.append(f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}")
+            problems.append(
+                f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}"
+            )
         return problems
 
-    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
+    def lower(
+        self, job: ExportJob, built: BuiltProgram, folder: Path
+    ) -> tuple[BuiltProgram, Lowered]:
         """Return the program in XNNPACK's and the runtime's own kernels."""
         from ondevice.exporters.executorch import lower as lowering
         from ondevice.exporters.executorch.rewrite import rewritten
@@ -76,9 +88,14 @@ class AndroidCpu(ExecutorchTarget):
             rows = PACKED_FROM_ROWS if job.export.quantize == "none" else None
             lowered = lowering.lower_portable(of_all, plan_inputs=False, packed_from_rows=rows)
             if of_layers:
-                lowered = lowered.with_layers(lowering.lower_portable(of_layers, plan_inputs=False, integers=True))
+                lowered = lowered.with_layers(
+                    lowering.lower_portable(of_layers, plan_inputs=False, integers=True)
+                )
             return built, lowered
-        log.info("lowering %s: some minutes for 30 layers", ", ".join(module.name for module in built.modules))
+        log.info(
+            "lowering %s: some minutes for 30 layers",
+            ", ".join(module.name for module in built.modules),
+        )
         if built.kernels == "portable":
             return built, lowering.lower_portable(built.modules)
         buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
@@ -105,13 +122,17 @@ class AndroidCpu(ExecutorchTarget):
             return agreement.values, []
         from ondevice.models import load_model
 
-        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        loaded = load_model(
+            job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
+        )
         plain = job.export.model_copy(update={"quantize": "none"})
         values, warnings = program.rounding(
             session,
             program.build(loaded, job.method, plain, job.seed),
             job.method,
-            lambda steps: text_batches(session, loaded.tokenizer, max(steps, job.export.check_steps)),
+            lambda steps: text_batches(
+                session, loaded.tokenizer, max(steps, job.export.check_steps)
+            ),
         )
         if not (cosine := values.get("gradient_cosine_float32", 1.0)) >= LEAST_COSINE_FLOAT32:
             raise VerificationError(
@@ -127,7 +148,9 @@ class AndroidCpu(ExecutorchTarget):
         from ondevice.exporters.executorch.blocks import BlocksSession
         from ondevice.exporters.executorch.session import ExecutorchSession
 
-        session_type = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
+        session_type = (
+            BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
+        )
         return session_type(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
@@ -139,16 +162,24 @@ class AndroidCpu(ExecutorchTarget):
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         session.close()
         delegated = "-xnnpack" if built.kernels == "delegated" else ""
-        ok, answers = not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize)), {}
+        ok, answers = (
+            not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize)),
+            {},
+        )
         if has_answers(folder / ANSWERS):
             from ondevice.exporters.executorch.answers import verify_answers
             from ondevice.models import load_model
 
             source = request.model or manifest.model.source
             # Again: the program's own copy was rounded.
-            loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+            loaded = load_model(
+                source, revision=manifest.model.revision, dtype="float32", device="cpu"
+            )
             try:
-                answers = {f"answers_{key}": value for key, value in verify_answers(folder / ANSWERS, loaded).items()}
+                answers = {
+                    f"answers_{key}": value
+                    for key, value in verify_answers(folder / ANSWERS, loaded).items()
+                }
             except VerificationError as error:
                 ok, answers = False, {"answers": str(error)}
         return {**agreement.values, **answers, "backend": f"{session.backend}{delegated}", "ok": ok}
@@ -168,5 +199,9 @@ def placement(
     fused = export.loss == "op" or export.quantize == "8da4w"
     # A tile of the head is sliced out of the mapped table, and packed.
     arena = 0 if fused else 2 * -(-dims.vocab // tiles) * dims.hidden * 4
-    notes = (f"XNNPACK packs the linears once for each of {loaded} loaded methods",) if packed and loaded > 1 else ()
+    notes = (
+        (f"XNNPACK packs the linears once for each of {loaded} loaded methods",)
+        if packed and loaded > 1
+        else ()
+    )
     return WeightPlacement(sum(weights) - packed, packed * loaded, arena, sum(weights), notes)

@@ -82,7 +82,9 @@ class Compiled:
                                         received=name)  # fmt: skip
             program.state_dict[name] = value.clone()
         with _compiler_errors(str(method)), qnn.quiet(), QnnManagerContext({method: self.specs}):
-            results: Any = QnnBackend.preprocess_multimethod({method: [program]}, {method: [self.specs]})
+            results: Any = QnnBackend.preprocess_multimethod(
+                {method: [program]}, {method: [self.specs]}
+            )
         (result,) = results[method]
         return result.processed_bytes
 
@@ -103,10 +105,14 @@ def compile_blocks(
         ConfigError: the model has an operator that QNN does not take.
         VerificationError: QNN's compiler failed; the note holds its own words.
     """
-    specs = generate_qnn_executorch_compiler_spec(QcomChipset[soc], generate_htp_compiler_spec(use_fp16=True))
+    specs = generate_qnn_executorch_compiler_spec(
+        QcomChipset[soc], generate_htp_compiler_spec(use_fp16=True)
+    )
     body = blocks.eval()
     with _compiler_errors(soc), torch.no_grad(), qnn.quiet():
-        lowered = _with_int8_weights(body, inputs, soc) if int8 else body  # traced by Dynamo: without shortcuts
+        lowered = (
+            _with_int8_weights(body, inputs, soc) if int8 else body
+        )  # traced by Dynamo: without shortcuts
     with _compiler_errors(soc), torch.no_grad(), shortcuts(), qnn.quiet(), _programs() as programs:
         example: Any = {method: inputs}
         edge = to_edge_transform_and_lower_to_qnn({method: lowered}, example, {method: specs})
@@ -127,7 +133,9 @@ def compile_blocks(
     inputs_order = [placeholders.index(node) for node in call.args[1:]]
     results: Any = graph.graph.output_node().args[0]
     outputs_order = [node.args[1] for node in results]
-    return Compiled(Delegate(modules[0], inputs_order, outputs_order), body, method, programs[0], specs)
+    return Compiled(
+        Delegate(modules[0], inputs_order, outputs_order), body, method, programs[0], specs
+    )
 
 
 @contextmanager
@@ -149,7 +157,9 @@ def _programs() -> Iterator[list[ExportedProgram]]:
     compiler, programs = backend.preprocess_multimethod, []
 
     def keep(by_method: dict[str, list[ExportedProgram]], specs: Any) -> Any:
-        programs.extend(copy.deepcopy(program) for listed in by_method.values() for program in listed)
+        programs.extend(
+            copy.deepcopy(program) for listed in by_method.values() for program in listed
+        )
         return compiler(by_method, specs)
 
     backend.preprocess_multimethod = staticmethod(keep)
@@ -165,7 +175,9 @@ def _with_int8_weights(body: nn.Module, inputs: tuple[Tensor, ...], soc: str) ->
     from executorch.backends.qualcomm.serialization.qc_schema import QnnExecuTorchBackendType
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    quantizer = QnnQuantizer(backend=QnnExecuTorchBackendType.kHtpBackend, soc_model=QcomChipset[soc])
+    quantizer = QnnQuantizer(
+        backend=QnnExecuTorchBackendType.kHtpBackend, soc_model=QcomChipset[soc]
+    )
     quantizer.set_default_quant_config(QuantDtype.use_fp16a8w, is_linear_per_channel=True)
     prepared = prepare_pt2e(torch.export.export(body, inputs, strict=True).module(), quantizer)
     prepared(*inputs)

@@ -40,7 +40,10 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
     with qnn.quiet():
         lowered = lower_portable(built.modules, plan_inputs=False)
     log.info("compiling %d layers for the NPU of %s", built.layers, soc)
-    first = {part.name: compile_blocks(part.body, part.inputs, soc, method=part.name) for part in built.parts(0)}
+    first = {
+        part.name: compile_blocks(part.body, part.inputs, soc, method=part.name)
+        for part in built.parts(0)
+    }
     modules = [part.finish(part.name, first[part.name].delegate) for part in built.parts(0)]
     with qnn.quiet():
         of_layer = lower_portable(modules, plan_inputs=False)
@@ -51,7 +54,9 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
             compiled = first[part.name]
             code[compiled.code] = compiled.code_for(part.body) if layer else compiled.code
         (folder / LAYER_PROGRAM.format(layer=layer)).write_bytes(with_code(of_layer.buffer, code))
-        log.info("layer %d of %d: %.0f s so far", layer + 1, built.layers, time.perf_counter() - started)
+        log.info(
+            "layer %d of %d: %.0f s so far", layer + 1, built.layers, time.perf_counter() - started
+        )
     lowered = lowered.with_layers(of_layer)
     lowered.seconds = time.perf_counter() - started
     return replace(built, modules=(*modules, *built.modules)), lowered

@@ -55,7 +55,9 @@ class NpuBlocksSession(_Simulated, BlocksSession):
         self._of_layers: dict[tuple[str, int], Any] = {}
         super().__init__(folder, manifest)
 
-    def _call_block(self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0) -> dict[str, Any]:
+    def _call_block(
+        self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0
+    ) -> dict[str, Any]:
         with _first_words((name, layer) in self._of_layers):
             return super()._call_block(name, given, layer, first)
 

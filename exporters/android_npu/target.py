@@ -54,27 +54,41 @@ class AndroidNpu(ExecutorchTarget):
         if reason := qnn.problem():
             problems.append(reason)
         if unknown := [soc for soc in config.soc if soc not in self.spec.socs]:
-            problems.append(f"soc {', '.join(unknown)} is not known; expected {', '.join(self.spec.socs)} or all")
+            problems.append(
+                f"soc {', '.join(unknown)} is not known; expected {', '.join(self.spec.socs)} or all"
+            )
         if len(config.lengths_tokens) != 1:
-            problems.append("the NPU's program has one length: every bucket would store the model again")
+            problems.append(
+                "the NPU's program has one length: every bucket would store the model again"
+            )
         if config.form != "functional":
             problems.append(f"form {config.form} does not go with the NPU: use functional")
         if config.quantize not in TOLERANCE:
             problems.append(f"quantize {config.quantize} is for the CPU; expected none or w8")
         if config.uses_ops:
-            problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
-        narrow = [name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH]
+            problems.append(
+                "the NPU's program runs on a stock runtime: leave generator and loss at auto"
+            )
+        narrow = [
+            name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH
+        ]
         if narrow:
-            problems.append(f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}")
+            problems.append(
+                f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}"
+            )
         if not dims.gated:
-            problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
+            problems.append(
+                f"family {dims.family} has layer norms, which are not lowered to the NPU here"
+            )
         try:
             check_traits(dims, "a program for the NPU", length_tokens=max(config.lengths_tokens))
         except ModelError as error:
             problems.append(str(error))
         return problems
 
-    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
+    def lower(
+        self, job: ExportJob, built: BuiltProgram, folder: Path
+    ) -> tuple[BuiltProgram, Lowered]:
         """Compile the blocks for the chip, and lower the rest in XNNPACK's and the runtime's own kernels."""
         qnn.load_compiler()
         if built.parts is not None:
@@ -88,7 +102,11 @@ class AndroidNpu(ExecutorchTarget):
 
         (soc,) = job.export.soc
         assert built.blocks is not None and built.finish is not None  # noqa: S101 - a program of this kind has them
-        log.info("compiling %d blocks for the NPU of %s: two minutes for 30 blocks", built.loaded.dims.layers, soc)
+        log.info(
+            "compiling %d blocks for the NPU of %s: two minutes for 30 blocks",
+            built.loaded.dims.layers,
+            soc,
+        )
         (module, inputs), started = built.blocks, time.perf_counter()
         with rewritten(built.loaded.model, FusedRMSNorm):
             int8 = job.export.quantize == "w8"
@@ -115,12 +133,16 @@ class AndroidNpu(ExecutorchTarget):
             )
         values = {**agreement.values, "backend": session.backend}
         if can_write(session):
-            values["max_rel_logit_error"] = check_writer(cast(Any, session), built.loaded, LOGIT_ERROR)
+            values["max_rel_logit_error"] = check_writer(
+                cast(Any, session), built.loaded, LOGIT_ERROR
+            )
         return values, []
 
     def _wrong(self, agreement: Agreement, quantize: str) -> list[Any]:
         if "min_gradient_cosine" in agreement.shares:
-            return beyond(agreement, {"loss_free": GRADIENT_LOSS}, {"min_gradient_cosine": LEAST_COSINE})
+            return beyond(
+                agreement, {"loss_free": GRADIENT_LOSS}, {"min_gradient_cosine": LEAST_COSINE}
+            )
         judged = agreement.values["directions"] >= ENOUGH
         return beyond(agreement, TOLERANCE[quantize], LEAST if judged else None)
 
@@ -156,20 +178,30 @@ class AndroidNpu(ExecutorchTarget):
             wrong = self._wrong(agreement, manifest.quantize)
             broken = [f"expected {expected}, received {received}" for expected, received in wrong]
             results.append({**agreement.values, "broken": broken, "ok": not broken})
-        answer = {**results[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
+        answer = {
+            **results[0],
+            "quantize": manifest.quantize,
+            "soc": manifest.soc,
+            "backend": session.backend,
+        }
         session.close()
         if len(results) > 1:
             answer |= {"scales": results, "ok": all(result["ok"] for result in results)}
         return answer
 
-    def _verify_blocks(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+    def _verify_blocks(
+        self, folder: Path, manifest: Manifest, request: VerifyRequest
+    ) -> dict[str, Any]:
         request.refuse_directions("a program with exact gradients")
         program, built = self.rebuild(manifest, request)
         session: Any = self.open(folder, manifest)
         batches = request.batches(session, built.loaded.tokenizer, request.steps or 1)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         wrong = self._wrong(agreement, manifest.quantize)
-        broken, answers = [f"expected {expected}, received {received}" for expected, received in wrong], {}
+        broken, answers = (
+            [f"expected {expected}, received {received}" for expected, received in wrong],
+            {},
+        )
         if can_write(session):
             try:
                 answers["max_rel_logit_error"] = check_writer(session, built.loaded, LOGIT_ERROR)

@@ -12,7 +12,9 @@ from ondevice.core.untrusted import inside, well_formed
 try:
     import mlx.core as mx
 except ImportError:
-    raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'") from None
+    raise MissingPackageError(
+        "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
+    ) from None
 
 FUNCTIONS = {"cpu": "functions", "gpu": "functions-gpu"}
 """Folder of an artifact's functions, by the device that they are for."""
@@ -44,7 +46,10 @@ class ImportedFunctions:
                 hint="export the model again on this machine",
             )
         with well_formed(artifact / "program.json", ArtifactError, hint="copy the artifact again"):
-            self.loaded = {stage: import_function(inside(folder, entry["file"])) for stage, entry in listed.items()}
+            self.loaded = {
+                stage: import_function(inside(folder, entry["file"]))
+                for stage, entry in listed.items()
+            }
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the outputs of `stage` by name.
@@ -57,7 +62,8 @@ class ImportedFunctions:
             outputs = self.loaded[stage](**arrays)
         except (ValueError, RuntimeError) as error:
             raise ArtifactError(
-                f"{self.folder / entry['file']}: the function cannot be called", received=str(error).splitlines()[0]
+                f"{self.folder / entry['file']}: the function cannot be called",
+                received=str(error).splitlines()[0],
             ) from None
         return dict(zip(entry["outputs"], outputs))
 
@@ -73,15 +79,21 @@ def import_function(path: Path) -> Any:
             length = int.from_bytes(file.read(8), "little")
             written = file.read(length).decode("ascii") if 0 < length < 32 else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read", received=str(error), hint="copy the artifact again") from None
+        raise ArtifactError(
+            f"{path} cannot be read", received=str(error), hint="copy the artifact again"
+        ) from None
     if written != version("mlx"):
         raise ArtifactError(
             f"{path} is of another version of MLX",
             expected=f"{version('mlx')}, which is installed here",
             received=written or "no version",
-            hint=f"export the model again, or pip install mlx=={written}" if written else "export the model again",
+            hint=f"export the model again, or pip install mlx=={written}"
+            if written
+            else "export the model again",
         )
     try:
         return mx.import_function(str(path))
     except (ValueError, RuntimeError) as error:
-        raise ArtifactError(f"{path} is damaged", received=str(error), hint="copy the artifact again") from None
+        raise ArtifactError(
+            f"{path} is damaged", received=str(error), hint="copy the artifact again"
+        ) from None

@@ -13,7 +13,13 @@ import numpy as np
 
 from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import MANIFEST_NAME, GeneratorInfo, Manifest, ProgramSpec, write_manifest
+from ondevice.artifact.manifest import (
+    MANIFEST_NAME,
+    GeneratorInfo,
+    Manifest,
+    ProgramSpec,
+    write_manifest,
+)
 from ondevice.core.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.core.untrusted import read_object
@@ -55,20 +61,28 @@ class AppleMlx(Exporter):
         program: StagesProgram = self.program(job.method)
         problems += program.problems(None, job.method)
         if job.export.quantize != "none":
-            problems.append(f"quantize {job.export.quantize} is not MLX's: --set method.bits=4 packs the weights")
+            problems.append(
+                f"quantize {job.export.quantize} is not MLX's: --set method.bits=4 packs the weights"
+            )
         if job.export.context_tokens:
-            problems.append("context_tokens is for android-cpu: mlx-lm answers here, ondevice convert --to mlx")
+            problems.append(
+                "context_tokens is for android-cpu: mlx-lm answers here, ondevice convert --to mlx"
+            )
         if job.export.form != "functional":
             problems.append(f"form {job.export.form}: MLX programs are functional")
         try:
-            files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
+            files = open_model(
+                job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True
+            )
             if not problems:
                 program.problems(files, job.method)
         except OndeviceError as error:
             return [*problems, str(error)]
         if max(job.export.lengths_tokens) > files.dims.max_positions:
             longest = max(job.export.lengths_tokens)
-            problems.append(f"lengths_tokens {longest} exceeds the model's {files.dims.max_positions} positions")
+            problems.append(
+                f"lengths_tokens {longest} exceeds the model's {files.dims.max_positions} positions"
+            )
         return problems
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -81,7 +95,9 @@ class AppleMlx(Exporter):
         from ondevice.models import open_model
 
         log.info("loading %s", job.model.source)
-        files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
+        files = open_model(
+            job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True
+        )
         session: Any = open_session(files, job.method, job.seed, backend="mlx")
         began = time.monotonic()
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
@@ -93,7 +109,9 @@ class AppleMlx(Exporter):
             program = self.open(folder, manifest)
             rate = job.method.learning_rate
             check = compare(program, session, files.dims.vocab, job.export.check_steps, rate)
-            program_spec = name_state(manifest.program_spec, program, "adapter/adapter_model.safetensors")
+            program_spec = name_state(
+                manifest.program_spec, program, "adapter/adapter_model.safetensors"
+            )
             program.close()
             if not check["ok"]:
                 raise VerificationError(
@@ -109,7 +127,9 @@ class AppleMlx(Exporter):
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
         )  # fmt: skip
 
-    def _write(self, job: ExportJob, files: Any, session: Any, folder: Path) -> tuple[Manifest, str]:
+    def _write(
+        self, job: ExportJob, files: Any, session: Any, folder: Path
+    ) -> tuple[Manifest, str]:
         """Everything but `manifest.json`; gives the folder of the functions for this machine's device, too."""
         from ondevice.exporters.apple_mlx import retarget
         from ondevice.exporters.apple_mlx.functions import FUNCTIONS, device
@@ -123,7 +143,9 @@ class AppleMlx(Exporter):
         if functions_folder == FUNCTIONS["cpu"]:
             (folder / FUNCTIONS["gpu"]).mkdir()
             for path in (folder / functions_folder).iterdir():
-                (folder / FUNCTIONS["gpu"] / path.name).write_bytes(retarget.retarget(path.read_bytes()))
+                (folder / FUNCTIONS["gpu"] / path.name).write_bytes(
+                    retarget.retarget(path.read_bytes())
+                )
             caveats = (retarget.CAVEAT,)
         save_adapter(adapter := session.adapter(), folder / "adapter")
         save_tokenizer(files, folder / "tokenizer")
@@ -150,7 +172,9 @@ class AppleMlx(Exporter):
         (folder / "README.md").write_text(readme(manifest, functions_folder), encoding="utf-8")
         return manifest, functions_folder
 
-    def open(self, folder: Path, manifest: Manifest, streamed: bool | None = None) -> ProgramSession:
+    def open(
+        self, folder: Path, manifest: Manifest, streamed: bool | None = None
+    ) -> ProgramSession:
         """Return a session on MLX's default device.
 
         Args:
@@ -159,15 +183,25 @@ class AppleMlx(Exporter):
         from ondevice.exporters.apple_mlx.functions import ImportedFunctions
 
         listed = self._program(Path(folder), manifest)["functions"]
-        program: StagesProgram = self.program(method_config(manifest.method["name"], manifest.method))
-        return program.open(Path(folder), manifest, ImportedFunctions(Path(folder), listed), streamed)
+        program: StagesProgram = self.program(
+            method_config(manifest.method["name"], manifest.method)
+        )
+        return program.open(
+            Path(folder), manifest, ImportedFunctions(Path(folder), listed), streamed
+        )
 
     def _program(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
         """Return the program's description with the fields that are read here."""
         path, hint = folder / manifest.program, "copy the artifact again"
         program = read_object(path, ArtifactError, hint=hint)
-        if not isinstance(program.get("functions"), dict) or not isinstance(program.get("dtype"), str):
-            raise ArtifactError(f"{path}: fields 'functions' and 'dtype'", expected="an object and a name", hint=hint)
+        if not isinstance(program.get("functions"), dict) or not isinstance(
+            program.get("dtype"), str
+        ):
+            raise ArtifactError(
+                f"{path}: fields 'functions' and 'dtype'",
+                expected="an object and a name",
+                hint=hint,
+            )
         return program
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
@@ -180,7 +214,10 @@ class AppleMlx(Exporter):
         dtype = self._program(folder, manifest)["dtype"]
         files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
         check_model(files, source, manifest)
-        reference, steps = open_session(files, config, session.seed, backend="mlx"), request.steps or DEFAULT_STEPS
+        reference, steps = (
+            open_session(files, config, session.seed, backend="mlx"),
+            request.steps or DEFAULT_STEPS,
+        )
         batches = None if request.rows is None else request.rows(session, files.tokenizer, steps)
         result = compare(session, reference, files.dims.vocab, steps, config.learning_rate, batches)
         session.close()
@@ -199,7 +236,9 @@ def random_batch(session: Any, vocab: int, step: int) -> tuple[np.ndarray, np.nd
     return ids, labels
 
 
-def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, batches: Any = None) -> dict[str, Any]:
+def compare(
+    session: Any, reference: Any, vocab: int, steps: int, rate: float, batches: Any = None
+) -> dict[str, Any]:
     """Run the same steps on both sides.
 
     Returns:
@@ -209,11 +248,18 @@ def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, b
     errors, batches = [], batches or (random_batch(session, vocab, step) for step in range(steps))
     batch = None
     for step, batch in enumerate(batches):
-        ours, theirs = session.step(*batch, step, rate).loss, reference.step(*batch, step, rate).loss
+        ours, theirs = (
+            session.step(*batch, step, rate).loss,
+            reference.step(*batch, step, rate).loss,
+        )
         errors.append(abs(ours - theirs) / abs(theirs))
     assert batch is not None  # noqa: S101 - at least one step
     (ours, count), (theirs, same) = session.evaluate(*batch), reference.evaluate(*batch)
-    evaluation = float(np.abs(ours - theirs).max() / np.abs(theirs).max()) if np.array_equal(count, same) else np.inf
+    evaluation = (
+        float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+        if np.array_equal(count, same)
+        else np.inf
+    )
     pairs = session.adapter().tensors, reference.adapter().tensors
     adapter = max(float(np.abs(value - pairs[1][name]).max()) for name, value in pairs[0].items())
     loss = max(errors)

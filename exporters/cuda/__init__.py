@@ -28,7 +28,9 @@ JETSON = replace(
             "requirements-jetpack7.txt": requirements(JETPACK_7),
         },
         memory_limit="6GiB",  # of an 8 GB board
-        caveats=("It was checked where it was exported, in PyTorch on the CPU; this project has not run on a Jetson",),
+        caveats=(
+            "It was checked where it was exported, in PyTorch on the CPU; this project has not run on a Jetson",
+        ),
     ),
 )
 TARGETS = (JETSON, SERVER_TARGET)

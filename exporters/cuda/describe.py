@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.manifest import GeneratorInfo, Manifest, ProgramMethod, ProgramSpec, port, token_ports
+from ondevice.artifact.manifest import (
+    GeneratorInfo,
+    Manifest,
+    ProgramMethod,
+    ProgramSpec,
+    port,
+    token_ports,
+)
 from ondevice.core.registry import spec_of
 from ondevice.exporters.base import describe
 
@@ -37,7 +44,9 @@ def program(job: ExportJob, dtype: str, weights_sha256: str) -> str:
     return json.dumps(described, indent=2) + "\n"
 
 
-def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: TorchProgram) -> Manifest:
+def manifest(
+    spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: TorchProgram
+) -> Manifest:
     """Return the manifest, without its check and its files' hashes."""
     method, lengths = job.method, tuple(sorted(job.export.lengths_tokens))
     planned = step_bytes(loaded.dims, method, job.export.batch_size, max(lengths))
@@ -50,7 +59,9 @@ def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: Tor
         program="program.json",
         program_spec=ProgramSpec(
             methods={
-                "train_step" if length == max(lengths) else f"train_step_{length}": _method(job, length, planned)
+                "train_step" if length == max(lengths) else f"train_step_{length}": _method(
+                    job, length, planned
+                )
                 for length in lengths
             },
             adapter_size=trained_numbers(loaded.dims, method, program.trains_a(method)),
@@ -58,25 +69,35 @@ def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: Tor
             alpha=method.alpha,
         ),
         loss="tiled",
-        generator=GeneratorInfo(distribution=noise, lowering="none" if noise == "none" else "op", seed=job.seed),
+        generator=GeneratorInfo(
+            distribution=noise, lowering="none" if noise == "none" else "op", seed=job.seed
+        ),
         caveats=spec.data.caveats,
     )
 
 
-def step_bytes(dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2) -> int:
+def step_bytes(
+    dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2
+) -> int:
     """Return bytes of a step beside weights and adapter."""
-    parts = spec_of(method).memory_model.step(dims, method, batch_size, length_tokens, activation_bytes)
+    parts = spec_of(method).memory_model.step(
+        dims, method, batch_size, length_tokens, activation_bytes
+    )
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
 def trained_numbers(dims: ModelDims, method: Any, trains_a: bool) -> int:
     """Return numbers that training changes."""
     first = dims.layers - min(dims.layers, getattr(method, "top_layers", None) or dims.layers)
-    return method.rank * sum(one.outputs + one.inputs * trains_a for one in dims.adapted(method, first))
+    return method.rank * sum(
+        one.outputs + one.inputs * trains_a for one in dims.adapted(method, first)
+    )
 
 
 def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
-    losses = port("losses", "losses", (getattr(job.method, "copies", 1),), unit="nats a labelled token")
+    losses = port(
+        "losses", "losses", (getattr(job.method, "copies", 1),), unit="nats a labelled token"
+    )
     return ProgramMethod(
         inputs=token_ports(job.export.batch_size, length), outputs=(losses,), planned_bytes=planned_bytes,
         ops=(), delegates=0, instructions=0,
@@ -85,7 +106,11 @@ def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
 
 def launcher(memory_limit: str | int | None) -> str:
     """Return `run.sh`: `ondevice run` on the folder that it lies in."""
-    limit = f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n' if memory_limit else ""
+    limit = (
+        f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n'
+        if memory_limit
+        else ""
+    )
     guard = f'case " $* " in\n*" --memory-limit "*) ;;\n*)\n{limit}    ;;\nesac\n' if limit else ""
     return f"""#!/bin/sh
 # Fine-tunes with this artifact:   ./run.sh --data rows.jsonl --steps 100 --out runs/mine

@@ -12,7 +12,9 @@ from ondevice.core.untrusted import read_object, well_formed
 try:
     import torch
 except ImportError:
-    raise MissingPackageError("torch is not installed", hint="pip install 'ondevice-train[cuda]'") from None
+    raise MissingPackageError(
+        "torch is not installed", hint="pip install 'ondevice-train[cuda]'"
+    ) from None
 
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.models.open import artifact_tokenizer
@@ -47,7 +49,9 @@ class TorchProgramSession(ProgramSession):
 
     def __init__(self, folder: Path, manifest: Manifest, device: str | None = None) -> None:
         folder = Path(folder)
-        program = read_object(folder / manifest.program, ArtifactError, hint="copy the artifact again")
+        program = read_object(
+            folder / manifest.program, ArtifactError, hint="copy the artifact again"
+        )
         if program.get("format") != FORMAT:
             raise ArtifactError(
                 f"{folder / manifest.program} is of another version", expected=FORMAT, received=program.get("format"),
@@ -60,7 +64,10 @@ class TorchProgramSession(ProgramSession):
         self.config = method_config(manifest.method["name"], manifest.method)
         tokenizer = artifact_tokenizer(folder)
         info = SourceInfo(
-            manifest.model.source, folder / "model", manifest.model.revision, known_sha256=manifest.model.sha256
+            manifest.model.source,
+            folder / "model",
+            manifest.model.revision,
+            known_sha256=manifest.model.sha256,
         )
         self.loaded = load_packed(folder / "model", self.device, tokenizer, info)
         self.session = self._open()
@@ -75,7 +82,9 @@ class TorchProgramSession(ProgramSession):
             return program.open_fixed(self.loaded, self.config, self.seed)
         return open_session(self.loaded, self.config, self.seed, str(self.device))
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one optimizer step; see `Session.step`."""
         self._bucket(ids)
         if ids.shape[0] != self.batch_size:
@@ -115,7 +124,9 @@ class TorchProgramSession(ProgramSession):
                 received=ids.shape[1],
             )
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply the update alone; see `Session.apply_update`."""
         self.session.apply_update(projected_gradients, step, learning_rate)
 

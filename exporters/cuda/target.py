@@ -56,7 +56,11 @@ class Cuda(Exporter):
 
         problems = [
             f"{package} is not installed: pip install 'ondevice-train[cuda]'"
-            for package in ("torch", "transformers", *(["bitsandbytes"] if job.export.quantize == "nf4" else []))
+            for package in (
+                "torch",
+                "transformers",
+                *(["bitsandbytes"] if job.export.quantize == "nf4" else []),
+            )
             if importlib.util.find_spec(package) is None
         ]
         if importlib.util.find_spec("torch") is None:
@@ -84,7 +88,9 @@ class Cuda(Exporter):
 
         dtype = self.spec.dtype(job.model)
         log.info("loading %s", job.model.source)
-        loaded = load_model(job.model.source, revision=job.model.revision, dtype=dtype, device="cpu")
+        loaded = load_model(
+            job.model.source, revision=job.model.revision, dtype=dtype, device="cpu"
+        )
         began = time.monotonic()
         if job.export.quantize != "none":
             log.info("packing the weights: %s", job.export.quantize)
@@ -111,7 +117,9 @@ class Cuda(Exporter):
             manifest = manifest.model_copy(update={"check": check, "program_spec": program_spec})
             write_manifest(manifest, folder)
             size = (folder / "model" / "model.safetensors").stat().st_size
-        planned = {name: method.planned_bytes for name, method in manifest.program_spec.methods.items()}
+        planned = {
+            name: method.planned_bytes for name, method in manifest.program_spec.methods.items()
+        }
         return ExportReport(
             path=out, target=self.spec.name, program_bytes=size, lowering_s=seconds, planned_bytes=planned,
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
@@ -155,7 +163,9 @@ class Cuda(Exporter):
 
         request.refuse_directions(manifest.target)
         source, session = request.model or manifest.model.source, self.open(folder, manifest)
-        loaded: Any = load_model(source, revision=manifest.model.revision, dtype=session.dtype, device="cpu")
+        loaded: Any = load_model(
+            source, revision=manifest.model.revision, dtype=session.dtype, device="cpu"
+        )
         check_model(loaded, source, manifest)
         if manifest.quantize != "none":
             pack_model(loaded.family, manifest.quantize)
@@ -168,7 +178,9 @@ class Cuda(Exporter):
         return result
 
 
-def compare(session: Any, reference: Any, batches: Iterable[Batch], learning_rate: float, dtype: str) -> dict[str, Any]:
+def compare(
+    session: Any, reference: Any, batches: Iterable[Batch], learning_rate: float, dtype: str
+) -> dict[str, Any]:
     """Run the same steps on both sides; before each step the reference takes the session's state.
 
     So errors do not add up, and a wrong update must show in its own step: `update_error` is how far the two adapters
@@ -193,7 +205,9 @@ def compare(session: Any, reference: Any, batches: Iterable[Batch], learning_rat
             reference.apply_update(ours.projected_gradients, step, learning_rate)
         moved, expected = _vector(session), _vector(reference)
         adapter_errors.append(float(np.abs(moved - expected).max()))
-        update_errors.append(float(np.linalg.norm(moved - expected) / np.linalg.norm(expected - start)))
+        update_errors.append(
+            float(np.linalg.norm(moved - expected) / np.linalg.norm(expected - start))
+        )
     batch = given[-1]
     reference.load_state(session.state())
     (ours, count), (theirs, same) = session.evaluate(*batch), reference.evaluate(*batch)
@@ -250,7 +264,9 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
     from ondevice.models import families_with
 
     if not dims.gated:
-        return [f"{dims.family} has no layers that this target packs: {', '.join(families_with('gate_proj'))}"]
+        return [
+            f"{dims.family} has no layers that this target packs: {', '.join(families_with('gate_proj'))}"
+        ]
     if dims.whole:
         raise dims.unknown("packing a block's matrices")
     dims.adapted(job.method)

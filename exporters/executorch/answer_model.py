@@ -56,7 +56,9 @@ def flatten(adapter: Adapter, pairs: Sequence[LoraPlace], rank: int) -> np.ndarr
         if pair.linear in adapter.linears:
             a, b = adapter.pair(pair.linear)
             flat[pair.a : pair.b] = a.T.reshape(-1)
-            flat[pair.b : pair.b + rank * pair.outputs] = (b.T * (adapter.alpha / adapter.rank)).reshape(-1)
+            flat[pair.b : pair.b + rank * pair.outputs] = (
+                b.T * (adapter.alpha / adapter.rank)
+            ).reshape(-1)
     return flat
 
 
@@ -68,15 +70,25 @@ def size_of(pairs: Sequence[LoraPlace], rank: int) -> int:
 def problems(dims: Any, context_tokens: int) -> list[str]:
     """Return every reason why a model has no such form."""
     if dims.whole or dims.experts:
-        return [f"a program with packed weights cannot answer as {dims.family}: its blocks are not known one by one"]
-    found = [f"a program with packed weights cannot answer: {word}" for word in dims.traits.beyond(KNOWN)]
+        return [
+            f"a program with packed weights cannot answer as {dims.family}: its blocks are not known one by one"
+        ]
+    found = [
+        f"a program with packed weights cannot answer: {word}" for word in dims.traits.beyond(KNOWN)
+    ]
     places = {place for place, _ in dims.traits.norms}
-    if not {"before_attention", "before_mlp"} <= places <= {"before_attention", "before_mlp", "q", "k"}:
+    if (
+        not {"before_attention", "before_mlp"}
+        <= places
+        <= {"before_attention", "before_mlp", "q", "k"}
+    ):
         found.append("a program with packed weights cannot answer: norms behind attention or MLP")
     if not dims.gated:
         found.append("a program with packed weights cannot answer: an MLP without a gate")
     if dims.max_positions and context_tokens > dims.max_positions:
-        found.append(f"export.context_tokens is {context_tokens}: the model takes {dims.max_positions}")
+        found.append(
+            f"export.context_tokens is {context_tokens}: the model takes {dims.max_positions}"
+        )
     return found
 
 
@@ -129,7 +141,9 @@ class AnswerBlock(nn.Module):
     values: Tensor
     turn: Tensor
 
-    def __init__(self, loaded: LoadedModel, number: int, context: int, pairs: dict[str, LoraPlace], rank: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, number: int, context: int, pairs: dict[str, LoraPlace], rank: int
+    ) -> None:
         super().__init__()
         dims, family = loaded.dims, loaded.family
         self.dims, self.rotated = dims, dims.traits.rotated(number)
@@ -173,7 +187,9 @@ class AnswerBlock(nn.Module):
         if norm in self.norms:
             x = self.norms[norm](x)
         # The other half of each head, negated where it is the first, is a product with ones.
-        return x * position[0] + functional.linear(x, self.turn) * position[1] if self.rotated else x
+        return (
+            x * position[0] + functional.linear(x, self.turn) * position[1] if self.rotated else x
+        )
 
     def _branch(self, x: Tensor) -> Tensor:
         scale = self.dims.traits.residual_scale
@@ -196,7 +212,9 @@ class AnswerModel(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, loaded: LoadedModel, context_tokens: int, linears: Sequence[str] = (), rank: int = 0) -> None:
+    def __init__(
+        self, loaded: LoadedModel, context_tokens: int, linears: Sequence[str] = (), rank: int = 0
+    ) -> None:
         super().__init__()
         if found := problems(loaded.dims, context_tokens):
             raise ModelError("; ".join(found))
@@ -207,13 +225,20 @@ class AnswerModel(nn.Module):
         turning = next((i for i in range(dims.layers) if dims.traits.rotated(i)), 0)
         for name, table in zip(("cos", "sin"), family.layer_position(turning, tables)):
             self.register_buffer(name, table.reshape(context_tokens, 1, dims.head_dim).contiguous())
-        self.embedding = nn.Embedding.from_pretrained(family.embedding.weight.detach().float(), freeze=True)
+        self.embedding = nn.Embedding.from_pretrained(
+            family.embedding.weight.detach().float(), freeze=True
+        )
         by_name = {pair.linear: pair for pair in self.pairs}
         self.blocks = nn.ModuleList(
-            AnswerBlock(loaded, number, context_tokens, by_name, rank) for number in range(dims.layers)
+            AnswerBlock(loaded, number, context_tokens, by_name, rank)
+            for number in range(dims.layers)
         )
         self.norm = Norm(loaded.model.get_parameter("model.norm.weight"), dims.norm_eps)
-        head = self.embedding.weight.clone() if dims.tied else loaded.model.get_parameter("lm_head.weight")
+        head = (
+            self.embedding.weight.clone()
+            if dims.tied
+            else loaded.model.get_parameter("lm_head.weight")
+        )
         self.head = linear(head)
 
     @property

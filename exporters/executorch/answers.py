@@ -23,7 +23,13 @@ from torch import nn
 from ondevice.core.errors import ArtifactError, MissingPackageError, VerificationError
 from ondevice.core.untrusted import read_object
 from ondevice.exporters.executorch.answer_model import AnswerModel, Norm, flatten, linear
-from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
+from ondevice.exporters.executorch.packed import (
+    ANSWERS_FILE,
+    FORMAT,
+    PROGRAM_FILE,
+    PackedWriter,
+    load_operators,
+)
 from ondevice.exporters.executorch.writer import beside, check_tokens
 
 if TYPE_CHECKING:
@@ -33,7 +39,14 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 log = logging.getLogger("ondevice.exporters")
-FORMS = {"none": "none", "int8": "8da8w", "8da8w": "8da8w", "q4": "8da4w", "8da4w": "8da4w", "w8": "8da8w"}
+FORMS = {
+    "none": "none",
+    "int8": "8da8w",
+    "8da8w": "8da8w",
+    "q4": "8da4w",
+    "8da4w": "8da4w",
+    "w8": "8da8w",
+}
 """Of the weights that answer, by `export.quantize`."""
 CHUNK_TOKENS = 128
 """Most tokens of a call. Memory for activations is planned for so many."""
@@ -47,7 +60,12 @@ NUDGE, NUDGED = 1e-5, 1.25
 
 
 def write_answers(
-    folder: Path, loaded: LoadedModel, form: str, context_tokens: int, linears: Sequence[str] = (), rank: int = 0
+    folder: Path,
+    loaded: LoadedModel,
+    form: str,
+    context_tokens: int,
+    linears: Sequence[str] = (),
+    rank: int = 0,
 ) -> tuple[AnswerModel, dict[str, Any]]:
     """Write `model.pte` and `answers.json` into `folder`; return what was lowered, in eager, and its description.
 
@@ -88,7 +106,11 @@ def write_answers(
 
 
 def check_answers(
-    folder: Path, model: AnswerModel, described: dict[str, Any], loaded: LoadedModel, adapter: Adapter | None = None
+    folder: Path,
+    model: AnswerModel,
+    described: dict[str, Any],
+    loaded: LoadedModel,
+    adapter: Adapter | None = None,
 ) -> dict[str, float]:
     """Compare logits behind a prompt, and behind each of some tokens more, with eager PyTorch's.
 
@@ -110,11 +132,18 @@ def check_answers(
     ids, length = check_tokens(loaded, described["context_tokens"], described["chunk_tokens"])
     found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
     writer.close()
-    vector = () if adapter is None else (torch.from_numpy(flatten(adapter, model.pairs, model.rank)),)
+    vector = (
+        () if adapter is None else (torch.from_numpy(flatten(adapter, model.pairs, model.rank)),)
+    )
 
     def eager() -> np.ndarray:
         cuts = ((0, length), (length, length + 1), (length + 1, length + 2))
-        return np.stack([model(torch.tensor([ids[a:b]]), torch.tensor([a]), *vector)[0].numpy() for a, b in cuts])
+        return np.stack(
+            [
+                model(torch.tensor([ids[a:b]]), torch.tensor([a]), *vector)[0].numpy()
+                for a, b in cuts
+            ]
+        )
 
     with torch.no_grad():
         rounded = eager()
@@ -154,7 +183,9 @@ def _nudged(model: AnswerModel) -> Iterator[None]:
     before, generator = [norm.weight for norm in norms], torch.Generator().manual_seed(0)
     try:
         for norm in norms:
-            norm.weight = norm.weight * (1.0 + NUDGE * torch.randn(norm.weight.shape, generator=generator))
+            norm.weight = norm.weight * (
+                1.0 + NUDGE * torch.randn(norm.weight.shape, generator=generator)
+            )
         yield
     finally:
         for norm, weight in zip(norms, before):
@@ -167,7 +198,10 @@ def trial_adapter(described: dict[str, Any]) -> Adapter:
 
     random, tensors, rank = np.random.default_rng(0), {}, described["rank"]
     for pair in described["layout"]:
-        a, b = random.normal(size=(rank, pair["inputs"])), random.normal(size=(pair["outputs"], rank))
+        a, b = (
+            random.normal(size=(rank, pair["inputs"])),
+            random.normal(size=(pair["outputs"], rank)),
+        )
         tensors[f"{pair['linear']}.lora_A.weight"] = (a / pair["inputs"] ** 0.5).astype(np.float32)
         tensors[f"{pair['linear']}.lora_B.weight"] = (b * 0.05).astype(np.float32)
     targets = tuple(sorted({pair["linear"].rpartition(".")[2] for pair in described["layout"]}))
@@ -213,7 +247,9 @@ def _torchao() -> None:
     try:
         import torchao.quantization  # noqa: F401
     except ImportError:
-        raise MissingPackageError("torchao is not installed", hint="pip install 'ondevice-train[executorch]'") from None
+        raise MissingPackageError(
+            "torchao is not installed", hint="pip install 'ondevice-train[executorch]'"
+        ) from None
 
 
 def _linears(four_bits: bool) -> Any:
@@ -236,14 +272,22 @@ def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:
     """Export for 1 to `chunk` tokens; XNNPACK takes all but the cache, attention and the embedding's rows."""
     import executorch.kernels.quantized  # noqa: F401 - registers the kernel that looks packed rows up
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir import (
+        EdgeCompileConfig,
+        ExecutorchBackendConfig,
+        to_edge_transform_and_lower,
+    )
     from executorch.exir.passes import MemoryPlanningPass
 
     from ondevice.exporters.executorch.shortcuts import shortcuts
 
     logging.getLogger("executorch").setLevel(logging.ERROR)
     adapter = (torch.zeros(model.adapter_size),) if model.pairs else ()
-    inputs = (torch.zeros(1, min(7, chunk), dtype=torch.long), torch.zeros(1, dtype=torch.long), *adapter)
+    inputs = (
+        torch.zeros(1, min(7, chunk), dtype=torch.long),
+        torch.zeros(1, dtype=torch.long),
+        *adapter,
+    )
     shapes: dict[str, Any] = {"ids": {1: torch.export.Dim("tokens", max=chunk)}, "start": None}
     shapes |= {"adapter": (None,)} if adapter else {}
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
@@ -257,7 +301,8 @@ def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:
         )
         program = edge.to_executorch(
             ExecutorchBackendConfig(
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), do_quant_fusion_and_const_prop=True
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+                do_quant_fusion_and_const_prop=True,
             )
         )
     plan = program.executorch_program.execution_plan[0]

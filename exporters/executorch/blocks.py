@@ -83,7 +83,9 @@ class BlocksSession(ExecutorchSession):
         self._partially_updated = False
 
     @_in_threads
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one training step; see `Session.step`.
 
         Raises:
@@ -97,10 +99,14 @@ class BlocksSession(ExecutorchSession):
         loss = float(nll.sum() / max(1, counts.sum()))
         if not (np.isfinite(loss) and bool(g.isfinite().all())):
             raise TrainingError(
-                f"step {step}: the loss is not finite; nothing was updated", received=loss, hint=LOWER_RATE
+                f"step {step}: the loss is not finite; nothing was updated",
+                received=loss,
+                hint=LOWER_RATE,
             )
         # Where the loss is scaled a step may overflow half-way: it is then undone, whole.
-        before = {name: value.copy() for name, value in self._state.items()} if self.loss_scale else None
+        before = (
+            {name: value.copy() for name, value in self._state.items()} if self.loss_scale else None
+        )
         self._partially_updated = True
         overflow = self._backward(inputs, g, size, self._scalars(step, learning_rate))
         if overflow is not None and before is not None:
@@ -108,7 +114,9 @@ class BlocksSession(ExecutorchSession):
             self._halve_loss_scale(step, overflow)
             return StepResult(loss, (loss,))
         if overflow is not None:
-            raise TrainingError(f"step {step}: the gradient of layer {overflow} is not finite", hint=LOWER_RATE)
+            raise TrainingError(
+                f"step {step}: the gradient of layer {overflow} is not finite", hint=LOWER_RATE
+            )
         self._partially_updated = False
         for counter in self.counts:
             self.counts[counter] += 1
@@ -118,11 +126,15 @@ class BlocksSession(ExecutorchSession):
         assert self.loss_scale is not None  # noqa: S101 - the caller looked
         message = f"step {step}: the gradient of layer {layer} is not finite; nothing was updated"
         if self.loss_scale <= SMALLEST_LOSS_SCALE:
-            raise TrainingError(message, received=f"loss scale {self.loss_scale:g}", hint=LOWER_RATE)
+            raise TrainingError(
+                message, received=f"loss scale {self.loss_scale:g}", hint=LOWER_RATE
+            )
         self.loss_scale /= 2
         log.warning("%s; the loss scale is now %g", message, self.loss_scale)
 
-    def _backward(self, inputs: list[Tensor], g: Tensor, size: str, scalars: dict[str, np.ndarray]) -> int | None:
+    def _backward(
+        self, inputs: list[Tensor], g: Tensor, size: str, scalars: dict[str, np.ndarray]
+    ) -> int | None:
         """Every block's backward pass and update, from the last; the layer at which a number was not finite."""
         given = {key: _tensor(value) for key, value in scalars.items()}
         if self.loss_scale:
@@ -151,7 +163,9 @@ class BlocksSession(ExecutorchSession):
         """Logits float32 [vocab]; see `ExecutorchSession.next_token`."""
         self._check_whole()
         if "head_logits" not in self.spec.methods:
-            raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
+            raise ArtifactError(
+                "the program cannot write", hint="export it again with --set export.next_token=true"
+            )
         _, x = self._forward(ids, self._size(1, ids), keep=False)
         return self.head(x[length_tokens - 1 : length_tokens].contiguous())
 
@@ -159,21 +173,29 @@ class BlocksSession(ExecutorchSession):
         """Logits float32 [vocab] of one position's hidden state [1, D]."""
         logits = np.empty(self.spec.vocab, np.float32)
         for low, _ in self.tiles:
-            values = self._call_block("head_logits", {"hidden": hidden}, first=low)["logits"].numpy()[0]
+            values = self._call_block("head_logits", {"hidden": hidden}, first=low)[
+                "logits"
+            ].numpy()[0]
             logits[low : low + values.size] = values
         return logits
 
     def state(self) -> dict[str, np.ndarray]:
         """See `Session.state`."""
         self._check_whole()
-        scale = {} if self.loss_scale is None else {LOSS_SCALE: np.array([self.loss_scale], np.float32)}
+        scale = (
+            {} if self.loss_scale is None else {LOSS_SCALE: np.array([self.loss_scale], np.float32)}
+        )
         return {**super().state(), **scale}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """See `Session.load_state`."""
         if self.loss_scale is not None and LOSS_SCALE not in state:
-            raise CheckpointError(f"the checkpoint lacks {LOSS_SCALE}", hint="resume from an older checkpoint")
-        super().load_state({name: value.copy() for name, value in state.items()})  # a step writes into it
+            raise CheckpointError(
+                f"the checkpoint lacks {LOSS_SCALE}", hint="resume from an older checkpoint"
+            )
+        super().load_state(
+            {name: value.copy() for name, value in state.items()}
+        )  # a step writes into it
         if self.loss_scale is not None:
             self.loss_scale = float(state[LOSS_SCALE][0])
         self._partially_updated = False
@@ -205,10 +227,14 @@ class BlocksSession(ExecutorchSession):
         for layer in range(self.spec.layers):
             if keep:
                 inputs.append(x)
-            x = self._call_block(f"block_forward_{size}{self._kind(layer)}", {"hidden": x}, layer)["hidden"]
+            x = self._call_block(f"block_forward_{size}{self._kind(layer)}", {"hidden": x}, layer)[
+                "hidden"
+            ]
         return inputs, x
 
-    def _head(self, x: Tensor, labels: np.ndarray, gradient: bool) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    def _head(
+        self, x: Tensor, labels: np.ndarray, gradient: bool
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
         """Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of x, times the
         loss scale.
 
@@ -224,13 +250,20 @@ class BlocksSession(ExecutorchSession):
         (where,) = np.nonzero(targets.reshape(-1) != IGNORE)
         for start in range(0, where.size, self.head_rows):
             places = where[start : start + self.head_rows]
-            wanted, scale = np.full(self.head_rows, -1, np.int64), np.zeros(self.head_rows, np.float32)
+            wanted, scale = (
+                np.full(self.head_rows, -1, np.int64),
+                np.zeros(self.head_rows, np.float32),
+            )
             wanted[: places.size] = targets.reshape(-1)[places]
             scale[: places.size] = (self.loss_scale or 1.0) / where.size
             hidden = torch.zeros(self.head_rows, x.shape[1])
             hidden[: places.size] = x[places]
             given = {"hidden": hidden, "targets": _tensor(wanted), "token_scale": _tensor(scale)}
-            sums = [torch.full((self.head_rows,), LOWEST), torch.zeros(self.head_rows), torch.zeros(self.head_rows)]
+            sums = [
+                torch.full((self.head_rows,), LOWEST),
+                torch.zeros(self.head_rows),
+                torch.zeros(self.head_rows),
+            ]
             for tile in self.tiles:
                 sums = list(self._tile("head_sums", given, sums, tile).values())
             maximum, total, logit = (value.numpy() for value in sums)
@@ -250,12 +283,19 @@ class BlocksSession(ExecutorchSession):
     ) -> dict[str, Tensor]:
         first, start = tile
         names = [port.name for port in self.spec.methods["head_sums"].outputs]
-        places = {"tile_first": _tensor(np.array([first])), "tile_skip": _tensor(np.array([start - first]))}
+        places = {
+            "tile_first": _tensor(np.array([first])),
+            "tile_skip": _tensor(np.array([start - first])),
+        }
         return self._call_block(
-            name, {**given, **places, **{f"tile_sums {key}": value for key, value in zip(names, sums)}}, first=first
+            name,
+            {**given, **places, **{f"tile_sums {key}": value for key, value in zip(names, sums)}},
+            first=first,
         )
 
-    def _call_block(self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0) -> dict[str, Tensor]:
+    def _call_block(
+        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
+    ) -> dict[str, Tensor]:
         """Run a function with inputs by role; gives outputs by role, and by name where a role has several.
 
         Args:
@@ -266,7 +306,9 @@ class BlocksSession(ExecutorchSession):
         for port in method.inputs:
             if port.role == "frozen":
                 tensor = self._frozen_tensors[port.name.format(layer=layer)]
-                inputs.append(tensor if tensor.shape == port.shape else tensor[first : first + port.shape[0]])
+                inputs.append(
+                    tensor if tensor.shape == port.shape else tensor[first : first + port.shape[0]]
+                )
             elif port.role == "state":
                 inputs.append(_tensor(self._range(port.name, layer)))
             else:
@@ -280,7 +322,11 @@ class BlocksSession(ExecutorchSession):
         for name, method in self.spec.methods.items():
             if name.startswith("block_backward"):
                 tokens = next(port.shape[0] for port in method.inputs if port.role == "hidden")
-                products += [tokens * int(np.prod(port.shape)) for port in method.inputs if port.role == "frozen"]
+                products += [
+                    tokens * int(np.prod(port.shape))
+                    for port in method.inputs
+                    if port.role == "frozen"
+                ]
         return max(products)
 
     @contextmanager
@@ -316,7 +362,9 @@ class BlocksSession(ExecutorchSession):
             return program.load_method(name)
         except (RuntimeError, Refused) as error:
             raise ArtifactError(
-                f"the runtime cannot load {file.replace('{layer}', str(layer))}", received=str(error), hint=RELOAD
+                f"the runtime cannot load {file.replace('{layer}', str(layer))}",
+                received=str(error),
+                hint=RELOAD,
             ) from None
 
     def _range(self, name: str, layer: int) -> np.ndarray:

@@ -41,7 +41,9 @@ class SharedWeightLinearConfig(LinearConfig):
     """
 
     def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
-        if not is_param_node(ep, get_input_node(node, self.weight_idx)) and "dequant" not in str(node.args[1]):
+        if not is_param_node(ep, get_input_node(node, self.weight_idx)) and "dequant" not in str(
+            node.args[1]
+        ):
             return True, []
         return super()._get_weight_deps(node, ep, precision)
 
@@ -50,7 +52,9 @@ class ComputedProductConfig(MMConfig):
     """Also takes a product whose second matrix is computed or goes in, as `g W` does in a backward pass."""
 
     def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
-        if precision == ConfigPrecisionType.FP32 and not is_param_node(ep, get_input_node(node, self.weight_idx)):
+        if precision == ConfigPrecisionType.FP32 and not is_param_node(
+            ep, get_input_node(node, self.weight_idx)
+        ):
             return True, []
         return super()._get_weight_deps(node, ep, precision)
 
@@ -79,7 +83,9 @@ class Lowered:
             name: getattr(self, name) | getattr(layers, name)
             for name in ("planned_bytes", "ops", "delegates", "partition", "graph_sizes")
         }
-        return Lowered(self.buffer, seconds=self.seconds + layers.seconds, of_layers=layers.buffer, **both)
+        return Lowered(
+            self.buffer, seconds=self.seconds + layers.seconds, of_layers=layers.buffer, **both
+        )
 
 
 def xnnpack_partitioner(products: bool = False) -> XnnpackPartitioner:
@@ -93,16 +99,22 @@ def xnnpack_partitioner(products: bool = False) -> XnnpackPartitioner:
     ours: dict[Any, Any] = {LinearConfig: SharedWeightLinearConfig}
     if products:
         ours[MMConfig] = ComputedProductConfig
-    configs = [ours.get(config, config) for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig]
+    configs = [
+        ours.get(config, config) for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig
+    ]
     return XnnpackPartitioner(configs=configs)
 
 
 def integer_partitioner() -> XnnpackPartitioner:
     """XNNPACK's linears over dynamically quantised activations."""
-    return XnnpackPartitioner(configs=[LinearConfig], config_precisions=[ConfigPrecisionType.DYNAMIC_QUANT])
+    return XnnpackPartitioner(
+        configs=[LinearConfig], config_precisions=[ConfigPrecisionType.DYNAMIC_QUANT]
+    )
 
 
-def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quantized_fusion: bool = False) -> Lowered:
+def lower(
+    methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quantized_fusion: bool = False
+) -> Lowered:
     """Export, partition and serialise `methods` into one program.
 
     Args:
@@ -115,13 +127,16 @@ def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quan
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         exported = {
-            method.name: deduplicate(torch.export.export(method.module.eval(), method.example_inputs(), strict=False))
+            method.name: deduplicate(
+                torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
+            )
             for method in methods
         }
         edge = to_edge_transform_and_lower(
             exported,
             partitioner={
-                method.name: [] if method.name.startswith(ACCESS) else [xnnpack_partitioner()] for method in methods
+                method.name: [] if method.name.startswith(ACCESS) else [xnnpack_partitioner()]
+                for method in methods
             },
             compile_config=edge_compile_config(),
         )
@@ -162,20 +177,31 @@ def lower_portable(
 
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
-    linear = [torch.ops.aten.linear.default]  # its decomposition would copy every weight to transpose it
-    partitioners: dict[str, list[Any]] = {m.name: [integer_partitioner()] if integers else [] for m in methods}
+    linear = [
+        torch.ops.aten.linear.default
+    ]  # its decomposition would copy every weight to transpose it
+    partitioners: dict[str, list[Any]] = {
+        m.name: [integer_partitioner()] if integers else [] for m in methods
+    }
     if packed_from_rows is not None:
         partitioners |= {
-            m.name: [xnnpack_partitioner(products=True)] for m in methods if hidden_rows(m) >= packed_from_rows
+            m.name: [xnnpack_partitioner(products=True)]
+            for m in methods
+            if hidden_rows(m) >= packed_from_rows
         }
     delegated = any(partitioners.values())
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         edge = to_edge_transform_and_lower(
-            {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
+            {
+                m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False)
+                for m in methods
+            },
             partitioner=partitioners if delegated else None,
             compile_config=EdgeCompileConfig(
-                preserve_ops=linear, _core_aten_ops_exception_list=linear, _check_ir_validity=not delegated
+                preserve_ops=linear,
+                _core_aten_ops_exception_list=linear,
+                _check_ir_validity=not delegated,
             ),
         )
         planning = MemoryPlanningPass(alloc_graph_input=plan_inputs)
@@ -199,7 +225,9 @@ def lowered(edge: Any, program: Any, methods: Sequence[ProgramModule], started: 
         delegates={name: len(plans[name].delegates) for name in names},
         seconds=time.perf_counter() - started,
         partition=shares(edge, program, names),
-        graph_sizes={name: sum(len(chain.instructions) for chain in plans[name].chains) for name in names},
+        graph_sizes={
+            name: sum(len(chain.instructions) for chain in plans[name].chains) for name in names
+        },
     )
 
 

@@ -63,11 +63,18 @@ class PackedWriter:
         try:
             self.described = read_object(self.folder / ANSWERS_FILE, ArtifactError)
         except FileNotFoundError as error:
-            raise ArtifactError(f"{folder} holds no program that answers", received=str(error)) from None
+            raise ArtifactError(
+                f"{folder} holds no program that answers", received=str(error)
+            ) from None
         if self.described.get("format") != FORMAT:
-            raise ArtifactError(f"{folder}: {ANSWERS_FILE} is of another version", expected=f"format {FORMAT}")
+            raise ArtifactError(
+                f"{folder}: {ANSWERS_FILE} is of another version", expected=f"format {FORMAT}"
+            )
         with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
-            self.context_tokens, self.chunk = self.described["context_tokens"], self.described["chunk_tokens"]
+            self.context_tokens, self.chunk = (
+                self.described["context_tokens"],
+                self.described["chunk_tokens"],
+            )
         self.read = 0
         load_operators()
         try:
@@ -90,14 +97,19 @@ class PackedWriter:
         from ondevice.exporters.executorch.answer_model import LoraPlace, flatten
 
         with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
-            rank, pairs = self.described["rank"], [LoraPlace(**entry) for entry in self.described["layout"]]
+            rank, pairs = (
+                self.described["rank"],
+                [LoraPlace(**entry) for entry in self.described["layout"]],
+            )
         if adapter is not None:
             known = {pair.linear: pair for pair in pairs}
             beyond = [name for name in adapter.linears if name not in known]
             if beyond or adapter.rank != rank:
                 raise ArtifactError(
                     "the program does not take this adapter",
-                    expected=f"rank {rank}, beside {len(known)} linear layers" if known else "none: its own is merged",
+                    expected=f"rank {rank}, beside {len(known)} linear layers"
+                    if known
+                    else "none: its own is merged",
                     received=f"rank {adapter.rank}" + (f", beside {beyond[0]}" if beyond else ""),
                     hint="export the program with the adapter's settings, or merge it: --to executorch",
                 )
@@ -105,13 +117,17 @@ class PackedWriter:
                 if name in adapter.linears:
                     a, b = adapter.pair(name)
                     if (a.shape[1], b.shape[0]) != (pair.inputs, pair.outputs):
-                        raise ArtifactError(f"the adapter is of another model: {name}", received=[a.shape, b.shape])
+                        raise ArtifactError(
+                            f"the adapter is of another model: {name}", received=[a.shape, b.shape]
+                        )
         self.read, self._adapter = 0, None
         if pairs:
             import torch
 
             flat = np.zeros(self.described["adapter_size"], np.float32)
-            self._adapter = torch.from_numpy(flat if adapter is None else flatten(adapter, pairs, rank))
+            self._adapter = torch.from_numpy(
+                flat if adapter is None else flatten(adapter, pairs, rank)
+            )
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
         """Read tokens behind those before; return the logits of the next one, float32 [vocab].
@@ -125,7 +141,9 @@ class PackedWriter:
         adapter, logits = () if self._adapter is None else (self._adapter,), None
         for low in range(0, len(ids), self.chunk):
             part = list(ids[low : low + self.chunk])
-            (logits,) = self._method.execute([torch.tensor([part]), torch.tensor([self.read]), *adapter])
+            (logits,) = self._method.execute(
+                [torch.tensor([part]), torch.tensor([self.read]), *adapter]
+            )
             self.read += len(part)
         assert logits is not None  # noqa: S101 - there is at least one token
         return logits[0].numpy().copy()

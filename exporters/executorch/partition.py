@@ -43,9 +43,15 @@ def _of_delegates(backend: str, modules: list[Any]) -> Share:
     operators, code, stored = 0, 0, {}
     for module in modules:
         graph = module.original_module.graph
-        operators += sum(node.op == "call_function" and "getitem" not in str(node.target) for node in graph.nodes)
+        operators += sum(
+            node.op == "call_function" and "getitem" not in str(node.target) for node in graph.nodes
+        )
         code += len(module.processed_bytes)
         data = module.named_data_store_output
         if data is not None:
-            stored |= {key: len(data.buffers[entry.buffer_index]) for key, entry in data.pte_data.items()}
-    return Share(backend=backend, calls=len(modules), operators=operators, bytes=code + sum(stored.values()))
+            stored |= {
+                key: len(data.buffers[entry.buffer_index]) for key, entry in data.pte_data.items()
+            }
+    return Share(
+        backend=backend, calls=len(modules), operators=operators, bytes=code + sum(stored.values())
+    )

@@ -49,7 +49,9 @@ def without_native_output() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryFile() as caught:
-        own = [os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace") for descriptor in kept]
+        own = [
+            os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace") for descriptor in kept
+        ]
         if _is_descriptor(sys.stdout, 1):
             sys.stdout = own[0]
         if _is_descriptor(sys.stderr, 2):

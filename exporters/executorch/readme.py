@@ -60,7 +60,11 @@ others.
 
 def _layer_files(manifest: Manifest) -> str:
     """Describe functions that are in a file for each layer."""
-    places = {method.program: name for name, method in manifest.program_spec.methods.items() if method.program}
+    places = {
+        method.program: name
+        for name, method in manifest.program_spec.methods.items()
+        if method.program
+    }
     if not places:
         return ""
     where = f" and run on the NPU of {manifest.soc}" if manifest.soc else ""
@@ -99,14 +103,20 @@ def _state(manifest: Manifest) -> str:
 
 def _starts(manifest: Manifest) -> str:
     state = manifest.program_spec.state
-    starts = [f"`{tensor.name}` starts as the tensor in `{tensor.first}`" for tensor in state if tensor.first]
+    starts = [
+        f"`{tensor.name}` starts as the tensor in `{tensor.first}`"
+        for tensor in state
+        if tensor.first
+    ]
     starts += [f"`{tensor.name}` starts as zeros" for tensor in state if not tensor.first]
     return ", ".join(starts)
 
 
 def _counts(manifest: Manifest) -> str:
     counts = " and ".join(f"`{counter.name}`" for counter in manifest.program_spec.counters)
-    inputs = {port.role for method in manifest.program_spec.methods.values() for port in method.inputs}
+    inputs = {
+        port.role for method in manifest.program_spec.methods.values() for port in method.inputs
+    }
     return f"count {counts} up from 0" + ("; keep `seed` as it is" if "seed" in inputs else "")
 
 
@@ -116,8 +126,14 @@ def _copies(manifest: Manifest) -> str:
     if program.evaluates_with != "train_step":
         return ""
     train = ", ".join(f"`{constant.name}` {constant.train:g}" for constant in program.constants)
-    evaluate = ", ".join(f"`{constant.name}` {constant.evaluate:g}" for constant in program.constants)
-    where = f"The blocks run on the NPU of {manifest.soc}, everything else on the CPU. " if manifest.soc else ""
+    evaluate = ", ".join(
+        f"`{constant.name}` {constant.evaluate:g}" for constant in program.constants
+    )
+    where = (
+        f"The blocks run on the NPU of {manifest.soc}, everything else on the CPU. "
+        if manifest.soc
+        else ""
+    )
     return f"""
 {where}Training: repeat the batch of {manifest.batch_size} for each of the {program.batch_copies} copies, copy
 after copy, and pass {train}. Evaluation: other rows for every copy and {evaluate}; then `nll_sum` and `tokens` are

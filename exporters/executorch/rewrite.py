@@ -58,7 +58,13 @@ def _epsilon(norm: Any) -> float:
 
 
 def grouped_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Return causal attention with the queries of a group stacked as rows.
 

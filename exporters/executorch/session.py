@@ -51,7 +51,8 @@ def load_runtime() -> Any:
             return Runtime.get()
     except ImportError:
         raise MissingPackageError(
-            "the ExecuTorch runtime is not installed", hint="pip install 'ondevice-train[executorch]'"
+            "the ExecuTorch runtime is not installed",
+            hint="pip install 'ondevice-train[executorch]'",
         ) from None
 
 
@@ -107,7 +108,9 @@ class ExecutorchSession(ProgramSession):
         try:
             self.program = runtime.load_program(str(self.folder / manifest.program))
         except RuntimeError as error:
-            raise ArtifactError(f"{folder}: the runtime cannot load {manifest.program}", received=str(error)) from None
+            raise ArtifactError(
+                f"{folder}: the runtime cannot load {manifest.program}", received=str(error)
+            ) from None
         self._methods: dict[str, Any] = {}
         self.buffers = tuple(tensor.name for tensor in self.spec.state if tensor.kept == "program")
         for name in self.buffers:
@@ -123,7 +126,9 @@ class ExecutorchSession(ProgramSession):
     def restart(self) -> None:
         """Go back to the state that a run starts from."""
         self.seed = self.manifest.generator.seed
-        self.counts = {counter.name: 0 for counter in self.spec.counters if counter.counts == "updates"}
+        self.counts = {
+            counter.name: 0 for counter in self.spec.counters if counter.counts == "updates"
+        }
         self._state = {tensor.name: self._first(tensor) for tensor in self.spec.state}
         for name in self.buffers:
             self._run(f"set_{name}", self._state[name])
@@ -148,14 +153,18 @@ class ExecutorchSession(ProgramSession):
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
         """Let the method prepare the state; see `Session.before_step`."""
-        return None if self._preparing is None else self._preparing.before_step(step, batch_at, folder)
+        return (
+            None if self._preparing is None else self._preparing.before_step(step, batch_at, folder)
+        )
 
     def before_replay(self, step: int, folder: Path) -> None:
         """Let the method take back what it prepared; see `Session.before_replay`."""
         if self._preparing is not None:
             self._preparing.before_replay(step, folder)
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one whole training step inside the program; see `Session.step`."""
         name = self._bucket("train_step", self.batch_size, ids)
         copies = (self.spec.batch_copies, 1)
@@ -170,7 +179,9 @@ class ExecutorchSession(ProgramSession):
         """Compute row losses and token counts; see `Session.evaluate`."""
         name = self._bucket(self.spec.evaluates_with, self.eval_batch_size, ids)
         constants = {constant.name: constant.evaluate for constant in self.spec.constants}
-        outputs = self._call(name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)})
+        outputs = self._call(
+            name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)}
+        )
         return outputs["nll_sum"], outputs["tokens"].astype(np.int64)
 
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
@@ -181,11 +192,15 @@ class ExecutorchSession(ProgramSession):
             ArtifactError: the program was exported without `next_token`.
         """
         if "next_token" not in self.spec.methods:
-            raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
+            raise ArtifactError(
+                "the program cannot write", hint="export it again with --set export.next_token=true"
+            )
         inputs = {"ids": ids, "length": np.array([length_tokens])}
         return self._call("next_token", inputs)["logits"]
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply the program's own update from logged projected gradients."""
         if "apply_update" not in self.spec.methods:
             return super().apply_update(projected_gradients, step, learning_rate)
@@ -211,7 +226,9 @@ class ExecutorchSession(ProgramSession):
                 )
         for name in ("seed", *self.counts):
             if name not in state:
-                raise CheckpointError(f"the checkpoint lacks {name}", hint="resume from an older checkpoint")
+                raise CheckpointError(
+                    f"the checkpoint lacks {name}", hint="resume from an older checkpoint"
+                )
         for tensor in self.spec.state:
             self._set(tensor.name, state[tensor.name])
         self.seed = int(state["seed"][0])
@@ -243,7 +260,9 @@ class ExecutorchSession(ProgramSession):
             tensors[a] = self._frozen[a] if entry.a_offset is None else _a_of(entry, flat).copy()
             tensors[b] = np.ascontiguousarray(_b_of(entry, flat).T)
         targets = tuple(sorted({entry.target for entry in self.spec.layout}))
-        return Adapter(tensors, self.spec.rank, self.spec.alpha, targets, self.manifest.model.source)
+        return Adapter(
+            tensors, self.spec.rank, self.spec.alpha, targets, self.manifest.model.source
+        )
 
     @cached_property
     def _frozen(self) -> dict[str, np.ndarray]:
@@ -285,21 +304,28 @@ class ExecutorchSession(ProgramSession):
                 received=length_tokens,
             )
         if ids.shape[0] != rows:
-            raise ArtifactError(f"the program's {name} takes {rows} rows", expected=rows, received=ids.shape[0])
+            raise ArtifactError(
+                f"the program's {name} takes {rows} rows", expected=rows, received=ids.shape[0]
+            )
         return name if length_tokens == self.lengths_tokens[-1] else f"{name}_{length_tokens}"
 
     def _scalars(
         self, step: int, learning_rate: float, constants: dict[str, float] | None = None
     ) -> dict[str, np.ndarray]:
         """Seed, learning rate, counters and constants; see `_call`."""
-        scalars = {"seed": np.array([self.seed]), "learning_rate": np.array([learning_rate], dtype=np.float32)}
+        scalars = {
+            "seed": np.array([self.seed]),
+            "learning_rate": np.array([learning_rate], dtype=np.float32),
+        }
         for counter in self.spec.counters:
             scalars[f"counter {counter.name}"] = np.array([self.counts.get(counter.name, step)])
         for name, value in (self.constants if constants is None else constants).items():
             scalars[f"constant {name}"] = np.array([value], dtype=np.float32)
         return scalars
 
-    def _call(self, name: str, arrays: dict[str, np.ndarray], keep: bool = False) -> dict[str, np.ndarray]:
+    def _call(
+        self, name: str, arrays: dict[str, np.ndarray], keep: bool = False
+    ) -> dict[str, np.ndarray]:
         """Run a method with inputs by role; gives its outputs by role.
 
         Args:
@@ -345,11 +371,15 @@ class ExecutorchSession(ProgramSession):
         kind = next((kind for kind in KINDS if name.startswith(kind)), None)
         if self.buffers or kind is None:
             return
-        for loaded in [key for key in self._methods if key.startswith(KINDS) and not key.startswith(kind)]:
+        for loaded in [
+            key for key in self._methods if key.startswith(KINDS) and not key.startswith(kind)
+        ]:
             del self._methods[loaded]
 
     def _loaded(self, name: str) -> Any:
-        with without_lines(CHATTER):  # XNNPACK looks at the processor when the first method is loaded
+        with without_lines(
+            CHATTER
+        ):  # XNNPACK looks at the processor when the first method is loaded
             return self.program.load_method(name)
 
     def _load(self, name: str) -> None:
@@ -379,4 +409,6 @@ def _a_of(entry: AdapterEntry, flat: np.ndarray) -> np.ndarray:
 
 def _b_of(entry: AdapterEntry, flat: np.ndarray) -> np.ndarray:
     """View of an entry's B in the flat vector, transposed: [rank, outputs]."""
-    return flat[entry.offset : entry.offset + entry.rank * entry.outputs].reshape(entry.rank, entry.outputs)
+    return flat[entry.offset : entry.offset + entry.rank * entry.outputs].reshape(
+        entry.rank, entry.outputs
+    )

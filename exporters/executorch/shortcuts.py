@@ -112,7 +112,9 @@ def _functional_and_valid_once() -> Iterator[None]:
         # A table of PyTorch's own equals {} until it is first read.
         if type(table) is dict and not table:
             return program
-        decomposed = getattr(program, "decomposed", False)  # then a tracing changes what is in the table, and no more
+        decomposed = getattr(
+            program, "decomposed", False
+        )  # then a tracing changes what is in the table, and no more
         if decomposed and not any(node.target in table for node in program.graph.nodes):
             return program
         result: Any = decompose(program, table, *more, **options)
@@ -129,7 +131,9 @@ def _functional_and_valid_once() -> Iterator[None]:
         with (
             patch.object(ExportedProgram, "run_decompositions", decompose_if_any),
             patch.object(ExportedProgram, "_validate", lambda self: None),
-            patch.object(exported_program, "_decompose_and_get_gm_with_new_signature_constants", trace_own),
+            patch.object(
+                exported_program, "_decompose_and_get_gm_with_new_signature_constants", trace_own
+            ),
         ):
             manager = build(*arguments, **options)
         for program in manager._edge_programs.values():
@@ -160,7 +164,9 @@ def _code_when_called() -> Iterator[None]:
     with (
         patch.object(GraphModule, "recompile", write_when_called),
         patch.object(GraphModule, "code", property(code)),
-        patch.object(GraphModule, "__str__", object.__repr__),  # ExecuTorch writes graphs into logs that nobody reads
+        patch.object(
+            GraphModule, "__str__", object.__repr__
+        ),  # ExecuTorch writes graphs into logs that nobody reads
     ):
         yield
 
@@ -171,9 +177,13 @@ def _traced_when_edited() -> Iterator[None]:
 
     def trace_if_edited(step: Any, module: Any) -> Any:
         kind, before = type(step), getattr(module.graph, "traced", None)
-        if kind.__name__ == "SymToTensorPass" or (kind.__name__ in VIEWS and not _has_views(module)):
+        if kind.__name__ == "SymToTensorPass" or (
+            kind.__name__ in VIEWS and not _has_views(module)
+        ):
             return PassResult(module, False)
-        edits = all(getattr(kind, name, None) is getattr(ExportPass, name, None) for name in TRACING)
+        edits = all(
+            getattr(kind, name, None) is getattr(ExportPass, name, None) for name in TRACING
+        )
         if edits and before is not None and before == _content(module):
             return PassResult(module, True)
         result = trace(step, module)
@@ -195,6 +205,13 @@ def _content(module: Any) -> list[tuple[Any, ...]] | None:
     if any(isinstance(inner, GraphModule) for inner in module.children()):
         return None
     return [
-        (node, node.op, node.target, node.args, node.kwargs, node.op == "placeholder" and id(node.meta.get("val")))
+        (
+            node,
+            node.op,
+            node.target,
+            node.args,
+            node.kwargs,
+            node.op == "placeholder" and id(node.meta.get("val")),
+        )
         for node in module.graph.nodes
     ]

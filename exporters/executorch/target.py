@@ -61,7 +61,9 @@ class ExecutorchTarget(Exporter):
         """Return settings that only this target minds."""
 
     @abstractmethod
-    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
+    def lower(
+        self, job: ExportJob, built: BuiltProgram, folder: Path
+    ) -> tuple[BuiltProgram, Lowered]:
         """Return the built program with all its modules, and what they came to; files beside `program.pte` go into
         `folder`."""
 
@@ -116,7 +118,9 @@ class ExecutorchTarget(Exporter):
 
             problems += answer_model.problems(dims, context)
             if importlib.util.find_spec("torchao") is None and job.export.quantize != "none":
-                problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
+                problems.append(
+                    "torchao is not installed: pip install 'ondevice-train[executorch]'"
+                )
         return [*problems, *size_problems(job, dims), *self.problems(job, dims)]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -128,7 +132,9 @@ class ExecutorchTarget(Exporter):
         from ondevice.models import load_model
 
         log.info("loading %s", job.model.source)
-        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        loaded = load_model(
+            job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
+        )
         first: Mapping[str, np.ndarray] = {}
         if job.rows is not None and program.calibrate is not None:
             if found := program.calibrate(loaded, job.method, job.rows, job.seed):
@@ -163,7 +169,12 @@ class ExecutorchTarget(Exporter):
         )
 
     def write(
-        self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered, folder: Path
+        self,
+        job: ExportJob,
+        loaded: LoadedModel,
+        built: BuiltProgram,
+        lowered: Lowered,
+        folder: Path,
     ) -> Manifest:
         """Write program, weights, state and tokenizer; the manifest is not written, as its check is still to come."""
         from ondevice.models import save_tokenizer
@@ -182,20 +193,35 @@ class ExecutorchTarget(Exporter):
     def write_answers(self, job: ExportJob, adapter: Adapter, folder: Path) -> dict[str, float]:
         """Write the program that answers with packed weights, of the model as it was before anything was rounded, and
         return what its check found, under an adapter of the run's shape."""
-        from ondevice.exporters.executorch.answers import FORMS, check_answers, trial_adapter, write_answers
+        from ondevice.exporters.executorch.answers import (
+            FORMS,
+            check_answers,
+            trial_adapter,
+            write_answers,
+        )
         from ondevice.models import load_model
 
-        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        loaded = load_model(
+            job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
+        )
         form, context = FORMS[job.export.quantize], job.export.packed_context or 0
-        model, described = write_answers(folder, loaded, form, context, adapter.linears, adapter.rank)
+        model, described = write_answers(
+            folder, loaded, form, context, adapter.linears, adapter.rank
+        )
         tried = check_answers(folder, model, described, loaded, trial_adapter(described))
         return {f"answers_{name}": value for name, value in tried.items()}
 
-    def _describe(self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered) -> Manifest:
+    def _describe(
+        self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered
+    ) -> Manifest:
         """The manifest, without its check and its files' hashes."""
         noise, uses_ops = built.noise != "none", self.program(job.method).uses_ops(job.export)
-        export = (job.export if uses_ops else job.export.model_copy(update={"quantize": "none"})).resolved()
-        ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
+        export = (
+            job.export if uses_ops else job.export.model_copy(update={"quantize": "none"})
+        ).resolved()
+        ops = sorted(
+            {op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")}
+        )
         step = built.modules[0]
         (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
         program = ProgramSpec(
@@ -232,7 +258,11 @@ class ExecutorchTarget(Exporter):
             alpha=built.alpha,
         )
         # A compiled graph has one method's name, so an NPU's training step evaluates too, with its own rows.
-        rows = {"eval_batch_size": step.inputs[0].shape[0]} if built.evaluates_with == step.name else {}
+        rows = (
+            {"eval_batch_size": step.inputs[0].shape[0]}
+            if built.evaluates_with == step.name
+            else {}
+        )
         if built.eval_batch_size is not None:
             rows = {"eval_batch_size": built.eval_batch_size}
         return describe(
@@ -245,13 +275,17 @@ class ExecutorchTarget(Exporter):
             soc=export.soc[0] if self.spec.socs else None,
             partition=lowered.partition,
             generator=GeneratorInfo(
-                distribution=built.noise, lowering=export.generator if noise else "none", seed=job.seed
+                distribution=built.noise,
+                lowering=export.generator if noise else "none",
+                seed=job.seed,
             ),
             custom_ops=tuple(ops),
             **rows,
         )
 
-    def rebuild(self, manifest: Manifest, request: VerifyRequest) -> tuple[GraphProgram, BuiltProgram]:
+    def rebuild(
+        self, manifest: Manifest, request: VerifyRequest
+    ) -> tuple[GraphProgram, BuiltProgram]:
         """Return the artifact's method, and its program over the model in eager.
 
         Raises:
@@ -287,7 +321,10 @@ def _save_state(built: BuiltProgram, folder: Path) -> None:
 
     for name, tensors in ((FIRST, built.first), (FROZEN, built.frozen)):
         if tensors:
-            save_file({key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items()}, folder / name)
+            save_file(
+                {key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items()},
+                folder / name,
+            )
 
 
 def check_round_trip(session: ExecutorchSession) -> None:
@@ -302,4 +339,6 @@ def check_round_trip(session: ExecutorchSession) -> None:
         session.load_adapter(load_adapter(Path(temporary) / "adapter"))
     after = session.adapter().tensors
     if any(after[name].tobytes() != value.tobytes() for name, value in before.tensors.items()):
-        raise VerificationError("the adapter does not survive saving and loading; nothing was written")
+        raise VerificationError(
+            "the adapter does not survive saving and loading; nothing was written"
+        )

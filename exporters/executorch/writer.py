@@ -41,8 +41,13 @@ class Writer:
             raise ArtifactError("the program has no functions that write", hint=hint)
         self.session, methods = session, session.spec.methods
         self.chunk = methods["embed_prefill"].inputs[0].shape[1]
-        self.decodes = "block_decode" in methods  # else a token goes through what reads many, filled up
-        keys, values = (next(one for one in methods["block_prefill"].inputs if one.role == role).shape for role in KEPT)
+        self.decodes = (
+            "block_decode" in methods
+        )  # else a token goes through what reads many, filled up
+        keys, values = (
+            next(one for one in methods["block_prefill"].inputs if one.role == role).shape
+            for role in KEPT
+        )
         self.context_tokens, self.read = values[1], 0
         layers = range(session.spec.layers)
         # Zeros: what is masked is still multiplied, and garbage may be no number.
@@ -105,14 +110,18 @@ def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
     """
     if not ids or read + len(ids) > context_tokens:
         raise ConfigError(
-            "the conversation is longer than the program's context" if ids else "the prompt is empty",
+            "the conversation is longer than the program's context"
+            if ids
+            else "the prompt is empty",
             expected=f"1 to {context_tokens} tokens in all",
             received=f"{read + len(ids)} tokens",
             hint="export it again with a larger export.context_tokens",
         )
 
 
-def check_tokens(loaded: LoadedModel, context_tokens: int, chunk_tokens: int) -> tuple[list[int], int]:
+def check_tokens(
+    loaded: LoadedModel, context_tokens: int, chunk_tokens: int
+) -> tuple[list[int], int]:
     """Return what a check reads: a prompt of more than one chunk, where the context has room, and two tokens behind it.
 
     It is a text, because rounding moves the logits of a trained model less there than on tokens that were drawn.

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from ondevice.api.evaluate import Opened, open_source
 from ondevice.core.errors import ConfigError, ModelError
-from ondevice.data.benchmarks import BENCHMARKS, find_benchmark, find_file, read_questions, read_shots
+from ondevice.data.benchmarks import (
+    BENCHMARKS,
+    find_benchmark,
+    find_file,
+    read_questions,
+    read_shots,
+)
 from ondevice.training.benchmark import (
     ANSWERS,
     Answer,
@@ -65,7 +71,9 @@ def benchmark(
     """
     name = find_benchmark(task)
     if name is None:
-        raise ConfigError(f"unknown benchmark '{task}'", expected=", ".join(BENCHMARKS), received=task)
+        raise ConfigError(
+            f"unknown benchmark '{task}'", expected=", ".join(BENCHMARKS), received=task
+        )
     # Everything that can be refused is, before a model is loaded, which can take minutes.
     data, answers = Path(data), Path(out or Path("runs") / f"eval-{name}") / ANSWERS
     if answers.exists() and not overwrite:
@@ -77,14 +85,19 @@ def benchmark(
     if name == "mmlu":
         records = choose(opened.session, opened.tokenizer, questions, examples, limit)
     else:
-        answer, chat = _answer(opened, limit, max_new_tokens or NEW_TOKENS[name]), bool(opened.tokenizer.chat_template)
+        answer, chat = (
+            _answer(opened, limit, max_new_tokens or NEW_TOKENS[name]),
+            bool(opened.tokenizer.chat_template),
+        )
         if name == "mt_bench" and not chat:
             hint = "mt_bench needs a model that was trained to chat; mmlu and gsm8k take any"
             raise ModelError(f"{source} has no chat template", hint=hint)
         records = solve(answer, questions, examples, chat) if name == "gsm8k" else converse(
             answer, questions, Path(source).name)  # fmt: skip
     on_row(0, len(questions))
-    return run_benchmark(records, BenchmarkResult(name, shots, answers), lambda done: on_row(done, len(questions)))
+    return run_benchmark(
+        records, BenchmarkResult(name, shots, answers), lambda done: on_row(done, len(questions))
+    )
 
 
 def _limit(opened: Opened, requested: int | None) -> int:
@@ -93,7 +106,10 @@ def _limit(opened: Opened, requested: int | None) -> int:
     if opened.loaded is None and buckets:
         return min(requested or max(buckets), max(buckets))
     config = opened.loaded.model.config if opened.loaded else None
-    return min(requested or MAX_LENGTH_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_LENGTH_TOKENS)
+    return min(
+        requested or MAX_LENGTH_TOKENS,
+        getattr(config, "max_position_embeddings", None) or MAX_LENGTH_TOKENS,
+    )
 
 
 def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
@@ -106,6 +122,10 @@ def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
 
     def answer(prompt: str | Messages) -> str | None:
         ids = prompt_ids(loaded, prompt)
-        return write(ids, max_new_tokens=min(max_new_tokens, limit - len(ids))) if len(ids) < limit else None
+        return (
+            write(ids, max_new_tokens=min(max_new_tokens, limit - len(ids)))
+            if len(ids) < limit
+            else None
+        )
 
     return answer

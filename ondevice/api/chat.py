@@ -64,9 +64,16 @@ class Chat:
             ConfigError: a number is out of range, or the conversation is longer than what answers takes.
         """
         if len(stop) > STOPS or not all(stop):
-            raise ConfigError("stop", expected=f"at most {STOPS} texts, none empty", received=list(stop))
+            raise ConfigError(
+                "stop", expected=f"at most {STOPS} texts, none empty", received=list(stop)
+            )
         self.ending = Ending()
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+        }
         yield from pieces(self._tokens(prompt, options), self.tokenizer, stop, self.ending)
 
     def answer(self, prompt: str | Messages, **options: Any) -> str:
@@ -77,7 +84,9 @@ class Chat:
         raise NotImplementedError
 
 
-def open_chat(source: str, adapter: Path | None = None, *, revision: str | None = None, dtype: str = "float32") -> Chat:
+def open_chat(
+    source: str, adapter: Path | None = None, *, revision: str | None = None, dtype: str = "float32"
+) -> Chat:
     """Open a model, or an artifact that was exported with `export.context_tokens`, with or without an adapter.
 
     Args:
@@ -96,7 +105,10 @@ def open_chat(source: str, adapter: Path | None = None, *, revision: str | None 
 
         loaded = load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto"))
         if loaded.dims.classes:
-            raise ModelError(f"{source} classifies, and writes no text", hint="`ondevice eval` says how well it does")
+            raise ModelError(
+                f"{source} classifies, and writes no text",
+                hint="`ondevice eval` says how well it does",
+            )
         chat = _ModelChat(loaded)
     if adapter is not None:
         chat.use(adapter)
@@ -161,7 +173,10 @@ class _ProgramChat(Chat):
         from ondevice.models.generate import tokenize
 
         ids = list(tokenize(self.tokenizer, prompt, self.where))
-        same = next((n for n, pair in enumerate(zip(ids, self.known)) if pair[0] != pair[1]), len(self.known))
+        same = next(
+            (n for n, pair in enumerate(zip(ids, self.known)) if pair[0] != pair[1]),
+            len(self.known),
+        )
         same = min(same, len(ids) - 1)
         room = _room(len(ids), self.writer.context_tokens, options["max_new_tokens"])
         self.writer.read, self.known = same, ids[:same]

@@ -52,20 +52,33 @@ def evaluate(
     """
     data = path_of(data, "the data")
     opened = open_source(source, adapter, dtype, device, revision)
-    if opened.loaded is None:  # an artifact: its buckets are fixed, and it names the task it was exported for
-        task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
+    if (
+        opened.loaded is None
+    ):  # an artifact: its buckets are fixed, and it names the task it was exported for
+        task, max_length_tokens = (
+            task or opened.artifact_task,
+            max(opened.session.lengths_tokens or (2,)),
+        )
     read = read_rows(data, task=task, columns=columns)
     refuse_preferences(read)
     if opened.loaded is not None and max_length_tokens is None:
         most = opened.loaded.dims.max_positions
-        max_length_tokens = length_of(read, opened.tokenizer, percentile=100, most_tokens=most).tokens
+        max_length_tokens = length_of(
+            read, opened.tokenizer, percentile=100, most_tokens=most
+        ).tokens
     assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
     classes = 0 if opened.loaded is None else opened.loaded.dims.classes
     dataset = encode(
-        read, opened.tokenizer, max_length_tokens=max_length_tokens, classes=classes, strict_columns=strict_columns
+        read,
+        opened.tokenizer,
+        max_length_tokens=max_length_tokens,
+        classes=classes,
+        strict_columns=strict_columns,
     )
     generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
-    result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
+    result = evaluate_dataset(
+        opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate
+    )
     if result is None:
         raise DataError("the evaluation was stopped")
     return result
@@ -144,11 +157,16 @@ def replay(
     if "artifact" in run.header.identity:
         if artifact is None:
             raise ConfigError(
-                "the run was made by an exported program", expected="--artifact DIR", received="no artifact"
+                "the run was made by an exported program",
+                expected="--artifact DIR",
+                received="no artifact",
             )
         session = open_artifact(artifact)
         if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
-            raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
+            raise ConfigError(
+                "the artifact is not the one that made this run",
+                hint="use the artifact that was run",
+            )
     else:
         from ondevice.api.runfile import RunConfig
         from ondevice.models import load_model
@@ -157,13 +175,18 @@ def replay(
         config = RunConfig.parse(run.header.config, f"{log}: start event")
         device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
         loaded = load_model(
-            config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device)
+            config.model.source,
+            revision=config.model.revision,
+            dtype=config.model.dtype,
+            device=resolve_device(device),
         )
         session = open_session(loaded, config.method, config.train.seed)
     if adapter is not None:
         session.load_adapter(load_adapter(adapter))
     if run.header.generator_backend not in ("", session.generator_backend):
-        warn(f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}")
+        warn(
+            f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}"
+        )
     return replay_log(run, session, steps=steps, warn=warn)
 
 
@@ -172,6 +195,12 @@ def _check_start(recorded: str | None, adapter: Path | None) -> None:
     if recorded is None and adapter is not None:
         raise ConfigError("the run started from no adapter", received=f"--adapter {adapter}")
     if recorded is not None and adapter is None:
-        raise ConfigError("the run started from an adapter", expected="--adapter DIR, the adapter that it started from")
+        raise ConfigError(
+            "the run started from an adapter",
+            expected="--adapter DIR, the adapter that it started from",
+        )
     if recorded is not None and adapter_identity(adapter)["adapter"] != recorded:
-        raise ArtifactError(f"{adapter} is not the adapter that the run started from", expected=f"SHA-256 {recorded}")
+        raise ArtifactError(
+            f"{adapter} is not the adapter that the run started from",
+            expected=f"SHA-256 {recorded}",
+        )

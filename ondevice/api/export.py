@@ -23,13 +23,17 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
-    if spec.kind == "torch":  # it trains as eager PyTorch does, with the same choices where a setting is `auto`
+    if (
+        spec.kind == "torch"
+    ):  # it trains as eager PyTorch does, with the same choices where a setting is `auto`
         method = spec_of(method).for_training(method)
     rows = _rows(config)
     if not getattr(method, "answers", ()):
         method = method.with_answers(lambda: _answers(config, rows))
     if socs := spec.socs:
-        chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
+        chosen = (
+            list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
+        )
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
     return [
         ExportJob(
@@ -54,7 +58,10 @@ def _rows(config: RunConfig) -> Dataset | None:
 
     data, spec = config.data, spec_of(config.method)
     program = spec.program(target(config.export.target).kind)
-    wanted = getattr(program, "calibrate", None) is not None or "answers" in type(config.method).model_fields
+    wanted = (
+        getattr(program, "calibrate", None) is not None
+        or "answers" in type(config.method).model_fields
+    )
     if data.path is None or not wanted:
         return None
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
@@ -135,7 +142,9 @@ def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportRe
     return export_each(config, out, overwrite=overwrite)[0]
 
 
-def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None) -> RunConfig:
+def run_config(
+    folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None
+) -> RunConfig:
     """Build the run file of an artifact: model, method and seed are the program's, the rest `path`'s and `overrides`'.
 
     Of the method only the learning rate can be chosen: it is an input of the program.
@@ -149,13 +158,20 @@ def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any]
     manifest, settings = read_manifest(folder), dict(overrides or {})
     rate = settings.pop("method.learning_rate", None)
     for key in settings:
-        if key.split(".")[0] in ("model", "method", "export") or key in ("train.seed", "train.batch_size"):
+        if key.split(".")[0] in ("model", "method", "export") or key in (
+            "train.seed",
+            "train.batch_size",
+        ):
             raise ConfigError(
                 f"'{key}' is fixed in the artifact",
                 expected="data.*, train.* or method.learning_rate",
                 hint="export the model again with this setting",
             )
-    if rate is None and path is not None and isinstance(section := read_yaml(path).get("method"), dict):
+    if (
+        rate is None
+        and path is not None
+        and isinstance(section := read_yaml(path).get("method"), dict)
+    ):
         rate = section.get("learning_rate")
     fixed = {
         "model.source": manifest.model.source,

@@ -54,7 +54,9 @@ class Phone:
     def __init__(self, serial: str | None = None) -> None:
         program = shutil.which("adb")
         if program is None:
-            raise MissingPackageError("adb is not installed", expected="adb on the PATH", hint=INSTALL)
+            raise MissingPackageError(
+                "adb is not installed", expected="adb on the PATH", hint=INSTALL
+            )
         self._adb, self._options = program, []
         self.serial = self._choose(serial)
         self._options = ["-s", self.serial]
@@ -64,7 +66,9 @@ class Phone:
         states = dict(line.split("\t", 1) for line in lines if "\t" in line)
         if serial is not None and serial not in states:
             raise DeviceError(
-                "that phone is not connected", expected=", ".join(states) or "a connected phone", received=serial
+                "that phone is not connected",
+                expected=", ".join(states) or "a connected phone",
+                received=serial,
             )
         if not states:
             raise DeviceError(
@@ -73,7 +77,11 @@ class Phone:
                 hint="connect it by USB and turn on USB debugging in its developer options",
             )
         if serial is None and len(states) > 1:
-            raise DeviceError("several phones are connected", received=", ".join(states), hint="choose with --serial")
+            raise DeviceError(
+                "several phones are connected",
+                received=", ".join(states),
+                hint="choose with --serial",
+            )
         chosen = serial or next(iter(states))
         if states[chosen].strip() != "device":
             raise DeviceError(
@@ -91,7 +99,9 @@ class Phone:
             DeviceError: it fails; with the last line that it printed.
         """
         command = [self._adb, *self._options, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, **options)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, **options
+        )
         if done.returncode:
             raise _failed(arguments, done.stderr or done.stdout)
         return done.stdout
@@ -106,7 +116,9 @@ class Phone:
         Raises:
             DeviceError: as `adb`.
         """
-        done = subprocess.run(self.as_app(script), capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            self.as_app(script), capture_output=True, text=True, errors="replace", check=False
+        )
         if done.returncode:
             raise _failed((script,), done.stderr or done.stdout)
         return done.stdout
@@ -117,10 +129,18 @@ class Phone:
 
     def opens(self) -> bool:
         """Return True if the app's folders can be reached: its build can be debugged."""
-        return not subprocess.run(self.as_app("cd files 2>/dev/null || mkdir files"), capture_output=True).returncode
+        return not subprocess.run(
+            self.as_app("cd files 2>/dev/null || mkdir files"), capture_output=True
+        ).returncode
 
 
-def push(folder: Path, *, name: str | None = None, serial: str | None = None, progress: Progress | None = None) -> dict:
+def push(
+    folder: Path,
+    *,
+    name: str | None = None,
+    serial: str | None = None,
+    progress: Progress | None = None,
+) -> dict:
     """Put an artifact into the app, whole or not at all; an artifact of that name is replaced.
 
     Args:
@@ -140,11 +160,17 @@ def push(folder: Path, *, name: str | None = None, serial: str | None = None, pr
     _check_runs(manifest)
     name = name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
     if not NAME.fullmatch(name):
-        raise ConfigError("a model's name", expected="letters, digits, '.', '_' and '-', at most 64", received=name)
+        raise ConfigError(
+            "a model's name",
+            expected="letters, digits, '.', '_' and '-', at most 64",
+            received=name,
+        )
     phone = Phone(serial)
     if not phone.has_app():
         raise DeviceError(
-            "the app is not installed on the phone", expected=APP, hint="`make apk`, then `adb install FILE.apk`"
+            "the app is not installed on the phone",
+            expected=APP,
+            hint="`make apk`, then `adb install FILE.apk`",
         )
     files = [folder / MANIFEST_NAME, *(folder / path for path in manifest.files)]
     total = sum(path.stat().st_size for path in files)
@@ -157,7 +183,9 @@ def push(folder: Path, *, name: str | None = None, serial: str | None = None, pr
         _send(phone, folder, files, beside, total, progress)
         _check_there(phone, beside, dict(manifest.files))
         old = f"{MODELS}/.old-{name}"
-        phone.run_as_app(f"rm -rf {old}; [ ! -e {target} ] || mv {target} {old}; mv {beside} {target} && rm -rf {old}")
+        phone.run_as_app(
+            f"rm -rf {old}; [ ! -e {target} ] || mv {target} {old}; mv {beside} {target} && rm -rf {old}"
+        )
     except BaseException:
         subprocess.run(phone.as_app(f"rm -rf {beside}"), capture_output=True)
         raise
@@ -182,36 +210,58 @@ def pull(out: Path, *, serial: str | None = None) -> list[Path]:
         raise DeviceError("the app has no adapters", hint="train one first")
     with tempfile.TemporaryFile() as stream:
         done = subprocess.run(
-            phone.as_app(f"tar -c -C {ADAPTERS} .", "exec-out"), stdout=stream, stderr=subprocess.PIPE
+            phone.as_app(f"tar -c -C {ADAPTERS} .", "exec-out"),
+            stdout=stream,
+            stderr=subprocess.PIPE,
         )
         if done.returncode:
             raise _failed(("tar",), done.stderr.decode(errors="replace"))
         stream.seek(0)
         with atomic_directory(out, marker=RECORD) as folder:
             _unpack(stream, folder)
-            adapters = sorted(path.parent.relative_to(folder) for path in folder.rglob("adapter_config.json"))
+            adapters = sorted(
+                path.parent.relative_to(folder) for path in folder.rglob("adapter_config.json")
+            )
             for adapter in adapters:
                 load_adapter(folder / adapter)
-            record = {"phone": phone.serial, "adapters": [adapter.as_posix() for adapter in adapters]}
-            (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            record = {
+                "phone": phone.serial,
+                "adapters": [adapter.as_posix() for adapter in adapters],
+            }
+            (folder / RECORD).write_text(
+                json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
     return [Path(out) / adapter for adapter in adapters]
 
 
 def _check_runs(manifest: Manifest) -> None:
     """Refuse a program that the app cannot hold."""
     program = manifest.program_spec
-    kinds = {"step": ("train_step", program.evaluates_with), "blocks": BLOCK_FUNCTIONS}.get(program.shape)
-    methods = [kind for kind in kinds or () if not any(name.startswith(kind) for name in program.methods)]
-    ports = [port for method in program.methods.values() for port in (*method.inputs, *method.outputs)]
+    kinds = {"step": ("train_step", program.evaluates_with), "blocks": BLOCK_FUNCTIONS}.get(
+        program.shape
+    )
+    methods = [
+        kind for kind in kinds or () if not any(name.startswith(kind) for name in program.methods)
+    ]
+    ports = [
+        port for method in program.methods.values() for port in (*method.inputs, *method.outputs)
+    ]
     for wrong, message, expected in (
-        (kinds is None or methods, "the app does not run such programs", "a program of whole steps, or of blocks"),
+        (
+            kinds is None or methods,
+            "the app does not run such programs",
+            "a program of whole steps, or of blocks",
+        ),
         (
             any(tensor.kept == "program" for tensor in program.state),
             "the program keeps its state in mutable buffers, which the runtime's Java API cannot read",
             "form functional",
         ),
         (
-            any(port.dtype not in (WEIGHT_DTYPES if port.role == "frozen" else DTYPES) for port in ports),
+            any(
+                port.dtype not in (WEIGHT_DTYPES if port.role == "frozen" else DTYPES)
+                for port in ports
+            ),
             "the program has tensors that the app cannot hand over",
             f"{' or '.join(DTYPES)}, frozen weights {' or '.join(WEIGHT_DTYPES)}",
         ),
@@ -225,9 +275,18 @@ def _check_runs(manifest: Manifest) -> None:
             )
 
 
-def _send(phone: Phone, folder: Path, files: list[Path], target: str, total: int, progress: Progress | None) -> None:
+def _send(
+    phone: Phone,
+    folder: Path,
+    files: list[Path],
+    target: str,
+    total: int,
+    progress: Progress | None,
+) -> None:
     script = f"rm -rf {target} && mkdir -p {target} && tar -x -C {target}"
-    process = subprocess.Popen(phone.as_app(script, "exec-in"), stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        phone.as_app(script, "exec-in"), stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdin is not None and process.stderr is not None  # noqa: S101  both are pipes
     try:
         counted: Any = _Counted(process.stdin, total, progress)
@@ -245,11 +304,17 @@ def _send(phone: Phone, folder: Path, files: list[Path], target: str, total: int
 
 def _check_there(phone: Phone, target: str, wanted: dict[str, str]) -> None:
     listed = phone.run_as_app(f"cd {target} && find . -type f -exec sha256sum {{}} +")
-    digests = {name.removeprefix("./"): digest for digest, _, name in (line.partition("  ") for line in _lines(listed))}
+    digests = {
+        name.removeprefix("./"): digest
+        for digest, _, name in (line.partition("  ") for line in _lines(listed))
+    }
     for name, digest in wanted.items():
         if digests.get(name) != digest:
             raise ArtifactError(
-                f"{name} did not arrive whole", expected=digest, received=digests.get(name), hint="push it again"
+                f"{name} did not arrive whole",
+                expected=digest,
+                received=digests.get(name),
+                hint="push it again",
             )
 
 
@@ -271,9 +336,13 @@ def _to_downloads(phone: Phone, folder: Path, files: list[Path], name: str) -> s
 def _unpack(stream: IO[bytes], folder: Path) -> None:
     try:
         with tarfile.open(fileobj=stream) as tar:
-            tar.extractall(folder, filter="data")  # refuses names and links that lead out of the folder
+            tar.extractall(
+                folder, filter="data"
+            )  # refuses names and links that lead out of the folder
     except tarfile.TarError as error:
-        raise ArtifactError("the phone sent something that is no archive", received=str(error)) from None
+        raise ArtifactError(
+            "the phone sent something that is no archive", received=str(error)
+        ) from None
 
 
 class _Counted:
@@ -293,5 +362,9 @@ class _Counted:
 
 def _failed(arguments: tuple[str, ...], words: str) -> DeviceError:
     last = next(reversed([line for line in words.splitlines() if line.strip()]), "no message")
-    hint = "free space on the phone" if "No space left" in words else "`adb devices` shows what is connected"
+    hint = (
+        "free space on the phone"
+        if "No space left" in words
+        else "`adb devices` shows what is connected"
+    )
     return DeviceError(f"adb {arguments[0]} failed", received=last.strip(), hint=hint)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
-    MethodConfig = Annotated[Union[tuple(spec.config for spec in methods())], Field(discriminator="name")]  # noqa: UP007
+    MethodConfig = Annotated[
+        Union[tuple(spec.config for spec in methods())],  # noqa: UP007
+        Field(discriminator="name"),
+    ]
     """Any method's settings; `name` says which."""
 
 
@@ -41,7 +44,8 @@ class RunConfig(StrictConfig):
     """The rows."""
 
     method: MethodConfig = Field(
-        default_factory=lambda: method_config(DEFAULT_METHOD), json_schema_extra={"default": {"name": DEFAULT_METHOD}}
+        default_factory=lambda: method_config(DEFAULT_METHOD),
+        json_schema_extra={"default": {"name": DEFAULT_METHOD}},
     )
     """The training method and its settings; `method.name` says which."""
 
@@ -65,8 +69,12 @@ class RunConfig(StrictConfig):
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
-        if (overrides or {}).get("train.steps") is not None and isinstance(values.get("train"), dict):
-            values["train"].pop("epochs", None)  # steps that are asked for now win over the file's epochs
+        if (overrides or {}).get("train.steps") is not None and isinstance(
+            values.get("train"), dict
+        ):
+            values["train"].pop(
+                "epochs", None
+            )  # steps that are asked for now win over the file's epochs
         for key, value in (overrides or {}).items():
             if value is not None:
                 _set(values, key.split("."), None if value is NULL else value, key)
@@ -74,7 +82,9 @@ class RunConfig(StrictConfig):
         if isinstance(method, str):
             method = {"name": method}
         if isinstance(method, dict) and "name" in method:
-            registry_method(method["name"])  # an unknown one is named here, with those that there are
+            registry_method(
+                method["name"]
+            )  # an unknown one is named here, with those that there are
         model = values.get("model")
         if not isinstance(model, dict) or "source" not in model:
             raise ConfigError(
@@ -86,7 +96,9 @@ class RunConfig(StrictConfig):
         if isinstance(method, dict) and "name" not in method:
             from ondevice.models.choice import choose_method
 
-            name, chosen = choose_method(str(model["source"]), model.get("revision"), _target_of(values))
+            name, chosen = choose_method(
+                str(model["source"]), model.get("revision"), _target_of(values)
+            )
             method = {"name": name, **method}
         config = cls.parse({**values, "method": method}, str(path) if path else "flags")
         config._chosen = chosen
@@ -115,7 +127,9 @@ class RunConfig(StrictConfig):
         schedule = spec_of(self.method).schedule(self.method)
         if schedule is None or "schedule" in self.train.model_fields_set:
             return self
-        return self.model_copy(update={"train": self.train.model_copy(update={"schedule": schedule})})
+        return self.model_copy(
+            update={"train": self.train.model_copy(update={"schedule": schedule})}
+        )
 
     def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
@@ -134,7 +148,9 @@ class RunConfig(StrictConfig):
 
         if self.data.path is None and not given:
             raise ConfigError("no data is given", expected="data.path in the run file, or --data")
-        self.check_loop(evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split))
+        self.check_loop(
+            evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split)
+        )
         for path in filter(None, (self.data.path, self.data.eval_path)):
             check_source(path)
         if self.data.streaming:
@@ -147,13 +163,22 @@ class RunConfig(StrictConfig):
         from ondevice.data.stream import check_stream
 
         train = self.train
-        wrong = ("rows from Python are in memory, or come as they are asked for", "data.path") if given else None
+        wrong = (
+            ("rows from Python are in memory, or come as they are asked for", "data.path")
+            if given
+            else None
+        )
         if train.epochs is not None:
             wrong = "how many steps an epoch has is known at its end", "train.steps"
         if train.objective != "loss":
-            wrong = f"train.objective {train.objective} chooses rows by their number", "train.objective loss"
+            wrong = (
+                f"train.objective {train.objective} chooses rows by their number",
+                "train.objective loss",
+            )
         if wrong is not None:
-            raise ConfigError(f"data.streaming: {wrong[0]}", expected=wrong[1], hint="or leave --streaming out")
+            raise ConfigError(
+                f"data.streaming: {wrong[0]}", expected=wrong[1], hint="or leave --streaming out"
+            )
         assert self.data.path is not None  # noqa: S101  checked by the caller
         check_stream(self.data.path)
 
@@ -187,11 +212,17 @@ class RunConfig(StrictConfig):
         from ondevice.data.templates import is_template
 
         data = self.data
-        hidden = {"path", "eval_path", "strict_columns"} | {name for name in LATER if not getattr(data, name)}
+        hidden = {"path", "eval_path", "strict_columns"} | {
+            name for name in LATER if not getattr(data, name)
+        }
         hidden |= set() if data.streaming else {"shuffle_records"}
         hash_file = sha256_spread if data.streaming else sha256_file
         digest = hash_file(data.path) if data.path is not None and data.path.is_file() else None
-        if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
+        if (
+            data.path is not None
+            and not data.path.is_file()
+            and check_source(data.path) == "folder"
+        ):
             from ondevice.data.folders import hash_files
 
             digest = hash_files(data.path)
@@ -226,23 +257,35 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml_documents.read_yaml(path)
     except FileNotFoundError:
         known = ", ".join(presets())
-        raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
+        raise ConfigError(
+            f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable YAML", received=str(error)) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
+        raise ConfigError(
+            f"{path} holds no settings",
+            expected="a mapping of sections",
+            received=type(values).__name__,
+        )
     return values
 
 
 def _target_of(values: dict[str, Any]) -> str | None:
     export = values.get("export")
-    return export.get("target") if isinstance(export, dict) and isinstance(export.get("target"), str) else None
+    return (
+        export.get("target")
+        if isinstance(export, dict) and isinstance(export.get("target"), str)
+        else None
+    )
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:
     for key in keys[:-1]:
         child = values.setdefault(key, {})
-        if isinstance(child, str) and key == "method":  # `method: prge` is short for `method: {name: prge}`
+        if (
+            isinstance(child, str) and key == "method"
+        ):  # `method: prge` is short for `method: {name: prge}`
             child = values[key] = {"name": child}
         if not isinstance(child, dict):
             raise ConfigError(f"'{where}': '{key}' is no section", received=child)

@@ -81,7 +81,9 @@ def train(
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config, loaded = _resolve(config, model, tokenizer)
     kept, evaluated = _given(rows), _given(eval_rows)
-    config.check_data(given=kept is not None, evaluates=evaluated is not None)  # before the plan, which may fetch
+    config.check_data(
+        given=kept is not None, evaluates=evaluated is not None
+    )  # before the plan, which may fetch
     if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": kept.batch_size})
         config = config.model_copy(update={"train": loop})
@@ -98,7 +100,9 @@ def train(
             received=f"method {config.method.name}",
             hint="train.objective loss goes with every method",
         )
-    if loaded is not None and (placement.backend != "torch" or placement.spec.reads_files(config.method)):
+    if loaded is not None and (
+        placement.backend != "torch" or placement.spec.reads_files(config.method)
+    ):
         raise ConfigError(
             f"method {placement.spec.name} reads the weights from files here, and the model is in memory",
             expected="--backend torch, method.weight_placement: resident",
@@ -109,7 +113,9 @@ def train(
         dims = loaded.dims if loaded else read_dims(config.model.source, config.model.revision)
         placement.spec.check_packing(placement.backend, dims.whole)
         if dims.classes:
-            raise ConfigError("an encoder takes one row a sequence", received="data.packing", hint="leave it out")
+            raise ConfigError(
+                "an encoder takes one row a sequence", received="data.packing", hint="leave it out"
+            )
     said = placement.precision(config.model.dtype)
     if key := placement.spec.precision:
         is_open = key not in config.method.model_fields_set
@@ -119,7 +125,9 @@ def train(
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded, date_of(decided))
         decided[LENGTH] = config.data.max_length_tokens
-    options = Options(resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded)
+    options = Options(
+        resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded
+    )
     dims = loaded.dims if loaded else None
     with plan_within(config, placement, force, dims, with_placement(config, recorded)) as plan:
         if placement.spec.resolve is not None:
@@ -179,25 +187,39 @@ def _with_length(
     if given.tokenized:
         from ondevice.data.token_rows import tokens
 
-        data = config.data.model_copy(update={"max_length_tokens": tokens(given, None).max_length_tokens})
+        data = config.data.model_copy(
+            update={"max_length_tokens": tokens(given, None).max_length_tokens}
+        )
         return config.model_copy(update={"data": data}), ()
     from ondevice.data.objects import as_rows
 
     return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded, when)
 
 
-def _checked(adapter: Any, sinks: Any, callbacks: Any) -> tuple[Path | None, tuple[Sink, ...], tuple[Callback, ...]]:
+def _checked(
+    adapter: Any, sinks: Any, callbacks: Any
+) -> tuple[Path | None, tuple[Sink, ...], tuple[Callback, ...]]:
     """Return what a run is given beside its settings; ConfigError for another type. A callback's is looked at later."""
     lists = {"sinks": sinks, "callbacks": callbacks}
     for name, value in lists.items():
         if not isinstance(value, Iterable) or isinstance(value, str):
-            raise ConfigError(f"{name} are of the wrong type", expected="a list of them", received=type(value).__name__)
+            raise ConfigError(
+                f"{name} are of the wrong type",
+                expected="a list of them",
+                received=type(value).__name__,
+            )
         lists[name] = tuple(value)
     for sink in lists["sinks"]:
         if not callable(sink):
             received = type(sink).__name__
-            raise ConfigError("a sink is of the wrong type", expected="a function of an event", received=received)
-    return None if adapter is None else path_of(adapter, "the adapter"), lists["sinks"], lists["callbacks"]
+            raise ConfigError(
+                "a sink is of the wrong type", expected="a function of an event", received=received
+            )
+    return (
+        None if adapter is None else path_of(adapter, "the adapter"),
+        lists["sinks"],
+        lists["callbacks"],
+    )
 
 
 def run_artifact(
@@ -239,5 +261,10 @@ def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: 
     tokenizer = artifact_tokenizer(folder)
     length, vocabulary = max(manifest.lengths_tokens), manifest.model.dims.get("vocab")
     rows = read_rows_of(config, tokenizer, length, manifest.task, options, vocabulary=vocabulary)
-    identity = {"artifact": manifest.files[manifest.program], "learning_rate": config.method.learning_rate}
-    return fit(session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed)
+    identity = {
+        "artifact": manifest.files[manifest.program],
+        "learning_rate": config.method.learning_rate,
+    }
+    return fit(
+        session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed
+    )

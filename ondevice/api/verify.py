@@ -56,9 +56,15 @@ def verify(
         from ondevice.data import Batches, pad_id_of, read_dataset
 
         assert data is not None  # noqa: S101 - else nobody asks
-        dataset = read_dataset(data, tokenizer, task=manifest.task, max_length_tokens=max(manifest.lengths_tokens))
-        source = Batches(dataset, session.batch_size, session.lengths_tokens, session.seed, pad_id_of(tokenizer))
+        dataset = read_dataset(
+            data, tokenizer, task=manifest.task, max_length_tokens=max(manifest.lengths_tokens)
+        )
+        source = Batches(
+            dataset, session.batch_size, session.lengths_tokens, session.seed, pad_id_of(tokenizer)
+        )
         yield from ((np.asarray(b.ids), np.asarray(b.labels)) for b in map(source.at, range(count)))
 
-    request = VerifyRequest(steps, directions, tuple(perturbation_scales), model, rows if data is not None else None)
+    request = VerifyRequest(
+        steps, directions, tuple(perturbation_scales), model, rows if data is not None else None
+    )
     return target(manifest.target).verify(Path(folder), manifest, request)

@@ -95,11 +95,16 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     """
     from safetensors.numpy import save
 
-    tensors = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in adapter.tensors.items()}
+    tensors = {
+        name: np.ascontiguousarray(value, dtype=np.float32)
+        for name, value in adapter.tensors.items()
+    }
     rank = check_tensors(tensors, str(folder), adapter.rank)
     if rank != adapter.rank:
         message = f"adapter for {folder}: field 'rank'"
-        raise ArtifactError(message, expected=f"{rank}, as the tensors have it", received=adapter.rank)
+        raise ArtifactError(
+            message, expected=f"{rank}, as the tensors have it", received=adapter.rank
+        )
     if adapter.expert_parameters:
         from ondevice.artifact.expert_pairs import peft_names
 
@@ -127,7 +132,9 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
     """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
     modules, layers = _modules_and_layers(adapter)
-    parameters = {"target_parameters": list(adapter.expert_parameters)} if adapter.expert_parameters else {}
+    parameters = (
+        {"target_parameters": list(adapter.expert_parameters)} if adapter.expert_parameters else {}
+    )
     return parameters | {
         "auto_mapping": None,
         "base_model_name_or_path": adapter.base_model or None,
@@ -182,10 +189,14 @@ def load_adapter(folder: str | Path) -> Adapter:
         own = own_names(modules, parameters, str(config_path))
         tensors = {_renamed(name, own): value for name, value in tensors.items()}
     given = config.get("r")
-    rank = check_tensors(tensors, str(weights_path), given if isinstance(given, int) and given > 0 else None)
+    rank = check_tensors(
+        tensors, str(weights_path), given if isinstance(given, int) and given > 0 else None
+    )
     if config.get("r") != rank:
         raise ArtifactError(
-            f"{config_path}: field 'r' does not fit {WEIGHTS_NAME}", expected=rank, received=config.get("r")
+            f"{config_path}: field 'r' does not fit {WEIGHTS_NAME}",
+            expected=rank,
+            received=config.get("r"),
         )
     alpha = config["lora_alpha"]
     if config.get("use_rslora"):  # its scale is alpha / sqrt(rank)
@@ -212,7 +223,11 @@ def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
     """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's linear layers."""
     linears = [name for name in adapter.linears if not is_expert_parameter(name)]
     layers = sorted({_layer_of(name) for name in linears})
-    if -1 in layers or adapter.expert_parameters or len(linears) != len(layers) * len(adapter.target_modules):
+    if (
+        -1 in layers
+        or adapter.expert_parameters
+        or len(linears) != len(layers) * len(adapter.target_modules)
+    ):
         return sorted(linears), None
     return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers
 
@@ -238,12 +253,18 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         hint = "give the folder that holds adapter_config.json"
         expected, received = CONFIG_NAME, "no such file"
-        raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint)
+        raise ArtifactError(
+            f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint
+        )
     config = read_object(path, ArtifactError, hint="copy it again")
     if "peft_type" not in config:
         received = ", ".join(sorted(config)[:6])
-        hint = "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
-        raise ArtifactError(f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint)
+        hint = (
+            "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
+        )
+        raise ArtifactError(
+            f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint
+        )
     return config
 
 
@@ -260,7 +281,9 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 expected=WEIGHTS_NAME,
                 hint="load it with PEFT where you trust it and save_pretrained(safe_serialization=True)",
             )
-        raise ArtifactError(f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file")
+        raise ArtifactError(
+            f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file"
+        )
     header, arrays = stored_tensors(path)
     tensors = {}
     for stored, array in arrays.items():
@@ -268,7 +291,9 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         match = _KEY.fullmatch(name)
         if match is None:
             expected = f"{PEFT_PREFIX}<linear>.lora_A.weight or .lora_B.weight"
-            raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
+            raise ArtifactError(
+                f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected
+            )
         tensors[f"{match['linear']}.lora_{match['side']}.weight"] = array
     recorded = header.metadata.get(DIGEST_KEY)
     if recorded is not None and recorded != digest(tensors):
@@ -291,7 +316,9 @@ def stored_tensors(path: Path) -> tuple[TensorHeader, dict[str, np.ndarray]]:
             f"{path} is damaged or no safetensors file", received=str(error), hint="copy it again"
         ) from None
     arrays = {
-        name: _to_float32(place.dtype, data[place.start : place.end], path, name).reshape(place.shape)
+        name: _to_float32(place.dtype, data[place.start : place.end], path, name).reshape(
+            place.shape
+        )
         for name, place in header.tensors.items()
     }
     return header, arrays
@@ -302,7 +329,9 @@ def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:
         expected = "F32, F16, BF16 or F64"
-        raise ArtifactError(f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype)
+        raise ArtifactError(
+            f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype
+        )
     return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
 
 
@@ -318,19 +347,27 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
     }
     rank = None if ranks else stated
     if not tensors:
-        raise ArtifactError(f"{where}: no tensors", expected="at least one pair of lora_A and lora_B")
+        raise ArtifactError(
+            f"{where}: no tensors", expected="at least one pair of lora_A and lora_B"
+        )
     for name, value in sorted(tensors.items()):
         match = _KEY.fullmatch(name)
         if match is None:
-            raise ArtifactError(f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight")
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight"
+            )
         other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
         if other not in tensors:
             raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
         if value.ndim != 2:
-            raise ArtifactError(f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape)
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape
+            )
         own = value.shape[0] if match["side"] == "A" else value.shape[1]
         if own == 0:
-            raise ArtifactError(f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0")
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0"
+            )
         if is_expert_parameter(match["linear"]):
             each = rank or min(ranks, default=0)
             if not each or own % each:
@@ -339,9 +376,13 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
             own = each
         rank = own if rank is None else rank
         if own != rank:
-            raise ArtifactError(f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}")
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}"
+            )
         if not np.isfinite(value).all():
-            raise ArtifactError(f"{where}: tensor '{name}'", expected="finite values", received="inf or nan")
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="finite values", received="inf or nan"
+            )
     return int(rank or 0)
 
 
@@ -352,7 +393,9 @@ def check_targets(linears: tuple[str, ...], config: dict[str, Any], path: Path) 
         return  # PEFT also takes a pattern; the tensors then say which
     for linear in linears:
         if not any(linear == item or linear.endswith(f".{item}") for item in named):
-            message = f"{path}: field 'target_modules' does not name '{linear}', which {WEIGHTS_NAME} has"
+            message = (
+                f"{path}: field 'target_modules' does not name '{linear}', which {WEIGHTS_NAME} has"
+            )
             raise ArtifactError(message, expected=linears[:4], received=named)
     for item in named:
         if not any(linear == item or linear.endswith(f".{item}") for linear in linears):

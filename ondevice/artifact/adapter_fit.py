@@ -28,7 +28,10 @@ def check_fits(
         ArtifactError: another rank or alpha, layers that the run does not change, or tensors that are missing or of
             another shape.
     """
-    for field, expected, received in (("rank", rank, adapter.rank), ("alpha", alpha, adapter.alpha)):
+    for field, expected, received in (
+        ("rank", rank, adapter.rank),
+        ("alpha", alpha, adapter.alpha),
+    ):
         if expected != received:
             raise ArtifactError(
                 f"the adapter has another {field}",
@@ -49,7 +52,9 @@ def check_fits(
     return check_shapes(adapter.tensors, shapes)
 
 
-def check_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def check_shapes(
+    tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     """Return the tensors that `shapes` names.
 
     Raises:

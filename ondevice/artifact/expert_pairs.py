@@ -47,7 +47,9 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
-def own_names(stored: Iterable[str], target_parameters: Iterable[str], where: str) -> dict[str, str]:
+def own_names(
+    stored: Iterable[str], target_parameters: Iterable[str], where: str
+) -> dict[str, str]:
     """Map PEFT's names of the modules that have pairs to names of parameters, those of plain layers to themselves.
 
     Args:
@@ -72,7 +74,9 @@ def own_names(stored: Iterable[str], target_parameters: Iterable[str], where: st
     full = [name for name in every if any(f".{name}".endswith(f".{target}") for target in targets)]
     back = {theirs: own for own, theirs in peft_names(full).items()}
     missing = sorted(set(back) - set(stored))
-    beyond = [name for name in stored if name not in back and (name.endswith(_INNER) or name in modules)]
+    beyond = [
+        name for name in stored if name not in back and (name.endswith(_INNER) or name in modules)
+    ]
     if missing or beyond or (targets and not full):
         raise ArtifactError(
             f"{where}: field 'target_parameters' is not what the tensors are beside",

@@ -30,7 +30,9 @@ from ondevice.core.errors import CheckpointError, StorageError
 from ondevice.core.untrusted import read_header
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (27|28|122)\b", re.IGNORECASE)
+_FULL_WORDS = re.compile(
+    r"No space left on device|Disk quota exceeded|os error (27|28|122)\b", re.IGNORECASE
+)
 _HASH_CHUNK_BYTES = 1 << 20
 _RENAME_EXCHANGE = 2
 """Both Linux's renameat2 and macOS's renamex_np call the flag that swaps two names 2."""
@@ -73,7 +75,9 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     Raises:
         StorageError: the disk is full, or the folder cannot be written.
     """
-    target = Path(os.path.realpath(path))  # through a link: the file it names is replaced, not the link
+    target = Path(
+        os.path.realpath(path)
+    )  # through a link: the file it names is replaced, not the link
     data = content.encode("utf-8") if isinstance(content, str) else content
     with _named_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +105,9 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     with _named_errors(target):
         if target.is_dir():
-            raise StorageError(f"{target} is a folder", expected="a file's name", hint="choose another name")
+            raise StorageError(
+                f"{target} is a folder", expected="a file's name", hint="choose another name"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
     partial = _beside(target)
@@ -201,7 +207,9 @@ def _named_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}",
-            received=f"{error.strerror or error} ({error.filename})" if error.filename else str(error),
+            received=f"{error.strerror or error} ({error.filename})"
+            if error.filename
+            else str(error),
             hint="choose a folder that exists and that you may write to",
         ) from error
 
@@ -378,7 +386,9 @@ def write_tensors(
         for name, array in arrays:
             little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
             flat = little.reshape(-1).view(np.uint8)
-            for start in range(0, flat.size, _CHUNK_BYTES):  # hashed and written while it is in the cache, and no copy
+            for start in range(
+                0, flat.size, _CHUNK_BYTES
+            ):  # hashed and written while it is in the cache, and no copy
                 chunk = flat[start : start + _CHUNK_BYTES].data
                 digest.update(chunk)
                 file.write(chunk)
@@ -387,7 +397,9 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def _padded(items: list[tuple[str, np.ndarray]], alignment: int) -> Iterator[tuple[str, np.ndarray]]:
+def _padded(
+    items: list[tuple[str, np.ndarray]], alignment: int
+) -> Iterator[tuple[str, np.ndarray]]:
     for number, (name, array) in enumerate(items):
         yield name, array
         if alignment > 8 and (unused := -array.nbytes % alignment):
@@ -411,7 +423,9 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, np.ndarray]:
                     raise ValueError(f"'{name}' is of dtype {place.dtype}")
                 kind = kinds[place.dtype]
                 if mapped and place.end > place.start:
-                    tensors[name] = np.memmap(path, kind, "c", place.start, place.shape).view(np.ndarray)
+                    tensors[name] = np.memmap(path, kind, "c", place.start, place.shape).view(
+                        np.ndarray
+                    )
                     continue
                 file.seek(place.start)
                 array = np.empty(place.shape, dtype=kind)

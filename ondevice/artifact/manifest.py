@@ -42,7 +42,9 @@ class TensorPort(StrictConfig):
     unit: str = ""
 
 
-def port(name: str, role: Any, shape: tuple[int, ...], dtype: str = "float32", unit: str = "") -> TensorPort:
+def port(
+    name: str, role: Any, shape: tuple[int, ...], dtype: str = "float32", unit: str = ""
+) -> TensorPort:
     """Return a port of a training program; `role` is one of `InputRole` or `OutputRole`."""
     return TensorPort(name=name, role=role, dtype=dtype, shape=shape, unit=unit)
 
@@ -50,7 +52,9 @@ def port(name: str, role: Any, shape: tuple[int, ...], dtype: str = "float32", u
 def token_ports(rows: int, length_tokens: int) -> tuple[TensorPort, TensorPort]:
     """Return ids and labels, int64 [rows, length_tokens]."""
     shape = (rows, length_tokens)
-    return port("ids", "ids", shape, "int64", "token id"), port("labels", "labels", shape, "int64", "token id")
+    return port("ids", "ids", shape, "int64", "token id"), port(
+        "labels", "labels", shape, "int64", "token id"
+    )
 
 
 def row_ports(rows: int) -> tuple[TensorPort, TensorPort]:
@@ -193,7 +197,9 @@ class ProgramSpec(StrictConfig):
             raise ValueError("frozen: entries of the layout without a_offset need a file")
         trained = [prod(tensor.shape) for tensor in self.state if tensor.role == "adapter"]
         if trained and sum(trained) != self.adapter_size:
-            raise ValueError(f"adapter_size is {self.adapter_size}, and the adapter's tensors have {sum(trained)}")
+            raise ValueError(
+                f"adapter_size is {self.adapter_size}, and the adapter's tensors have {sum(trained)}"
+            )
         return self
 
     @property
@@ -298,7 +304,9 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(f"{path}: field '{field}': {first['msg']}", hint="export the artifact again") from None
+        raise ArtifactError(
+            f"{path}: field '{field}': {first['msg']}", hint="export the artifact again"
+        ) from None
     _check_places(manifest, Path(folder))
     if check_files:
         _check_files(manifest, Path(folder))
@@ -340,7 +348,9 @@ def _check_files(manifest: Manifest, folder: Path) -> None:
     for name, expected in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            raise ArtifactError(f"artifact {folder} lacks a file", expected=name, hint="copy the whole folder again")
+            raise ArtifactError(
+                f"artifact {folder} lacks a file", expected=name, hint="copy the whole folder again"
+            )
         received = sha256_file(path)
         if received != expected:
             raise ArtifactError(

@@ -42,7 +42,9 @@ def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
     for linear in adapter.linears:
         match = _LAYER.fullmatch(linear)
         if match is None:
-            raise ArtifactError(f"{linear} is in no block", expected="model.layers.N.<module>", received=linear)
+            raise ArtifactError(
+                f"{linear} is in no block", expected="model.layers.N.<module>", received=linear
+            )
         modules.add(match["module"])
         for side, value in zip("ab", adapter.pair(linear)):
             tensors[f"{linear}.lora_{side}"] = np.ascontiguousarray(value.T, dtype=np.float32)
@@ -84,19 +86,27 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
         )
     scale = parameters.get("scale")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ArtifactError(f"{folder / CONFIG_NAME}: field 'scale'", expected="a number", received=scale)
-    return Adapter(tensors, rank, float(scale) * rank, targets_of(tensors), str(config.get("model") or ""))
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: field 'scale'", expected="a number", received=scale
+        )
+    return Adapter(
+        tensors, rank, float(scale) * rank, targets_of(tensors), str(config.get("model") or "")
+    )
 
 
 def _config(path: Path) -> dict[str, Any]:
     try:
         config = read_object(path, ArtifactError, hint="copy it again")
     except FileNotFoundError:
-        raise ArtifactError(f"{path.parent} lacks a file", expected=CONFIG_NAME, received="no such file") from None
+        raise ArtifactError(
+            f"{path.parent} lacks a file", expected=CONFIG_NAME, received="no such file"
+        ) from None
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         hint = "only plain LoRA can be used; fuse such an adapter with mlx_lm.fuse"
-        raise ArtifactError(f"{path}: field 'fine_tune_type'", expected="lora", received=kind, hint=hint)
+        raise ArtifactError(
+            f"{path}: field 'fine_tune_type'", expected="lora", received=kind, hint=hint
+        )
     return config
 
 
@@ -107,6 +117,10 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         match = _KEY.fullmatch(stored)
         if match is None or array.ndim != 2:
             expected = "<linear>.lora_a or .lora_b, of 2 dimensions"
-            raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
-        tensors[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(array.T)
+            raise ArtifactError(
+                f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected
+            )
+        tensors[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(
+            array.T
+        )
     return tensors

@@ -55,7 +55,9 @@ def check_fields(config: dict[str, Any], path: Path) -> None:
         if field == "eva_config" and config.get("init_lora_weights") == "eva":
             continue  # how A was found; the base model's weights stay as they are
         if field in ALLOWED:
-            if not any(value is one or (isinstance(one, str) and value == one) for one in ALLOWED[field]):
+            if not any(
+                value is one or (isinstance(one, str) and value == one) for one in ALLOWED[field]
+            ):
                 expected = " or ".join("null" if one is None else str(one).lower() if isinstance(one, bool) else one
                                        for one in ALLOWED[field])  # fmt: skip
                 raise _wrong(path, field, expected, value)
@@ -77,7 +79,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_layers(linears: tuple[str, ...], layer_of: Any, config: dict[str, Any], path: Path) -> None:
+def check_layers(
+    linears: tuple[str, ...], layer_of: Any, config: dict[str, Any], path: Path
+) -> None:
     """Refuse tensors of layers that `layers_to_transform` leaves out: PEFT would not apply them.
 
     Raises:
@@ -91,7 +95,9 @@ def check_layers(linears: tuple[str, ...], layer_of: Any, config: dict[str, Any]
         raise _wrong(path, "layers_to_transform", "a list of layer numbers", layers)
     for linear in linears:
         if layer_of(linear) not in layers:
-            raise _wrong(path, "layers_to_transform", f"the layer of {linear}, which has tensors", layers)
+            raise _wrong(
+                path, "layers_to_transform", f"the layer of {linear}, which has tensors", layers
+            )
 
 
 def fold_patterns(
@@ -112,12 +118,24 @@ def fold_patterns(
     if not ranks and not alphas:
         return tensors, config
     if config.get("target_parameters"):
-        raise _wrong(path, "rank_pattern" if ranks else "alpha_pattern", "nothing, with target_parameters", ranks)
-    own = {name: value.shape["lora_B" in name] for name, value in tensors.items() if value.ndim == 2}
+        raise _wrong(
+            path,
+            "rank_pattern" if ranks else "alpha_pattern",
+            "nothing, with target_parameters",
+            ranks,
+        )
+    own = {
+        name: value.shape["lora_B" in name] for name, value in tensors.items() if value.ndim == 2
+    }
     most = max(own.values(), default=0)
     default = scale(config.get("lora_alpha"), config.get("r"), config)
     if not default:
-        raise _wrong(path, "lora_alpha", "other than 0, with a rank of 1 or more in 'r'", config["lora_alpha"])
+        raise _wrong(
+            path,
+            "lora_alpha",
+            "other than 0, with a rank of 1 or more in 'r'",
+            config["lora_alpha"],
+        )
     if most > MOST_RANK:
         raise _wrong(path, "rank_pattern", f"ranks of at most {MOST_RANK}", most)
     folded = {}
@@ -125,14 +143,22 @@ def fold_patterns(
         linear = name.rpartition(".lora_")[0]
         rank, alpha = _of(ranks, linear, config.get("r")), _of(alphas, linear, config["lora_alpha"])
         if own.get(name) != rank:
-            raise _wrong(path, "rank_pattern", f"rank {own.get(name)} for {linear}, as {name} has it", rank)
+            raise _wrong(
+                path, "rank_pattern", f"rank {own.get(name)} for {linear}, as {name} has it", rank
+            )
         if "lora_B" in name:
             factor = scale(alpha, rank, config) / default
             value = value if factor == 1 else (value * factor).astype(np.float32)
             folded[name] = np.pad(value, ((0, 0), (0, most - rank)))
         else:
             folded[name] = np.pad(value, ((0, most - rank), (0, 0)))
-    one = {"r": most, "lora_alpha": default * most, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    one = {
+        "r": most,
+        "lora_alpha": default * most,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
     return folded, config | one
 
 
@@ -159,4 +185,6 @@ def _of(patterns: dict[re.Pattern[str], Any], linear: str, default: Any) -> Any:
 
 
 def _wrong(path: Path, field: str, expected: str, received: Any) -> ArtifactError:
-    return ArtifactError(f"{path}: field '{field}'", expected=expected, received=received, hint=HINT)
+    return ArtifactError(
+        f"{path}: field '{field}'", expected=expected, received=received, hint=HINT
+    )

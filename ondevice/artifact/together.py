@@ -31,7 +31,11 @@ def layout(shapes: dict[str, tuple[int, ...]], kind: str) -> tuple[bytes, dict[s
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-(len(head) + 8) % ALIGNMENT)
     first = 8 + len(head)
-    return len(head).to_bytes(8, "little") + head, {name: first + at for name, at in starts.items()}, first + offset
+    return (
+        len(head).to_bytes(8, "little") + head,
+        {name: first + at for name, at in starts.items()},
+        first + offset,
+    )
 
 
 def make(path: Path, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
@@ -47,7 +51,10 @@ def make(path: Path, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
 
 
 def write_parts(
-    path: Path, shapes: dict[str, tuple[int, ...]], kind: str, parts: Iterable[tuple[str, int, np.ndarray]]
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    kind: str,
+    parts: Iterable[tuple[str, int, np.ndarray]],
 ) -> None:
     """Write this process' parts of the tensors, and wait for the disk.
 

@@ -45,14 +45,20 @@ class MappedWeights:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"{self.path}: not a whole safetensors file: {error}", hint=_HINT) from None
+            raise ArtifactError(
+                f"{self.path}: not a whole safetensors file: {error}", hint=_HINT
+            ) from None
         for name, place in tensors.items():
             if place.dtype not in DTYPES:
                 expected = ", ".join(DTYPES)
-                raise ArtifactError(f"{self.path}: dtype of '{name}'", expected=expected, received=place.dtype)
+                raise ArtifactError(
+                    f"{self.path}: dtype of '{name}'", expected=expected, received=place.dtype
+                )
             if place.start % ALIGNMENT_BYTES and not name.startswith(PADDING):
                 expected = f"a multiple of {ALIGNMENT_BYTES} bytes"
-                raise ArtifactError(f"{self.path}: '{name}' is not aligned", expected=expected, received=place.start)
+                raise ArtifactError(
+                    f"{self.path}: '{name}' is not aligned", expected=expected, received=place.start
+                )
             self._places[name] = (np.dtype(DTYPES[place.dtype]), place.shape, place.start)
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +76,12 @@ class MappedWeights:
                 in another way.
         """
         place = self._places.get(name)
-        if place is None or place[0] != dtype or place[1][1:] != shape[1:] or place[1][0] < shape[0]:
+        if (
+            place is None
+            or place[0] != dtype
+            or place[1][1:] != shape[1:]
+            or place[1][0] < shape[0]
+        ):
             other = "model" if place is None or place[0] == dtype else "quantisation"
             raise ArtifactError(
                 f"{self.path} holds the weights of another {other}: {name}",

@@ -17,9 +17,14 @@ FORMS = "executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft, safetensors 
 
 def fuse(
     first: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The base model, or the artifact that was made of it.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="The base model, or the artifact that was made of it."
+        ),
     ] = None,
-    second: Annotated[str | None, typer.Argument(metavar="[ADAPTER]", help="The same as --adapter.")] = None,
+    second: Annotated[
+        str | None, typer.Argument(metavar="[ADAPTER]", help="The same as --adapter.")
+    ] = None,
     model: common.Model = None,
     revision: common.Revision = None,
     dtype: common.Dtype = None,
@@ -36,21 +41,30 @@ def fuse(
     from ondevice.training.fuse import fuse as fuse_model
 
     with common.stages(quiet or json):
-        report = fuse_model(source, trained, target_dir, dtype=dtype, revision=revision, overwrite=overwrite)
+        report = fuse_model(
+            source, trained, target_dir, dtype=dtype, revision=revision, overwrite=overwrite
+        )
     values = {name: getattr(report, name) for name in report.__dataclass_fields__}
     print_json(values) if json else table(values)
 
 
 def convert(
     first: Annotated[
-        Path | None, typer.Argument(metavar="[ADAPTER]", help="An adapter's folder (PEFT's or mlx-lm's), or a run's.")
+        Path | None,
+        typer.Argument(
+            metavar="[ADAPTER]", help="An adapter's folder (PEFT's or mlx-lm's), or a run's."
+        ),
     ] = None,
     adapter: common.AdapterPath = None,
     to: Annotated[str, typer.Option("--to", help=FORMS)] = "peft",
     model: common.Model = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Of a hub id.")] = None,
-    target: Annotated[Path | None, typer.Option("--out", "-o", help="File or folder to write.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File or folder to write.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")
+    ] = None,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
@@ -59,14 +73,23 @@ def convert(
     """Write an adapter, or base plus adapter, as another program reads it, and check what was written."""
     source = common.one_of(first, adapter, "adapter")
     if source is None:
-        raise ConfigError("no adapter is given", expected="--adapter, or an adapter as the first word")
+        raise ConfigError(
+            "no adapter is given", expected="--adapter, or an adapter as the first word"
+        )
     if target is None:
         raise ConfigError("no place is given", expected="--out PATH")
     from ondevice.exits import convert as convert_source
 
     with common.stages(quiet or json):
         report = convert_source(
-            source, to, target, model=model, revision=revision, dtype=dtype, overwrite=overwrite, dry_run=dry_run
+            source,
+            to,
+            target,
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            overwrite=overwrite,
+            dry_run=dry_run,
         )
     if json:
         print_json(report.to_dict())

@@ -15,7 +15,13 @@ import typer.main
 
 from ondevice.cli import common
 from ondevice.cli.common import err, print_json
-from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, MissingPackageError, OndeviceError, StorageError
+from ondevice.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    ConfigError,
+    MissingPackageError,
+    OndeviceError,
+    StorageError,
+)
 from ondevice.core.method import load_place
 from ondevice.core.near import nearest
 from ondevice.core.version import own_version
@@ -40,12 +46,17 @@ STORAGE_ERRNOS = (
 """Errors of a full, read-only or missing disk; any other OSError is a bug and keeps its traceback."""
 
 EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "peft", "gguf", "tokenizers", "huggingface_hub", "filelock"), "torch"),
+    **dict.fromkeys(
+        ("torch", "transformers", "peft", "gguf", "tokenizers", "huggingface_hub", "filelock"),
+        "torch",
+    ),
     **dict.fromkeys(("executorch", "torchao"), "executorch"),
     **dict.fromkeys(("mlx", "mlx_lm"), "mlx"),
     **dict.fromkeys(("bitsandbytes", "liger_kernel"), "cuda"),
     **dict.fromkeys(("openpyxl", "pyarrow"), "tables"),
-    **dict.fromkeys(("fastapi", "uvicorn", "sse_starlette", "starlette", "prometheus_client"), "serve"),
+    **dict.fromkeys(
+        ("fastapi", "uvicorn", "sse_starlette", "starlette", "prometheus_client"), "serve"
+    ),
 }
 """Optional packages, and the extra that brings each: what a user sees where one is not there."""
 
@@ -139,7 +150,9 @@ def version(value: bool) -> None:
 
 @app.callback()
 def root(
-    show: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version."),
+    show: bool = typer.Option(
+        False, "--version", callback=version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     """Fine-tune language models where the data lives."""
 
@@ -149,18 +162,24 @@ def run(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     common.command_line[:] = arguments
     # Before any verb imports a library that reads them; what the user has set stays.
-    if not err.is_terminal or {"-q", "--quiet"} & set(arguments):  # a download shows how far it is to whoever looks
+    if not err.is_terminal or {"-q", "--quiet"} & set(
+        arguments
+    ):  # a download shows how far it is to whoever looks
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
+    logging.getLogger("torch.utils._pytree").setLevel(
+        logging.ERROR
+    )  # torchao's import warns of its own enums
     try:
         code = app(args=arguments, standalone_mode=False)
     except OndeviceError as error:
         code = _report(error, arguments)
     except typer.Abort:
         code = INTERRUPTED_EXIT_CODE
-    except NoArgsIsHelpError as error:  # a group without a verb: its help, which is no mistake's message
+    except (
+        NoArgsIsHelpError
+    ) as error:  # a group without a verb: its help, which is no mistake's message
         err.print(error.format_message(), markup=False, soft_wrap=True)
         code = ConfigError.exit_code
     except USAGE_ERRORS as error:
@@ -170,10 +189,14 @@ def run(arguments: list[str] | None = None) -> None:
         if extra is None:  # a bug keeps its traceback
             raise
         hint = f"pip install 'ondevice-train[{extra}]'"
-        code = _report(MissingPackageError(f"this needs the package '{error.name}'", hint=hint), arguments)
+        code = _report(
+            MissingPackageError(f"this needs the package '{error.name}'", hint=hint), arguments
+        )
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:  # `ondevice ... | head`: without this, Python's last flush would print a traceback
+    except (
+        BrokenPipeError
+    ):  # `ondevice ... | head`: without this, Python's last flush would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
@@ -188,7 +211,12 @@ def _usage(error: Any) -> ConfigError:
     hint, message = "`ondevice COMMAND --help` lists the flags", error.format_message()
     unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if unknown and context is not None:
-        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        known = [
+            name
+            for parameter in context.command.params
+            for name in parameter.opts
+            if name.startswith("--")
+        ]
         # The parser's own guess goes by letters alone: `--lora-rank` would be `--dry-run`.
         message, near = f"no such flag: {unknown}", nearest(unknown, known)
         hint = f"did you mean {near}? {hint}" if near else hint
@@ -203,7 +231,11 @@ def _keys_named(name: str) -> list[str]:
     from ondevice.core.registry import methods
 
     sections = {section: field.annotation for section, field in RunConfig.model_fields.items()}
-    keys = [f"{section}.{name}" for section, kind in sections.items() if name in getattr(kind, "model_fields", {})]
+    keys = [
+        f"{section}.{name}"
+        for section, kind in sections.items()
+        if name in getattr(kind, "model_fields", {})
+    ]
     in_method = any(name in spec.config.model_fields for spec in methods())
     return keys + ([f"method.{name}"] if in_method and f"method.{name}" not in keys else [])
 
@@ -211,7 +243,9 @@ def _keys_named(name: str) -> list[str]:
 def _report(error: OndeviceError, arguments: list[str]) -> int:
     """Print an error, as JSON too where `--json` is among the arguments; return its exit code."""
     values: dict[str, Any] = error.to_dict()
-    if "--json" in arguments:  # not from the parser: the error may be that the arguments cannot be parsed
+    if (
+        "--json" in arguments
+    ):  # not from the parser: the error may be that the arguments cannot be parsed
         print_json(values)
     err.print(f"error: {error}", markup=False, soft_wrap=True)
     return error.exit_code

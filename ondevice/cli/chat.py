@@ -25,13 +25,25 @@ def chat(
     revision: common.Revision = None,
     dtype: common.Dtype = None,
     adapter: common.AdapterPath = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw among tokens of this probability together.")] = 1.0,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="What the model is told first.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 is greedy.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw among tokens of this probability together.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer (repeat).")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="A text that ends an answer (repeat).")
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """Talk to a model, or to an artifact in its runtime, with or without an adapter."""
@@ -42,10 +54,17 @@ def chat(
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
     if not Path(source).is_dir():  # which may be an artifact
         common.check_model(source, revision)
-    talk = open_chat(source, adapter, **({} if dtype is None else {"dtype": dtype}), revision=revision)
+    talk = open_chat(
+        source, adapter, **({} if dtype is None else {"dtype": dtype}), revision=revision
+    )
     if system is not None and not talk.templated:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
     options["stop"] = stop or []
     told = _Conversation(talk, system, options)
     if prompt is None:
@@ -53,7 +72,14 @@ def chat(
         return
     reply = "".join(told.ask(prompt)) if json else _show(told.ask(prompt))
     if json:
-        print_json({"prompt": prompt, "answer": reply, "finish": talk.ending.finish, "tokens": talk.ending.tokens})
+        print_json(
+            {
+                "prompt": prompt,
+                "answer": reply,
+                "finish": talk.ending.finish,
+                "tokens": talk.ending.tokens,
+            }
+        )
 
 
 class _Conversation:

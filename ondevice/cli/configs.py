@@ -45,7 +45,9 @@ def preset(
 @app.command()
 @common.with_run_options("--method", "--revision", "--dtype", loop=False)
 def show(
-    first: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config.")] = None,
+    first: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config.")
+    ] = None,
     config: common.Config = None,
     model: common.Model = None,
     settings: common.Settings = None,
@@ -57,7 +59,9 @@ def show(
     from ondevice.api.runfile import RunConfig
 
     file = common.one_of(first, config, "config")
-    resolved = RunConfig.load(file, overrides(settings, model__source=model) | run_options).model_dump(mode="json")
+    resolved = RunConfig.load(
+        file, overrides(settings, model__source=model) | run_options
+    ).model_dump(mode="json")
     if json:
         print_json(resolved)
     else:

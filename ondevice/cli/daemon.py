@@ -13,8 +13,12 @@ from ondevice.core.errors import ConfigError
 if TYPE_CHECKING:
     from ondevice.server.client import Client
 
-Url = Annotated[str | None, typer.Option("--url", help="Of the daemon; ONDEVICE_URL, or http://127.0.0.1:8765.")]
-Ca = Annotated[Path | None, typer.Option("--ca", help="Certificate (PEM) to trust, for one of your own.")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="Of the daemon; ONDEVICE_URL, or http://127.0.0.1:8765.")
+]
+Ca = Annotated[
+    Path | None, typer.Option("--ca", help="Certificate (PEM) to trust, for one of your own.")
+]
 Job = Annotated[str, typer.Argument(help="The job's id.")]
 
 
@@ -42,7 +46,9 @@ def bytes_of(text: str | None) -> int | None:
     try:
         return None if text is None or text == "none" else parse_bytes(text)
     except ValueError as error:
-        raise ConfigError("the memory limit cannot be read", expected="6GiB", received=str(error)) from None
+        raise ConfigError(
+            "the memory limit cannot be read", expected="6GiB", received=str(error)
+        ) from None
 
 
 def show_job(job: dict[str, Any], json: bool) -> None:
@@ -71,6 +77,11 @@ def show_job(job: dict[str, Any], json: bool) -> None:
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Print the plan of a dry run: bytes by part, and the verdict."""
-    table({part: mebibytes(size) for part, size in plan["parts_bytes"].items()}, title=plan["model"])
+    table(
+        {part: mebibytes(size) for part, size in plan["parts_bytes"].items()}, title=plan["model"]
+    )
     verdict = "fits" if plan["fits"] else "does not fit"
-    out.print(f"{mebibytes(plan['total_bytes'])} of {mebibytes(plan['usable_bytes'])} usable: {verdict}", markup=False)
+    out.print(
+        f"{mebibytes(plan['total_bytes'])} of {mebibytes(plan['usable_bytes'])} usable: {verdict}",
+        markup=False,
+    )

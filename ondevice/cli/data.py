@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def data(
     first: Annotated[str | None, typer.Argument(metavar="[FILE]", help=f"{common.ROWS}.")] = None,
-    named: Annotated[str | None, typer.Option("--data", "-d", help="The same as the first word.")] = None,
+    named: Annotated[
+        str | None, typer.Option("--data", "-d", help="The same as the first word.")
+    ] = None,
     model: common.Model = None,
     revision: common.Revision = None,
     task: common.Task = None,
@@ -52,7 +54,9 @@ def data(
         _without_tokens(whole, rows, json, str(error.hint))
         return
     vocabulary = None if model is None else read_dims(model, revision).vocab
-    shown = preview_rows(read, tokenizer, max_length, rows=rows, strict_columns=strict_columns, vocabulary=vocabulary)
+    shown = preview_rows(
+        read, tokenizer, max_length, rows=rows, strict_columns=strict_columns, vocabulary=vocabulary
+    )
     if json:
         print_json(shown.to_dict())
     else:

@@ -26,16 +26,22 @@ def export(
     model: common.Model = None,
     target_dir: common.Out = None,
     length: Annotated[
-        list[int] | None, typer.Option("--length", "--max-length", help="Length bucket in tokens (repeat).")
+        list[int] | None,
+        typer.Option("--length", "--max-length", help="Length bucket in tokens (repeat)."),
     ] = None,
     batch_size: common.BatchSize = None,
     quantize: Annotated[
         str | None,
-        typer.Option("--quantize", help="none, int8, q4, 8da4w or 8da8w; none or w8 on an NPU; nf4 or int8 for CUDA."),
+        typer.Option(
+            "--quantize",
+            help="none, int8, q4, 8da4w or 8da8w; none or w8 on an NPU; nf4 or int8 for CUDA.",
+        ),
     ] = None,
     soc: Annotated[
         list[str] | None,
-        typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
+        typer.Option(
+            "--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."
+        ),
     ] = None,
     form: Annotated[str | None, typer.Option("--form", help="functional or stateful.")] = None,
     settings: common.Settings = None,
@@ -94,10 +100,14 @@ def export(
 
 def _show(reports: list[Any], json: bool) -> None:
     if json:
-        values = [{name: getattr(report, name) for name in report.__dataclass_fields__} for report in reports]
+        values = [
+            {name: getattr(report, name) for name in report.__dataclass_fields__}
+            for report in reports
+        ]
         for report_values in values:
             report_values["partition"] = {
-                name: [share.model_dump() for share in shares] for name, shares in report_values["partition"].items()
+                name: [share.model_dump() for share in shares]
+                for name, shares in report_values["partition"].items()
             }
         print_json(values[0] if len(values) == 1 else {"artifacts": values})
         return
@@ -110,11 +120,14 @@ def _show(reports: list[Any], json: bool) -> None:
                 "program": mebibytes(report.program_bytes),
                 "planned memory": mebibytes(max(report.planned_bytes.values())),
                 "lowering": f"{report.lowering_s:.0f} s",
-                "kernels of this project": ", ".join(report.custom_ops) or "none: a stock runtime runs it",
+                "kernels of this project": ", ".join(report.custom_ops)
+                or "none: a stock runtime runs it",
                 **{
                     f"train_step on {share.backend}": f"{share.operators} operators in {share.calls} calls, "
                     f"{mebibytes(share.bytes)}"
-                    for share in report.partition[max(report.planned_bytes, key=report.planned_bytes.__getitem__)]
+                    for share in report.partition[
+                        max(report.planned_bytes, key=report.planned_bytes.__getitem__)
+                    ]
                 },
                 **_against_eager(report.check),
             }
@@ -149,22 +162,30 @@ def _cosines(against: str, check: dict[str, Any], suffix: str) -> dict[str, str]
     if whole is None or "gradient_cosine_float32" not in check:
         return {}
     least, median = (check[f"{kind}_gradient_cosine{suffix}"] for kind in ("min", "median"))
-    return {f"gradient cosine {against}": f"{whole:.4f}; by tensor min {least:.4f}, median {median:.4f}"}
+    return {
+        f"gradient cosine {against}": f"{whole:.4f}; by tensor min {least:.4f}, median {median:.4f}"
+    }
 
 
 def verify(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
     steps: Annotated[
-        int | None, typer.Option("--steps", "-n", min=1, help="Training steps of a CPU's program (20).")
+        int | None,
+        typer.Option("--steps", "-n", min=1, help="Training steps of a CPU's program (20)."),
     ] = None,
     directions: Annotated[
-        int | None, typer.Option("--directions", min=1, help="Projected gradients of an NPU's program (8).")
+        int | None,
+        typer.Option("--directions", min=1, help="Projected gradients of an NPU's program (8)."),
     ] = None,
     perturbation_scale: Annotated[
         list[float] | None,
-        typer.Option("--perturbation-scale", help="Compare an NPU's program at this scale (repeat)."),
+        typer.Option(
+            "--perturbation-scale", help="Compare an NPU's program at this scale (repeat)."
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option("--data", "-d", help=f"Rows to step on: {common.ROWS}.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help=f"Rows to step on: {common.ROWS}.")
+    ] = None,
     model: common.Model = None,
     json: common.Json = False,
 ) -> None:
@@ -183,11 +204,17 @@ def verify(
         print_json(result)
     else:
         for figures in result.get("scales", [result]):
-            table({name: value for name, value in figures.items() if name not in ("scales", "broken")})
+            table(
+                {name: value for name, value in figures.items() if name not in ("scales", "broken")}
+            )
     if not result["ok"]:
-        broken = [line for figures in result.get("scales", [result]) for line in figures.get("broken", [])]
+        broken = [
+            line for figures in result.get("scales", [result]) for line in figures.get("broken", [])
+        ]
         raise VerificationError(
             "the program does not follow eager PyTorch",
             received="; ".join(broken)
-            or ", ".join(f"{name} {result[name]:.3g}" for name in result if name.endswith("_error")),
+            or ", ".join(
+                f"{name} {result[name]:.3g}" for name in result if name.endswith("_error")
+            ),
         )

@@ -16,7 +16,9 @@ from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Devices.")]
 RoundCount = Annotated[int | None, typer.Option("--rounds", min=1, help="Rounds.")]
-Dirichlet = Annotated[float | None, typer.Option("--dirichlet", help="Split the rows by label, as 0.1; else evenly.")]
+Dirichlet = Annotated[
+    float | None, typer.Option("--dirichlet", help="Split the rows by label, as 0.1; else evenly.")
+]
 Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
 
 
@@ -29,7 +31,9 @@ def private_files(context: typer.Context) -> None:
 
 
 @app.command()
-@common.with_run_options(without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False)
+@common.with_run_options(
+    without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False
+)
 @common.with_method_options
 def simulate(
     first: common.FirstModel = None,
@@ -40,7 +44,11 @@ def simulate(
     local_steps: LocalSteps = None,
     dirichlet: Dirichlet = None,
     engine: Annotated[
-        str, typer.Option("--engine", help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.")
+        str,
+        typer.Option(
+            "--engine",
+            help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.",
+        ),
     ] = "own",
     settings: common.Settings = None,
     resume: common.Resume = False,
@@ -71,7 +79,9 @@ def simulate(
         )
         return
     if engine not in ("own", "flower"):
-        raise ConfigError("an engine that does not exist", expected="own or flower", received=engine)
+        raise ConfigError(
+            "an engine that does not exist", expected="own or flower", received=engine
+        )
     if engine == "flower":
         from ondevice.fleet.engine import simulate_with_flower
 
@@ -80,10 +90,15 @@ def simulate(
         from ondevice.fleet.simulate import simulate as simulate_fleet
 
         result = simulate_fleet(
-            run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
+            run,
+            resume=resume,
+            overwrite=overwrite,
+            on_round=lambda done: None if json or quiet else _say(done),
         )
     values = result.to_dict()
-    print_json(values) if json else table({name: value for name, value in values.items() if name != "curve"})
+    print_json(values) if json else table(
+        {name: value for name, value in values.items() if name != "curve"}
+    )
     if result.interrupted:
         err.print(f"stopped after round {result.rounds}; everything is saved. To go on: {common.resumed_command()}",
                   markup=False, soft_wrap=True)  # fmt: skip
@@ -93,16 +108,20 @@ def simulate(
 def _say(done: Any) -> None:
     loss = "no answers" if done.loss is None else f"loss {done.loss:.4f}"
     err.print(
-        f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} answers  {done.refused} refused", markup=False
+        f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} answers  {done.refused} refused",
+        markup=False,
     )
 
 
 @app.command()
 def replay(
     log: Log,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=0, help="Only the first so many rounds.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=0, help="Only the first so many rounds.")
+    ] = None,
     target_dir: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the adapter too: a folder. Loads the model.")
+        Path | None,
+        typer.Option("--out", "-o", help="Write the adapter too: a folder. Loads the model."),
     ] = None,
     model: common.Model = None,
     quiet: common.Quiet = False,
@@ -116,7 +135,10 @@ def replay(
     state = replay_log(content, rounds=rounds)
     taken = content.events_until(rounds)
     if content.unfinished:
-        err.print(f"warning: the log ends with {content.unfinished} bytes of a round that is not whole", markup=False)
+        err.print(
+            f"warning: the log ends with {content.unfinished} bytes of a round that is not whole",
+            markup=False,
+        )
     if target_dir is not None:
         import tempfile
 
@@ -148,7 +170,9 @@ def replay(
 @app.command()
 def status(
     log: Log,
-    delta: Annotated[float, typer.Option("--delta", help="Of epsilon, where the charter has noise.")] = 1e-5,
+    delta: Annotated[
+        float, typer.Option("--delta", help="Of epsilon, where the charter has noise.")
+    ] = 1e-5,
     json: common.Json = False,
 ) -> None:
     """Show a fleet's charter, its rounds, their losses and bytes, and the hash of its adapter."""
@@ -158,13 +182,20 @@ def status(
     if json:
         print_json(values)
         return
-    table({name: value for name, value in values.items() if name not in ("rounds_table", "charter")})
+    table(
+        {name: value for name, value in values.items() if name not in ("rounds_table", "charter")}
+    )
     for row in values["rounds_table"][-10:]:
         loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
         if row["bytes"] and not row["answers"]:
-            out.print(f"before round {row['round']}: a new subspace, {row['bytes']} bytes", markup=False)
+            out.print(
+                f"before round {row['round']}: a new subspace, {row['bytes']} bytes", markup=False
+            )
         else:
-            out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
+            out.print(
+                f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes",
+                markup=False,
+            )
 
 
 @app.command()
@@ -179,9 +210,14 @@ def plot(
 
     target = target or Path("fleet.png")
     if target.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError("pictures of another kind", expected=".png, .svg or .pdf", received=target.name)
+        raise ConfigError(
+            "pictures of another kind", expected=".png, .svg or .pdf", received=target.name
+        )
     draw(fleets, target)
-    values = {"picture": str(target), "curves": {str(folder): curve_of(folder) for folder in fleets}}
+    values = {
+        "picture": str(target),
+        "curves": {str(folder): curve_of(folder) for folder in fleets},
+    }
     print_json(values) if json else out.print(str(target), markup=False)
 
 

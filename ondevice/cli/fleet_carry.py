@@ -13,13 +13,18 @@ from ondevice.cli.fleet_flower import Artifact, Copy, Epsilon, Folder
 from ondevice.core.errors import ConfigError
 
 carry = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Rounds as files below 2 kB, for devices without a network."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Rounds as files below 2 kB, for devices without a network.",
 )
 Number = Annotated[int, typer.Option("--device", min=0, max=2**64 - 1, help="The device's number.")]
 
 
 QR = Annotated[
-    bool, typer.Option("--qr", help="Also write each file as a QR code, FILE.png, and show it in a terminal.")
+    bool,
+    typer.Option(
+        "--qr", help="Also write each file as a QR code, FILE.png, and show it in a terminal."
+    ),
 ]
 
 
@@ -28,7 +33,9 @@ def carry_out(
     folder: Folder,
     device: Number,
     to: Annotated[Path, typer.Option("--to", help="File to write, such as phone.odfleet.")],
-    last: Annotated[bool, typer.Option("--last", help="Only what the device lacks: no task.")] = False,
+    last: Annotated[
+        bool, typer.Option("--last", help="Only what the device lacks: no task.")
+    ] = False,
     qr: QR = False,
     json: common.Json = False,
 ) -> None:
@@ -41,13 +48,17 @@ def carry_out(
     _check_fleet(folder)
     with RunLock(folder), Store.open(folder) as store:
         files = Desk(store).out(device, last)
-    names = [to if place == 0 else to.with_stem(f"{to.stem}-{place + 1}") for place in range(len(files))]
+    names = [
+        to if place == 0 else to.with_stem(f"{to.stem}-{place + 1}") for place in range(len(files))
+    ]
     for name, data in zip(names, files, strict=True):
         atomic_write(name, data)
     values = {"files": [str(name) for name in names], "bytes": [len(data) for data in files]}
     if qr:
         values["qr"] = [_picture(name, data) for name, data in zip(names, files, strict=True)]
-    print_json(values) if json else table({str(name): f"{len(data)} bytes" for name, data in zip(names, files)})
+    print_json(values) if json else table(
+        {str(name): f"{len(data)} bytes" for name, data in zip(names, files)}
+    )
 
 
 @carry.command("in")
@@ -93,7 +104,9 @@ def carry_in(
 def carry_answer(
     files: Annotated[list[Path], typer.Argument(help="The round's files, in order.")],
     target_dir: Copy,
-    data: Annotated[str | None, typer.Option("--data", "-d", help="This device's rows; they stay here.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="This device's rows; they stay here.")
+    ] = None,
     to: Annotated[Path | None, typer.Option("--to", help="File for the answer.")] = None,
     task: common.Task = None,
     columns: common.Columns = None,
@@ -101,7 +114,9 @@ def carry_answer(
     model: common.Model = None,
     artifact: Artifact = None,
     batch_size: common.BatchSize = None,
-    key: Annotated[Path | None, typer.Option("--key", help="This device's private key: it signs the answer.")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="This device's private key: it signs the answer.")
+    ] = None,
     epsilon: Epsilon = None,
     qr: QR = False,
     json: common.Json = False,
@@ -139,9 +154,13 @@ def carry_answer(
         if parcel.task is None or parcel.device is None:
             continue
         if data is None or to is None:
-            raise ConfigError("the file has a task", expected="--data with rows, and --to for the answer")
+            raise ConfigError(
+                "the file has a task", expected="--data with rows, and --to for the answer"
+            )
         answer = end.take({"task": parcel.task}, parcel.device)["answer"]
-        (written,) = files_of(Parcel(device=parcel.device, answer=answer, signed=end.signed(answer)))
+        (written,) = files_of(
+            Parcel(device=parcel.device, answer=answer, signed=end.signed(answer))
+        )
         atomic_write(to, written)
         values |= {"answer": str(to), "bytes": len(written)}
         if qr:

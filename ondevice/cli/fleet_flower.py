@@ -10,25 +10,43 @@ import typer
 from ondevice.cli import common
 from ondevice.cli.common import err, overrides, print_json, table
 
-LocalSteps = Annotated[int | None, typer.Option("--local-steps", min=1, help="Steps of a device before it answers.")]
+LocalSteps = Annotated[
+    int | None, typer.Option("--local-steps", min=1, help="Steps of a device before it answers.")
+]
 Host = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
 Port = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
 Certificates = Annotated[
     Path | None,
-    typer.Option("--certificates", help="Folder with ca.crt, and for the server server.pem and server.key."),
+    typer.Option(
+        "--certificates", help="Folder with ca.crt, and for the server server.pem and server.key."
+    ),
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")]
 Epsilon = Annotated[
     float | None,
-    typer.Option("--epsilon", min=0, help="Privacy budget: this device stops at it. 8 in a fleet with noise."),
+    typer.Option(
+        "--epsilon", min=0, help="Privacy budget: this device stops at it. 8 in a fleet with noise."
+    ),
 ]
 Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice fleet begin`.")]
-Copy = Annotated[Path, typer.Option("--out", "-o", help="Folder of this device's copy of the fleet.")]
-Artifact = Annotated[Path | None, typer.Option("--artifact", help="An exported program instead of the model.")]
+Copy = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder of this device's copy of the fleet.")
+]
+Artifact = Annotated[
+    Path | None, typer.Option("--artifact", help="An exported program instead of the model.")
+]
 
 
 @common.with_run_options(
-    "--method", "--revision", "--dtype", "--task", "--max-length", "--learning-rate", "--seed", "--out", loop=False
+    "--method",
+    "--revision",
+    "--dtype",
+    "--task",
+    "--max-length",
+    "--learning-rate",
+    "--seed",
+    "--out",
+    loop=False,
 )
 @common.with_method_options
 def begin(
@@ -38,7 +56,10 @@ def begin(
     local_steps: LocalSteps = None,
     device_keys: Annotated[
         Path | None,
-        typer.Option("--device-keys", help="Folder of the devices' public keys (*.pub): the charter names them."),
+        typer.Option(
+            "--device-keys",
+            help="Folder of the devices' public keys (*.pub): the charter names them.",
+        ),
     ] = None,
     settings: common.Settings = None,
     json: common.Json = False,
@@ -49,7 +70,9 @@ def begin(
     """Begin a fleet: write its charter, which every device will check. Needs the model, and no data."""
     from ondevice.fleet.config import FleetRun
 
-    flags = overrides(settings, model__source=common.model_of(first, model), fleet__local_steps=local_steps)
+    flags = overrides(
+        settings, model__source=common.model_of(first, model), fleet__local_steps=local_steps
+    )
     run = FleetRun.load(config, flags | method_options | run_options)
     run.check_device_keys(device_keys)
     from ondevice.fleet.open import open_task
@@ -75,8 +98,12 @@ def server(
     folder: Folder,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds in all.")] = 100,
     devices: Annotated[int, typer.Option("--devices", min=1, help="Wait for so many devices.")] = 1,
-    sample: Annotated[float, typer.Option("--sample", help="Share of the devices that a round asks.")] = 1.0,
-    wait: Annotated[float, typer.Option("--wait", help="Longest wait for devices or answers, seconds.")] = 600.0,
+    sample: Annotated[
+        float, typer.Option("--sample", help="Share of the devices that a round asks.")
+    ] = 1.0,
+    wait: Annotated[
+        float, typer.Option("--wait", help="Longest wait for devices or answers, seconds.")
+    ] = 600.0,
     host: Host = "127.0.0.1",
     port: Port = 9092,
     certificates: Certificates = None,
@@ -111,12 +138,17 @@ def device(
     artifact: Artifact = None,
     batch_size: common.BatchSize = None,
     gives_subspace: Annotated[
-        bool, typer.Option("--gives-subspace", help="This device's gradient may give the fleet's subspaces.")
+        bool,
+        typer.Option(
+            "--gives-subspace", help="This device's gradient may give the fleet's subspaces."
+        ),
     ] = False,
     host: Host = "127.0.0.1",
     port: Port = 9092,
     certificates: Certificates = None,
-    key: Annotated[Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")
+    ] = None,
     insecure: Insecure = False,
     epsilon: Epsilon = None,
 ) -> None:
@@ -145,8 +177,12 @@ def device(
 
 def certificates(
     folder: Annotated[Path, typer.Argument(help="Folder to make them in.")],
-    host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of the server (repeat).")] = None,
-    devices: Annotated[int, typer.Option("--devices", min=0, help="Make keys for so many devices.")] = 0,
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="Name or address of the server (repeat).")
+    ] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", min=0, help="Make keys for so many devices.")
+    ] = 0,
     json: common.Json = False,
 ) -> None:
     """Make TLS certificates for a fleet's server, and key pairs for its devices."""

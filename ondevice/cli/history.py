@@ -13,14 +13,17 @@ from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 from ondevice.core.errors import ConfigError
 
-app = typer.Typer(help="The runs on this disk: list, show, compare, plot, remove.", no_args_is_help=True)
+app = typer.Typer(
+    help="The runs on this disk: list, show, compare, plot, remove.", no_args_is_help=True
+)
 Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 Runs = Annotated[list[Path], typer.Argument(help="Runs' folders.")]
 
 
 @app.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), json: common.Json = False
+    folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"),
+    json: common.Json = False,
 ) -> None:
     """List the runs at and below a folder, the newest last."""
     from ondevice.training.runs import find_runs, read_run
@@ -51,17 +54,33 @@ def show(run: Run, json: common.Json = False) -> None:
     if json:
         seen = [event.to_dict() for event in summary.evaluations]
         resumes = [event.to_dict() for event in summary.resumes]
-        print_json(summary.to_dict() | {"config": summary.config, "evaluations": seen, "resumes": resumes})
+        print_json(
+            summary.to_dict() | {"config": summary.config, "evaluations": seen, "resumes": resumes}
+        )
         return
-    values = {key: value for key, value in summary.to_dict().items() if key not in ("checkpoints", "started_s")}
-    values |= {"started": _when(summary.started_s), "peak_memory_bytes": mebibytes(values["peak_memory_bytes"])}
+    values = {
+        key: value
+        for key, value in summary.to_dict().items()
+        if key not in ("checkpoints", "started_s")
+    }
+    values |= {
+        "started": _when(summary.started_s),
+        "peak_memory_bytes": mebibytes(values["peak_memory_bytes"]),
+    }
     table(values | {"checkpoints": ", ".join(summary.checkpoints)})
     for event in summary.resumes:
-        changes = ", ".join(f"{key} {str(old)[:20]} -> {str(new)[:20]}" for key, (old, new) in event.changed.items())
-        out.print(f"resumed at step {event.step}" + (f": {changes}" if changes else ""), markup=False)
+        changes = ", ".join(
+            f"{key} {str(old)[:20]} -> {str(new)[:20]}" for key, (old, new) in event.changed.items()
+        )
+        out.print(
+            f"resumed at step {event.step}" + (f": {changes}" if changes else ""), markup=False
+        )
     for event in summary.evaluations:
         mark = "  best so far" if event.best else ""
-        out.print(f"step {event.step}: loss {event.loss:.4f}, accuracy {_number(event.accuracy)}{mark}", markup=False)
+        out.print(
+            f"step {event.step}: loss {event.loss:.4f}, accuracy {_number(event.accuracy)}{mark}",
+            markup=False,
+        )
 
 
 @app.command()
@@ -74,7 +93,10 @@ def compare(runs: Runs, json: common.Json = False) -> None:
     if json:
         print_json({"runs": [summary.to_dict() for summary in summaries], "settings": settings})
         return
-    rows = [[name.replace("_", " "), *(_number(summary.figures[name]) for summary in summaries)] for name in FIGURES]
+    rows = [
+        [name.replace("_", " "), *(_number(summary.figures[name]) for summary in summaries)]
+        for name in FIGURES
+    ]
     rows += [[key, *(_number(value) for value in values)] for key, values in settings.items()]
     _grid(("", *(str(summary.path) for summary in summaries)), rows)
 
@@ -86,7 +108,9 @@ def plot(runs: Runs, target: common.Out = None, json: common.Json = False) -> No
 
     target = target or Path("runs.png")
     if target.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError("pictures of another kind", expected=".png, .svg or .pdf", received=target.name)
+        raise ConfigError(
+            "pictures of another kind", expected=".png, .svg or .pdf", received=target.name
+        )
     plot_runs(runs, target)
     print_json({"picture": str(target)}) if json else out.print(str(target), markup=False)
 
@@ -106,7 +130,9 @@ def remove(
     if dry_run:
         folders = [str(path) for path in runs]
         values = {"removed": folders, "dry_run": True}
-        print_json(values) if json else out.print(f"would delete {', '.join(folders)}", markup=False)
+        print_json(values) if json else out.print(
+            f"would delete {', '.join(folders)}", markup=False
+        )
         return
     if not yes:
         if not sys.stdin.isatty():
@@ -121,7 +147,9 @@ def _grid(head: tuple[str, ...], rows: list[list[Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    if not out.is_terminal:  # into a file or a pipe each run stays on one line, however long its path
+    if (
+        not out.is_terminal
+    ):  # into a file or a pipe each run stays on one line, however long its path
         cells = [[str(cell) for cell in row] for row in (head, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         for row in cells:

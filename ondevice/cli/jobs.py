@@ -13,7 +13,9 @@ from ondevice.cli.common import err, out, print_json
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
 
-app = typer.Typer(help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True)
+app = typer.Typer(
+    help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True
+)
 adapters = typer.Typer(help="Adapters of the daemon.", no_args_is_help=True)
 app.add_typer(adapters, name="adapters")
 thumbs = typer.Typer(help="Answers that were judged with thumbs up or down.", no_args_is_help=True)
@@ -25,7 +27,9 @@ Adapter = Annotated[str, typer.Argument(help="The adapter's id.")]
 def list_jobs(
     url: Url = None,
     ca: Ca = None,
-    state: Annotated[list[str] | None, typer.Option("--state", help="Only jobs in this state (repeat).")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", help="Only jobs in this state (repeat).")
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """List the jobs that run, wait, and have ended."""
@@ -134,25 +138,40 @@ def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> 
         return
     for row in rows:
         active = "  active" if row["active"] else ""
-        out.print(f"{row['id']}  rank {row['rank']}  {row['base_model']}  {row['name']}{active}", markup=False)
+        out.print(
+            f"{row['id']}  rank {row['rank']}  {row['base_model']}  {row['name']}{active}",
+            markup=False,
+        )
 
 
 @adapters.command()
 def download(
-    adapter: Adapter, folder: common.Out = None, url: Url = None, ca: Ca = None, json: common.Json = False
+    adapter: Adapter,
+    folder: common.Out = None,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
 ) -> None:
     """Write an adapter's two files, as PEFT loads them; into a folder of its name without --out."""
     written = open_client(url, ca).download_adapter(adapter, folder or Path(adapter))
-    print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(str(written), markup=False)
+    print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(
+        str(written), markup=False
+    )
 
 
 @adapters.command("convert")
 def convert_adapter(
     adapter: Adapter,
     to: Annotated[str, typer.Option("--to", help=FORMS)],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="If not the adapter's own.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")] = None,
-    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write, a zip for a folder.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="If not the adapter's own.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write, a zip for a folder.")
+    ] = None,
     url: Url = None,
     ca: Ca = None,
     quiet: common.Quiet = False,
@@ -189,7 +208,9 @@ def roll_back(url: Url = None, ca: Ca = None, json: common.Json = False) -> None
 
 
 @adapters.command("delete")
-def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+def delete_adapter(
+    adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False
+) -> None:
     """Delete an adapter that is not active and that no waiting or running job starts from."""
     open_client(url, ca).delete_adapter(adapter)
     print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
@@ -197,7 +218,9 @@ def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: commo
 
 @thumbs.command("list")
 def list_thumbs(
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many, the newest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=1000, help="At most so many, the newest first.")
+    ] = 100,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
@@ -223,12 +246,17 @@ def export(
     """Write all judged answers as JSON lines, which `ondevice data` reads; into thumbs.jsonl without --out."""
     path = target or Path("thumbs.jsonl")
     rows = open_client(url, ca).export_thumbs(path)
-    print_json({"file": str(path), "rows": rows}) if json else out.print(f"{rows} rows in {path}", markup=False)
+    print_json({"file": str(path), "rows": rows}) if json else out.print(
+        f"{rows} rows in {path}", markup=False
+    )
 
 
 @thumbs.command("delete")
 def delete_thumb(
-    thumb: Annotated[str, typer.Argument(help="Its id.")], url: Url = None, ca: Ca = None, json: common.Json = False
+    thumb: Annotated[str, typer.Argument(help="Its id.")],
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
 ) -> None:
     """Forget a judgement."""
     open_client(url, ca).delete_thumb(thumb)
@@ -236,4 +264,6 @@ def delete_thumb(
 
 
 def _show_active(answer: dict[str, Any], json: bool) -> None:
-    print_json(answer) if json else out.print(f"in use: {answer['active'] or 'the base model'}", markup=False)
+    print_json(answer) if json else out.print(
+        f"in use: {answer['active'] or 'the base model'}", markup=False
+    )

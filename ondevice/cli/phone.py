@@ -10,7 +10,9 @@ import typer
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 
-Serial = Annotated[str | None, typer.Option("--serial", help="Which phone, as `adb devices` names it.")]
+Serial = Annotated[
+    str | None, typer.Option("--serial", help="Which phone, as `adb devices` names it.")
+]
 
 
 def push(
@@ -21,11 +23,23 @@ def push(
     json: common.Json = False,
 ) -> None:
     """Put an artifact into the app on a phone that is connected by USB."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     from ondevice.api.phone import push as send
 
-    columns = ("pushing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        "pushing",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, disable=quiet or json, transient=True) as bar:
         task = bar.add_task("push", total=None)
         sent = send(
@@ -39,7 +53,9 @@ def push(
         return
     table({"phone": sent["phone"], "place": sent["place"], "size": mebibytes(sent["bytes"])})
     if sent["import_by_hand"]:
-        err.print("The app cannot be reached from here: in it, choose Models, Import, and the zip in Download.")
+        err.print(
+            "The app cannot be reached from here: in it, choose Models, Import, and the zip in Download."
+        )
 
 
 def pull(

@@ -21,15 +21,25 @@ def plan(
     first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
-    device: Annotated[str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")] = "this",
-    device_file: Annotated[Path | None, typer.Option("--device-file", help="YAML file with more devices.")] = None,
-    exported: Annotated[bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")] = False,
+    device: Annotated[
+        str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")
+    ] = "this",
+    device_file: Annotated[
+        Path | None, typer.Option("--device-file", help="YAML file with more devices.")
+    ] = None,
+    exported: Annotated[
+        bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")
+    ] = False,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported).")
+        str | None,
+        typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported)."),
     ] = None,
     settings: common.Settings = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (methods that offload).")
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this machine for ten seconds (methods that offload)."
+        ),
     ] = False,
     force: common.Force = False,
     json: common.Json = False,
@@ -62,9 +72,18 @@ def plan(
     if not exported or spec.kind == "torch":
         run_config = run_config.for_training()
     method_spec = spec_of(run_config.method)
-    if device == "this" and not exported and method_spec.precision and find_spec("torch") is not None:
+    if (
+        device == "this"
+        and not exported
+        and method_spec.precision
+        and find_spec("torch") is not None
+    ):
         run_config, _ = with_precision(run_config, place(run_config))
-    if run_config.data.path is not None and run_config.data.max_length_tokens is None and not exported:
+    if (
+        run_config.data.path is not None
+        and run_config.data.max_length_tokens is None
+        and not exported
+    ):
         from ondevice.training.length import with_length
 
         run_config.check_data()
@@ -82,7 +101,9 @@ def plan(
         dtype=spec.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
         memory_limit_bytes=run_config.train.memory_limit_bytes,
-        runtime=spec.runtime if exported else backend_for(run_config.method, run_config.train.backend),
+        runtime=spec.runtime
+        if exported
+        else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,
     )
@@ -105,7 +126,9 @@ def plan(
 
 
 def doctor(
-    target: Annotated[str | None, typer.Option("--target", help="Only what this target needs.")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Only what this target needs.")
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """Run a real kernel in every installed backend; say what is missing and how to install it."""

@@ -33,7 +33,11 @@ def train(
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
 
-    flags = overrides(settings, model__source=common.model_of(first, model)) | method_options | run_options
+    flags = (
+        overrides(settings, model__source=common.model_of(first, model))
+        | method_options
+        | run_options
+    )
     run_config = RunConfig.load(config, flags)
     run_config.check_data()  # before the frameworks, which take seconds to import
     common.check_model(run_config.model.source, run_config.model.revision)
@@ -46,13 +50,29 @@ def train(
             _dry_run(run_config, placement, json)
         return
     with _progress(json or quiet) as sink:
-        trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
+        trained = train_run(
+            run_config,
+            resume=resume,
+            overwrite=overwrite,
+            force=force,
+            adapter=adapter,
+            sinks=[sink],
+        )
     if placement.rank == 0:
         _finish(trained, json)
 
 
 @common.with_run_options(
-    without=("--method", "--revision", "--dtype", "--packing", "--batch-size", "--max-length", "--backend", "--seed")
+    without=(
+        "--method",
+        "--revision",
+        "--dtype",
+        "--packing",
+        "--batch-size",
+        "--max-length",
+        "--backend",
+        "--seed",
+    )
 )
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
@@ -78,12 +98,19 @@ def run(
 
         manifest = read_manifest(artifact)
         _read_rows(run_config, manifest.task)
-        _print_plan(run_config, plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes), (), json)
+        _print_plan(
+            run_config,
+            plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes),
+            (),
+            json,
+        )
         return
     from ondevice.api.train import run_artifact
 
     with _progress(json or quiet) as sink:
-        trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
+        trained = run_artifact(
+            artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink]
+        )
     _finish(trained, json)
 
 
@@ -105,7 +132,8 @@ def replay(
     rebuilt = replay_run(log, steps=steps, artifact=artifact, adapter=adapter, warn=warnings.append)
     if rebuilt is None:
         raise ConfigError(
-            "the run trained the whole model; its log rebuilds no adapter", hint="resume from its checkpoint"
+            "the run trained the whole model; its log rebuilds no adapter",
+            hint="resume from its checkpoint",
         )
     folder = target_dir or (log if log.is_dir() else log.parent) / "adapter-replayed"
     save_adapter(rebuilt, folder)
@@ -120,32 +148,49 @@ def replay(
 def evaluate(
     first: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A model (hub id, directory, .gguf, package:...), or an artifact."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A model (hub id, directory, .gguf, package:...), or an artifact.",
+        ),
     ] = None,
     model: common.Model = None,
     revision: common.Revision = None,
     dtype: common.Dtype = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", "-d", help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."),
+        typer.Option(
+            "--data",
+            "-d",
+            help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name.",
+        ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", help="A benchmark (mmlu, gsm8k, mt_bench), a template (sst2, ...) or your .yaml file."),
+        typer.Option(
+            "--task",
+            help="A benchmark (mmlu, gsm8k, mt_bench), a template (sst2, ...) or your .yaml file.",
+        ),
     ] = None,
     adapter: common.AdapterPath = None,
-    rows: Annotated[int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")
+    ] = None,
     columns: common.Columns = None,
     strict_columns: common.StrictColumns = False,
     max_length: common.MaxLength = None,
     shots: Annotated[
-        int | None, typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k).")
+        int | None,
+        typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k)."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most (gsm8k, mt_bench).")
+        int | None,
+        typer.Option(
+            "--max-new-tokens", min=1, help="Tokens an answer, at most (gsm8k, mt_bench)."
+        ),
     ] = None,
     target_dir: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of a benchmark's answers; else runs/eval-TASK.")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder of a benchmark's answers; else runs/eval-TASK."),
     ] = None,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
@@ -159,7 +204,9 @@ def evaluate(
 
     source = common.model_of(first, model)
     if source is None:
-        raise ConfigError("no model is given", expected="--model, or a model or an artifact as the first word")
+        raise ConfigError(
+            "no model is given", expected="--model, or a model or an artifact as the first word"
+        )
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
     name = find_benchmark(task)
@@ -171,17 +218,32 @@ def evaluate(
         common.check_model(source, revision)
     from ondevice.api.evaluate import evaluate as evaluate_rows
 
-    flags = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}
+    flags = {
+        "--shots": shots,
+        "--max-new-tokens": max_new_tokens,
+        "--out": target_dir,
+        "--overwrite": overwrite,
+    }
     if name is not None and columns:
         raise ConfigError(
-            "--column is not for a benchmark", expected="the columns of the benchmark", received=columns[0]
+            "--column is not for a benchmark",
+            expected="the columns of the benchmark",
+            received=columns[0],
         )
     used = [flag for flag, value in flags.items() if value]
     if name is None and used:
-        raise ConfigError(f"{used[0]} is for a benchmark", expected=f"--task {' or '.join(BENCHMARKS)}", received=task)
+        raise ConfigError(
+            f"{used[0]} is for a benchmark",
+            expected=f"--task {' or '.join(BENCHMARKS)}",
+            received=task,
+        )
     chosen = {"revision": revision, **({} if dtype is None else {"dtype": dtype})}
     if name is not None:
-        limits = chosen | {"rows": rows, "max_length_tokens": max_length, "max_new_tokens": max_new_tokens}
+        limits = chosen | {
+            "rows": rows,
+            "max_length_tokens": max_length,
+            "max_new_tokens": max_new_tokens,
+        }
         _benchmark(source, name, Path(data), json, quiet, adapter=adapter, shots=shots or 0, out=target_dir,
                    overwrite=overwrite, **limits)  # fmt: skip
         return
@@ -198,7 +260,10 @@ def evaluate(
         **chosen,
     )
     if json:
-        print_json(result.figures() | {"correct": result.correct, "accuracy_interval": result.accuracy_interval})
+        print_json(
+            result.figures()
+            | {"correct": result.correct, "accuracy_interval": result.accuracy_interval}
+        )
     else:
         figures = result.figures() | {"accuracy": share(result.figures(), result.accuracy_interval)}
         table({"correct": result.correct} | figures)
@@ -222,9 +287,14 @@ def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **op
         table({name: value for name, value in figures.items() if name not in hidden} | {
             "accuracy": share(figures, result.accuracy_interval)})  # fmt: skip
         if task == "mt_bench":
-            err.print("not judged: the answers have the layout of FastChat's model answers, for a judge", markup=False)
+            err.print(
+                "not judged: the answers have the layout of FastChat's model answers, for a judge",
+                markup=False,
+            )
     if result.interrupted:
-        err.print(f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False)
+        err.print(
+            f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False
+        )
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
@@ -286,11 +356,18 @@ def _finish(trained: Any, json: bool) -> None:
                 if values["evaluation"].get(key) is not None
             }
         table(shown)
-    if values["data"].get("train", {}).get("streamed"):  # at the start these were known of the first window alone
+    if (
+        values["data"].get("train", {}).get("streamed")
+    ):  # at the start these were known of the first window alone
         err.print("\n".join(describe_data("train", values["data"]["train"])), markup=False)
     if values["unused_rows"]:
-        err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
+        err.print(
+            f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them",
+            markup=False,
+        )
     if trained.result.interrupted:
         again = f"everything is saved. To go on: {common.resumed_command()}"
-        err.print(f"stopped after step {trained.result.steps}; {again}", markup=False, soft_wrap=True)
+        err.print(
+            f"stopped after step {trained.result.steps}; {again}", markup=False, soft_wrap=True
+        )
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

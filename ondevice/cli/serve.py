@@ -12,12 +12,20 @@ from ondevice.cli.common import err, out, print_json
 from ondevice.cli.daemon import bytes_of, window_of
 
 app = typer.Typer(
-    help="The daemon: a queue of jobs, an API and a page.", invoke_without_command=True, no_args_is_help=False
+    help="The daemon: a queue of jobs, an API and a page.",
+    invoke_without_command=True,
+    no_args_is_help=False,
 )
 Store = Annotated[
-    Path | None, typer.Option("--store", help="Folder of jobs, data and adapters; ~/.local/share/ondevice by default.")
+    Path | None,
+    typer.Option(
+        "--store", help="Folder of jobs, data and adapters; ~/.local/share/ondevice by default."
+    ),
 ]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; another than this machine needs a token.")]
+Host = Annotated[
+    str,
+    typer.Option("--host", help="Address to listen on; another than this machine needs a token."),
+]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
 Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Certificate (PEM), with --tls-key.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")]
@@ -48,8 +56,12 @@ def serve(
 def token(
     store: Store = None,
     name: Annotated[str, typer.Option("--name", help="What it is for.")] = "",
-    show: Annotated[bool, typer.Option("--list", help="List tokens, without their secrets.")] = False,
-    revoke: Annotated[str | None, typer.Option("--revoke", help="Make the token of this id worthless.")] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="List tokens, without their secrets.")
+    ] = False,
+    revoke: Annotated[
+        str | None, typer.Option("--revoke", help="Make the token of this id worthless.")
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """Make a token and say it once; from then on every request to this store's daemon needs one."""
@@ -68,7 +80,9 @@ def token(
             for item in tokens:
                 out.print(f"{item['id']}  {item['name']}", markup=False)
         if revoke is not None and not tokens:
-            err.print("No token is left: the daemon answers nobody until `ondevice serve token` makes a new one.")
+            err.print(
+                "No token is left: the daemon answers nobody until `ondevice serve token` makes a new one."
+            )
         return
     secret = security.create_token(opened, name)
     if json:
@@ -82,21 +96,35 @@ def token(
 def fleet(
     name: Annotated[str, typer.Argument(help="A name for the fleet, on this machine.")],
     store: Store = None,
-    data: Annotated[str | None, typer.Option("--data", "-d", help="This machine's rows; they stay here.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="This machine's rows; they stay here.")
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="The fleet's server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port of the fleet's server.")] = 9092,
-    certificates: Annotated[Path | None, typer.Option("--certificates", help="Folder with ca.crt.")] = None,
+    certificates: Annotated[
+        Path | None, typer.Option("--certificates", help="Folder with ca.crt.")
+    ] = None,
     key: Annotated[Path | None, typer.Option("--key", help="This device's private key.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS: on one machine only.")
+    ] = False,
     model: common.Model = None,
     batch_size: common.BatchSize = None,
     task: common.Task = None,
     columns: common.Columns = None,
-    epsilon: Annotated[float | None, typer.Option("--epsilon", min=0, help="Privacy budget: it stops at it.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option("--epsilon", min=0, help="Privacy budget: it stops at it.")
+    ] = None,
     strict_columns: common.StrictColumns = False,
-    window: Annotated[str | None, typer.Option("--window", help="When it may train, as 22:00-06:00.")] = None,
-    memory_limit: Annotated[str | None, typer.Option("--memory-limit", help="Of its processes: 6GiB.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take part no more; its copy of the fleet stays.")] = False,
+    window: Annotated[
+        str | None, typer.Option("--window", help="When it may train, as 22:00-06:00.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="Of its processes: 6GiB.")
+    ] = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Take part no more; its copy of the fleet stays.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
     """Let the daemon be a device of a fleet: in a window, and never beside a job. It sees this within a second."""
@@ -109,9 +137,14 @@ def fleet(
     seat = None
     if not remove:
         if data is None:
-            raise ConfigError("no rows are named", expected="--data FILE, which stays on this machine")
+            raise ConfigError(
+                "no rows are named", expected="--data FILE, which stays on this machine"
+            )
         if not insecure and (certificates is None or key is None):
-            raise ConfigError("a fleet's connections are encrypted", expected="--certificates and --key, or --insecure")
+            raise ConfigError(
+                "a fleet's connections are encrypted",
+                expected="--certificates and --key, or --insecure",
+            )
         check_source(data)
         values = {
             "data": str(Path(data).absolute()), "host": host, "port": port, "insecure": insecure, "model": model,
@@ -123,7 +156,9 @@ def fleet(
         seat = Seat.parse(values, "flags")
     path = write_seat(root, name, seat)
     values = {"fleet": name, "file": str(path), "removed": remove}
-    print_json(values) if json else out.print(f"{path} is {'removed' if remove else 'written'}", markup=False)
+    print_json(values) if json else out.print(
+        f"{path} is {'removed' if remove else 'written'}", markup=False
+    )
 
 
 @app.command()
@@ -132,15 +167,23 @@ def install(
     port: Port = 8765,
     tls_cert: Cert = None,
     tls_key: Key = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Let the kernel drop packets of other machines.")] = False,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Write it here, not to /etc/systemd/system.")] = None,
-    show: Annotated[bool, typer.Option("--print", help="Print the unit and write nothing.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Let the kernel drop packets of other machines.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Write it here, not to /etc/systemd/system.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the unit and write nothing.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
     """Write a systemd unit: started at boot, restarted when it hangs or dies, hardened."""
     from ondevice.server import systemd
 
-    text = systemd.unit(host, port, tls_cert, tls_key, offline=offline, groups=systemd.existing_groups())
+    text = systemd.unit(
+        host, port, tls_cert, tls_key, offline=offline, groups=systemd.existing_groups()
+    )
     if show:
         print_json({"unit": text}) if json else typer.echo(text, nl=False)
         return
@@ -149,4 +192,6 @@ def install(
         print_json({"file": str(path)})
         return
     out.print(f"{path} is written. To start it:", markup=False)
-    out.print("  sudo systemctl daemon-reload && sudo systemctl enable --now ondevice", markup=False)
+    out.print(
+        "  sudo systemctl daemon-reload && sudo systemctl enable --now ondevice", markup=False
+    )

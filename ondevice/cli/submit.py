@@ -24,21 +24,37 @@ def create(
     first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
-    artifact: Annotated[str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")] = None,
-    data: Annotated[str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")] = None,
-    eval_data: Annotated[str | None, typer.Option("--eval-data", help="Likewise, only evaluated.")] = None,
-    adapter: Annotated[str | None, typer.Option("--adapter", "-a", help="An adapter's id to start from.")] = None,
+    artifact: Annotated[
+        str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option("--eval-data", help="Likewise, only evaluated.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", "-a", help="An adapter's id to start from.")
+    ] = None,
     settings: common.Settings = None,
     name: Annotated[str, typer.Option("--name", help="For people.")] = "",
     priority: Annotated[int, typer.Option("--priority", help="Higher runs first.")] = 0,
-    window: Annotated[str | None, typer.Option("--window", help="Only between these times: 22:00-06:00.")] = None,
+    window: Annotated[
+        str | None, typer.Option("--window", help="Only between these times: 22:00-06:00.")
+    ] = None,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", help="Memory that the job may take: 6GiB.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds of running, in all.")] = None,
-    retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", help="Seconds of running, in all.")
+    ] = None,
+    retries: Annotated[
+        int | None, typer.Option("--retries", help="Crashes in a row before it fails.")
+    ] = None,
     force: common.Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; queue nothing, keep no upload.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan; queue nothing, keep no upload.")
+    ] = False,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
@@ -93,7 +109,9 @@ def create(
 def upload(
     kind: Annotated[str, typer.Argument(help="model, artifact, adapter or dataset.")],
     path: Annotated[Path, typer.Argument(help="A folder, a zip of one, or a file with rows.")],
-    name: Annotated[str | None, typer.Option("--name", help="Its name there; the file's by default.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Its name there; the file's by default.")
+    ] = None,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
@@ -106,10 +124,18 @@ def upload(
 def change(
     job: Job,
     priority: Annotated[int | None, typer.Option("--priority", help="Higher runs first.")] = None,
-    window: Annotated[str | None, typer.Option("--window", help="22:00-06:00; none for always.")] = None,
-    memory_limit: Annotated[str | None, typer.Option("--memory-limit", help="6GiB; none for no limit.")] = None,
-    time_limit: Annotated[str | None, typer.Option("--time-limit", help="Seconds in all; none for no limit.")] = None,
-    retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
+    window: Annotated[
+        str | None, typer.Option("--window", help="22:00-06:00; none for always.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="6GiB; none for no limit.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option("--time-limit", help="Seconds in all; none for no limit.")
+    ] = None,
+    retries: Annotated[
+        int | None, typer.Option("--retries", help="Crashes in a row before it fails.")
+    ] = None,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
@@ -121,12 +147,18 @@ def change(
     if window is not None:
         values["window"] = window_of(window)
     # `none` takes a limit away, which is not the same as a flag that is not given.
-    parsed = {"memory_bytes": bytes_of(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
+    parsed = {
+        "memory_bytes": bytes_of(memory_limit),
+        "time_s": _seconds(time_limit),
+        "retries": retries,
+    }
     flags = {"memory_bytes": memory_limit, "time_s": time_limit, "retries": retries}
     if limits := {key: parsed[key] for key, text in flags.items() if text is not None}:
         values["limits"] = client.job(job)["limits"] | limits
     if not values:
-        raise ConfigError("nothing is to be changed", expected="--priority, --window, --memory-limit, ...")
+        raise ConfigError(
+            "nothing is to be changed", expected="--priority, --window, --memory-limit, ..."
+        )
     show_job(client.change_job(job, **values), json)
 
 
@@ -140,7 +172,11 @@ def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: l
         options = {key: known.get(key) for key in named}
         if (known["sha256"], known["name"], options) == (digest, name, named):
             return known["id"]
-    sent.append(client.upload("dataset", rows, **{key: value for key, value in named.items() if value})["id"])
+    sent.append(
+        client.upload("dataset", rows, **{key: value for key, value in named.items() if value})[
+            "id"
+        ]
+    )
     return sent[-1]
 
 
@@ -159,4 +195,6 @@ def _seconds(text: str | None) -> float | None:
     try:
         return None if text is None or text == "none" else float(text)
     except ValueError:
-        raise ConfigError("the time limit cannot be read", expected="seconds, or none", received=text) from None
+        raise ConfigError(
+            "the time limit cannot be read", expected="seconds, or none", received=text
+        ) from None

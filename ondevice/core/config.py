@@ -40,7 +40,9 @@ def path_of(value: object, what: str) -> Path:
     """
     if isinstance(value, str | os.PathLike):
         return Path(value)
-    raise ConfigError(f"{what} is of the wrong type", expected="a path", received=type(value).__name__)
+    raise ConfigError(
+        f"{what} is of the wrong type", expected="a path", received=type(value).__name__
+    )
 
 
 @functools.cache
@@ -77,11 +79,15 @@ class Documented(BaseModel):
                 texts.pop(name, None)  # declared anew: what the base says is not said of this one
                 if text := found.get((kind.__name__, name)):
                     texts[name] = text
-        told = {name: field.description or texts.get(name) for name, field in cls.model_fields.items()}
+        told = {
+            name: field.description or texts.get(name) for name, field in cls.model_fields.items()
+        }
         return {name: text for name, text in told.items() if text}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, text in cls.descriptions().items():
@@ -250,9 +256,13 @@ class DataConfig(StrictConfig):
     @model_validator(mode="after")
     def _one_validation(self) -> DataConfig:
         if self.validation_split and self.eval_path is not None:
-            raise ValueError("validation_split and eval_path both name rows to evaluate: give one of them")
+            raise ValueError(
+                "validation_split and eval_path both name rows to evaluate: give one of them"
+            )
         if self.streaming and self.validation_split:
-            raise ValueError("a streamed file is not split, its rows are not all known: name rows with eval_path")
+            raise ValueError(
+                "a streamed file is not split, its rows are not all known: name rows with eval_path"
+            )
         return self
 
 
@@ -322,7 +332,9 @@ class TrainConfig(StrictConfig):
     @model_validator(mode="after")
     def _command(self) -> TrainConfig:
         if (self.objective == "command") != (self.objective_command is not None):
-            raise ValueError("objective command and objective_command go together: give both or neither")
+            raise ValueError(
+                "objective command and objective_command go together: give both or neither"
+            )
         return self
 
     @field_validator("memory_limit_bytes", mode="before")
@@ -391,14 +403,23 @@ class ExportConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> ExportConfig:
-        if sorted(set(self.lengths_tokens)) != sorted(self.lengths_tokens) or min(self.lengths_tokens) < 8:
+        if (
+            sorted(set(self.lengths_tokens)) != sorted(self.lengths_tokens)
+            or min(self.lengths_tokens) < 8
+        ):
             raise ValueError("lengths_tokens: distinct lengths of at least 8 tokens")
         return self
 
     def resolved(self) -> ExportConfig:
         """Return a copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
-        auto = {"generator": "op", "loss": "op"} if self.quantize == "q4" else {"generator": "aten", "loss": "tiled"}
-        return self.model_copy(update={name: value for name, value in auto.items() if getattr(self, name) == "auto"})
+        auto = (
+            {"generator": "op", "loss": "op"}
+            if self.quantize == "q4"
+            else {"generator": "aten", "loss": "tiled"}
+        )
+        return self.model_copy(
+            update={name: value for name, value in auto.items() if getattr(self, name) == "auto"}
+        )
 
     @property
     def shared_context(self) -> int | None:
@@ -424,14 +445,20 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"'{text}' is no size of memory; expected 6GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+        raise ValueError(
+            f"'{text}' is no size of memory; expected 6GiB, 512MiB or a number of bytes"
+        )
+    return int(
+        float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    )
 
 
 def size_text(size: float) -> str:
     """Format bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
+            return (
+                f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
+            )
         size /= 1024
     return f"{size:.2f} GiB"

@@ -37,7 +37,10 @@ def explain(
             near = nearest(key, sorted(keys))
             guess = f", did you mean '{near}'?" if near else ""
             owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
-            problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
+            problems.append(
+                f"{where}: unknown key '{path}'"
+                + (f"; it is a key of {owners}" if key in keys else guess)
+            )
         else:
             problems.append(f"{where}: '{path}': {item['msg']} (received {_short(item['input'])})")
     if len(found) > MOST_PROBLEMS:
@@ -67,7 +70,9 @@ def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> 
     return None
 
 
-def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[StrictConfig], list[str]] | None:
+def _section(
+    model: type[BaseModel], loc: tuple[int | str, ...]
+) -> tuple[type[StrictConfig], list[str]] | None:
     """The configuration at `loc`, and its path in a run file."""
     path: list[str] = []
     parts = iter(loc)
@@ -77,8 +82,12 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[S
             return None
         path.append(str(part))
         types: list[Any] = [field.annotation, *get_args(field.annotation)]
-        members = [member for member in types if isinstance(member, type) and issubclass(member, BaseModel)]
-        if len(members) > 1:  # pydantic puts the tag of the member that it took behind a union's key
+        members = [
+            member for member in types if isinstance(member, type) and issubclass(member, BaseModel)
+        ]
+        if (
+            len(members) > 1
+        ):  # pydantic puts the tag of the member that it took behind a union's key
             tag, key = next(parts, None), str(field.discriminator)
             members = [member for member in members if member.model_fields[key].default == tag]
         if len(members) != 1:
@@ -93,7 +102,10 @@ def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
     """Every key of `model` and of the sections below it, with the sections and the methods that have it."""
     schema = model.model_json_schema()
     keys: dict[str, set[str]] = {}
-    sections = {str(part.get("$ref", "")).rpartition("/")[2]: name for name, part in schema["properties"].items()}
+    sections = {
+        str(part.get("$ref", "")).rpartition("/")[2]: name
+        for name, part in schema["properties"].items()
+    }
     for title, definition in (("", schema), *schema.get("$defs", {}).items()):
         name = definition.get("properties", {}).get("name", {}).get("const") or sections.get(title)
         for key in definition.get("properties", {}):

@@ -22,7 +22,9 @@ class OndeviceError(Exception):
     # An interface: scripts and the daemon's supervisor act on these codes, so none is ever given to another error.
     exit_code = 1
 
-    def __init__(self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None
+    ) -> None:
         message = _printable(message)
         super().__init__(message)
         self.message = message

@@ -239,9 +239,13 @@ class MethodSpec:
         """
         if backend not in self.sessions:
             flags = " or ".join(f"--backend {name}" for name in self.sessions)
-            raise ConfigError(f"method {self.name} does not run in {backend}", expected=flags, received=backend)
+            raise ConfigError(
+                f"method {self.name} does not run in {backend}", expected=flags, received=backend
+            )
         if backend == "mlx" and importlib.util.find_spec("mlx") is None:
-            raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'")
+            raise MissingPackageError(
+                "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
+            )
         self.check_model(model.dims)
         return self.load(self.sessions[backend])(model, config, seed, device)
 
@@ -275,12 +279,18 @@ class MethodSpec:
             return
         from ondevice.core.registry import methods
 
-        why = self.packs_not if not self.packs else f"it does so in {' and '.join(self.packs)}, not in {backend}"
+        why = (
+            self.packs_not
+            if not self.packs
+            else f"it does so in {' and '.join(self.packs)}, not in {backend}"
+        )
         if whole and backend in self.packs:
             why = "the blocks of this model are not known, and each would need the mask"
         raise ConfigError(
             f"method {self.name} does not pack rows here: {why}",
-            expected=", ".join(f"{spec.name} ({', '.join(spec.packs)})" for spec in methods() if spec.packs),
+            expected=", ".join(
+                f"{spec.name} ({', '.join(spec.packs)})" for spec in methods() if spec.packs
+            ),
             received=f"data.packing with method {self.name}, backend {backend}",
             hint="leave --packing out: the rows of a step are then padded to the longest",
         )
@@ -288,7 +298,9 @@ class MethodSpec:
     def open_network(self, folder: Path, device: str) -> OpenedNetwork:
         """Open a network that this method trained and saved."""
         if self.network is None:
-            raise ConfigError(f"method {self.name} trains networks that transformers opens", received=str(folder))
+            raise ConfigError(
+                f"method {self.name} trains networks that transformers opens", received=str(folder)
+            )
         return self.load(self.network)(folder, device)
 
 
@@ -317,5 +329,7 @@ class Placement:
             return [f"precision: {dtype} on {'the GPU' if self.device == 'cuda' else 'the CPU'}"]
         said = [f"precision: {dtype} on MLX"]
         if not metal():
-            said.append("MLX is meant for a Mac with Metal; on this CPU it is slow, --backend torch is the quick one")
+            said.append(
+                "MLX is meant for a Mac with Metal; on this CPU it is slow, --backend torch is the quick one"
+            )
         return said

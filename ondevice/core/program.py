@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-    from ondevice.artifact.manifest import AdapterEntry, Constant, Counter, ProgramMethod, StateTensor, TensorPort
+    from ondevice.artifact.manifest import (
+        AdapterEntry,
+        Constant,
+        Counter,
+        ProgramMethod,
+        StateTensor,
+        TensorPort,
+    )
     from ondevice.core.config import ExportConfig
     from ondevice.core.session import ProgramSession, Session
     from ondevice.data.encode import Dataset
@@ -62,7 +69,9 @@ class ProgramModule:
         """Return zeros of the ports' shapes and dtypes: torch.export reads nothing else."""
         import torch
 
-        return tuple(torch.zeros(port.shape, dtype=getattr(torch, port.dtype)) for port in self.inputs)
+        return tuple(
+            torch.zeros(port.shape, dtype=getattr(torch, port.dtype)) for port in self.inputs
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,9 @@ class BuiltProgram:
 class Preparing(Protocol):
     """`Session.before_step` and `Session.before_replay` of a program."""
 
-    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None: ...
+    def before_step(
+        self, step: int, batch_at: Callable[[int], Any], folder: Path
+    ) -> Path | None: ...
 
     def before_replay(self, step: int, folder: Path) -> None: ...
 
@@ -179,13 +190,17 @@ class GraphProgram:
     compare: Callable[[ProgramSession, BuiltProgram, Iterable[Batch], float], Agreement]
     rounding: (
         Callable[
-            [ProgramSession, BuiltProgram, Any, Callable[[int], Iterable[Batch]]], tuple[dict[str, Any], list[str]]
+            [ProgramSession, BuiltProgram, Any, Callable[[int], Iterable[Batch]]],
+            tuple[dict[str, Any], list[str]],
         ]
         | None
     ) = None
     rounded: tuple[str, ...] = ()
     uses_ops: Callable[[ExportConfig], bool] = lambda export: export.uses_ops
-    calibrate: Callable[[LoadedModel, Any, Dataset, int], tuple[Any, Mapping[str, np.ndarray]] | None] | None = None
+    calibrate: (
+        Callable[[LoadedModel, Any, Dataset, int], tuple[Any, Mapping[str, np.ndarray]] | None]
+        | None
+    ) = None
     renewal: Callable[[ProgramSession], Preparing] | None = None
 
 

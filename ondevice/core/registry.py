@@ -56,7 +56,9 @@ def method(name: str) -> MethodSpec:
         ConfigError: there is none, or another package's cannot be imported.
     """
     if not isinstance(name, str) or name not in _places():
-        raise ConfigError(f"unknown method '{name}'", expected=", ".join(method_names()), received=name)
+        raise ConfigError(
+            f"unknown method '{name}'", expected=", ".join(method_names()), received=name
+        )
     return _spec(name)
 
 
@@ -71,7 +73,9 @@ def _spec(name: str) -> MethodSpec:
 def methods() -> tuple[MethodSpec, ...]:
     """Return all specs; one of another package that cannot be imported is left out, with a warning."""
     places = _places()
-    return tuple(_all(method, places, {name for name, place in places.items() if isinstance(place, str)}))
+    return tuple(
+        _all(method, places, {name for name, place in places.items() if isinstance(place, str)})
+    )
 
 
 @cache
@@ -80,12 +84,17 @@ def _target_places() -> dict[str, TargetSpec | EntryPoint]:
 
     A folder may hold several targets, so our packages are imported for their names; they import nothing themselves.
     """
-    targets: dict[str, TargetSpec | EntryPoint] = {entry.name: entry for entry in entry_points(group=TARGET_GROUP)}
+    targets: dict[str, TargetSpec | EntryPoint] = {
+        entry.name: entry for entry in entry_points(group=TARGET_GROUP)
+    }
     package = importlib.import_module(EXPORTERS)
     for module in pkgutil.iter_modules(package.__path__):
         if module.ispkg:
             inside = importlib.import_module(f"{EXPORTERS}.{module.name}")
-            specs = [*getattr(inside, "TARGETS", ()), *([inside.TARGET] if hasattr(inside, "TARGET") else [])]
+            specs = [
+                *getattr(inside, "TARGETS", ()),
+                *([inside.TARGET] if hasattr(inside, "TARGET") else []),
+            ]
             targets |= {spec.name: spec for spec in specs}
     return dict(sorted(targets.items()))
 
@@ -104,14 +113,22 @@ def target(name: str) -> TargetSpec:
     """
     place = _target_places().get(name) if isinstance(name, str) else None
     if place is None:
-        raise ConfigError(f"unknown target '{name}'", expected=", ".join(target_names()), received=name)
+        raise ConfigError(
+            f"unknown target '{name}'", expected=", ".join(target_names()), received=name
+        )
     return place if isinstance(place, TargetSpec) else _foreign(place, TargetSpec)
 
 
 def targets() -> tuple[TargetSpec, ...]:
     """Return all specs; one of another package that cannot be imported is left out, with a warning."""
     places = _target_places()
-    return tuple(_all(target, places, {name for name, place in places.items() if isinstance(place, TargetSpec)}))
+    return tuple(
+        _all(
+            target,
+            places,
+            {name for name, place in places.items() if isinstance(place, TargetSpec)},
+        )
+    )
 
 
 def _foreign(place: EntryPoint, kind: type) -> Any:
@@ -174,7 +191,9 @@ def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
     Raises:
         ConfigError: for an unknown method, an unknown key or a wrong value.
     """
-    return method(name).config.parse({**(values or {}), "name": name}, "method", elsewhere=_keys_elsewhere)
+    return method(name).config.parse(
+        {**(values or {}), "name": name}, "method", elsewhere=_keys_elsewhere
+    )
 
 
 def _keys_elsewhere() -> dict[str, set[str]]:
@@ -193,7 +212,9 @@ def backend_for(config: Any, backend: str) -> Backend:
         ConfigError: the method has no part in the backend that is asked for.
     """
     sessions = spec_of(config).sessions
-    if backend == "auto":  # MLX computes on other systems too, but slowly: there only for a method that has no torch
+    if (
+        backend == "auto"
+    ):  # MLX computes on other systems too, but slowly: there only for a method that has no torch
         return "mlx" if ("mlx" in sessions and metal()) or "torch" not in sessions else "torch"
     if backend not in sessions:
         capable = [spec.name for spec in methods() if backend in spec.sessions]
@@ -215,7 +236,11 @@ def metal() -> bool:
 
 
 def open_session(
-    loaded: LoadedModel | ModelFiles, config: Any, seed: int, device: str | None = None, backend: str = "torch"
+    loaded: LoadedModel | ModelFiles,
+    config: Any,
+    seed: int,
+    device: str | None = None,
+    backend: str = "torch",
 ) -> Session:
     """Open an eager session of the method that `config` names; changes `loaded.model` in place.
 
@@ -229,7 +254,9 @@ def open_session(
         ConfigError: `loaded` is no model of these, or `config` no method's settings.
         MissingPackageError: the framework is not installed.
     """
-    bare = hasattr(loaded, "named_parameters") and not hasattr(loaded, "dims")  # a model as transformers loads it
+    bare = hasattr(loaded, "named_parameters") and not hasattr(
+        loaded, "dims"
+    )  # a model as transformers loads it
     if bare or not hasattr(config, "name"):
         wrong = loaded if bare else config
         raise ConfigError(

@@ -99,11 +99,18 @@ class Session(ABC):
     called before them, and `written` as each array has been read."""
 
     @abstractmethod
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run optimizer step number `step` (from 0; it keys the noise)."""
 
     def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run optimizer step number `step` on sequences of several rows, as if each row were alone.
 
@@ -146,13 +153,18 @@ class Session(ABC):
         """
         raise ConfigError(f"method {self.config.name} trains the whole model and takes no adapter")
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply a logged step without its forward passes (zeroth-order methods; `ondevice replay`).
 
         Raises:
             ConfigError: the method is a first-order one.
         """
-        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
+        raise ConfigError(
+            "a first-order run has no projected gradients to replay",
+            hint="resume from its checkpoint",
+        )
 
     def save_model(self, folder: Path) -> None:
         """Write the trained model into an empty folder, as transformers loads it; for methods that train all of it."""
@@ -270,18 +282,30 @@ class OpenedNetwork:
 class PackingSession(Session):
     """A session that keeps rows of one sequence apart, so that one step serves both forms of a batch."""
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run a step on one row a sequence; see `Session.step`."""
         return self.step_placed(ids, labels, None, step, learning_rate)
 
     def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run the same step on sequences of several rows; see `Session.packed_step`."""
         return self.step_placed(ids, labels, position_ids, step, learning_rate)
 
     @abstractmethod
     def step_placed(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run optimizer step number `step`; without `position_ids` a sequence is a row."""

@@ -127,7 +127,12 @@ class TargetSpec:
         return self._exporter.verify(folder, manifest, request)
 
     def place(
-        self, dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
+        self,
+        dims: ModelDims,
+        weights: WeightBytes,
+        export: ExportConfig,
+        loss_tiles: int,
+        evaluates: bool,
     ) -> WeightPlacement:
         """Return where a program's weights are; `evaluates` if runs evaluate, too."""
         if self.placement is None:

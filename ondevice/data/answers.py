@@ -19,7 +19,9 @@ def answers_of_rows(dataset: Dataset) -> tuple[tuple[int, ...], str]:
         return (), "its rows have no candidates"
     found = None
     for item in dataset.items:
-        tokens = tuple(tuple(label for label in c.labels if label != IGNORE) for c in item.candidates)
+        tokens = tuple(
+            tuple(label for label in c.labels if label != IGNORE) for c in item.candidates
+        )
         if any(len(answer) != 1 for answer in tokens):
             return (), "an answer has several tokens"
         if len(set(tokens)) < len(tokens):

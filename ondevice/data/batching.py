@@ -80,7 +80,9 @@ class Batches:
         self.packing = packing
         self._orders: dict[int, np.ndarray] = {}
         if not self._examples:
-            raise DataError("there are no rows to make batches of", expected="one row or more", received="none")
+            raise DataError(
+                "there are no rows to make batches of", expected="one row or more", received="none"
+            )
         if batch_size < 1 or seed < 0:
             raise ConfigError("batch_size or seed is out of range", expected="batch_size >= 1, seed >= 0",
                               received=f"batch_size={batch_size}, seed={seed}")  # fmt: skip
@@ -116,7 +118,9 @@ class Batches:
     def at(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0: int64 [batch_size, length], or fewer sequences of more rows."""
         examples = [self._examples[row] for row in self.rows_at(step)]
-        return collate(examples, self.lengths_tokens, self.pad_id, self._room if self.packing else None)
+        return collate(
+            examples, self.lengths_tokens, self.pad_id, self._room if self.packing else None
+        )
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
@@ -135,7 +139,10 @@ def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
 
 
 def collate(
-    examples: Sequence[Example], lengths_tokens: Sequence[int] | None, pad_id: int, room_tokens: int | None = None
+    examples: Sequence[Example],
+    lengths_tokens: Sequence[int] | None,
+    pad_id: int,
+    room_tokens: int | None = None,
 ) -> Batch:
     """Make a batch of examples: packed where `room_tokens` says how long a sequence may be, else padded to the smallest
     of `lengths_tokens`, ascending, or to a multiple of 8."""
@@ -144,7 +151,9 @@ def collate(
     longest = max(len(example) for example in examples)
     if lengths_tokens is None:
         return pad_examples(examples, round_up(longest), pad_id)
-    return pad_examples(examples, next(length for length in lengths_tokens if length >= longest), pad_id)
+    return pad_examples(
+        examples, next(length for length in lengths_tokens if length >= longest), pad_id
+    )
 
 
 def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:
@@ -156,7 +165,9 @@ def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -
     longest = max((len(example) for example in examples), default=0)
     if longest > length_tokens:
         expected = f"at most {length_tokens} tokens"
-        raise ConfigError("an example does not fit into the batch", expected=expected, received=longest)
+        raise ConfigError(
+            "an example does not fit into the batch", expected=expected, received=longest
+        )
     ids = np.full((len(examples), length_tokens), pad_id, dtype=np.int64)
     labels = np.full((len(examples), length_tokens), IGNORE, dtype=np.int64)
     for row, example in enumerate(examples):
@@ -211,7 +222,9 @@ def split_rows(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Data
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     count = len(numbers)
     if count < 2:
-        raise DataError("there are too few rows to split", expected="two rows or more", received=count)
+        raise DataError(
+            "there are too few rows to split", expected="two rows or more", received=count
+        )
     kept = min(max(1, round(count * share)), count - 1)
     words = np.random.PCG64(np.random.SeedSequence((seed, 0, 1))).random_raw(count)
     held = set(np.argsort(words, kind="stable")[:kept].tolist())

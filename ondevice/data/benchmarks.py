@@ -67,14 +67,18 @@ def find_file(path: Path, names: Sequence[str] = EVAL_NAMES) -> Path:
         return path
     if not path.is_dir():
         raise DataError(
-            f"no such file or folder: {path}", received=str(path), hint="check the path; nothing is fetched"
+            f"no such file or folder: {path}",
+            received=str(path),
+            hint="check the path; nothing is fetched",
         )
     for name in names:
         for suffix in _SUFFIXES:
             if (path / f"{name}{suffix}").is_file():
                 return path / f"{name}{suffix}"
     files = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-    raise DataError(f"{path} has no such file", expected=f"{' or '.join(names)}, .jsonl or .csv", received=files)
+    raise DataError(
+        f"{path} has no such file", expected=f"{' or '.join(names)}, .jsonl or .csv", received=files
+    )
 
 
 def read_questions(path: Path, task: str) -> list[Question]:
@@ -94,7 +98,9 @@ def read_questions(path: Path, task: str) -> list[Question]:
             problems.append(RowProblem(str(path), line, bad.field, bad.reason))
     if problems or not questions:
         raise DataError(
-            f"{path} is not usable as {task}: {len(problems)} bad rows" if problems else f"no row in {path}",
+            f"{path} is not usable as {task}: {len(problems)} bad rows"
+            if problems
+            else f"no row in {path}",
             received="; ".join(map(str, problems[:3])) or "nothing",
             hint="correct or remove the rows: a score over other rows is another score",
         )
@@ -109,7 +115,9 @@ def read_shots(path: Path, task: str, count: int) -> dict[str, list[Question]]:
         DataError: there is no file with examples, or a row of it is bad.
     """
     if count and task == "mt_bench":
-        raise ConfigError("mt_bench is asked without examples", expected="no --shots", received=f"--shots {count}")
+        raise ConfigError(
+            "mt_bench is asked without examples", expected="no --shots", received=f"--shots {count}"
+        )
     shots: dict[str, list[Question]] = {}
     if count:
         folder = path if path.is_dir() else path.parent
@@ -127,17 +135,23 @@ def choice_row(question: Question, shots: Sequence[Question]) -> Row:
     asked = "".join(f"{shot.turns[0]}\nAnswer: {shot.answer}\n\n" for shot in shots)
     prompt = f"{head}{asked}{question.turns[0]}\nAnswer:"
     pairs = tuple((prompt, f" {letter}") for letter in LETTERS)
-    return Row(question.line, pairs, LETTERS.index(question.answer), label=question.answer, end=False)
+    return Row(
+        question.line, pairs, LETTERS.index(question.answer), label=question.answer, end=False
+    )
 
 
-def sum_prompt(question: Question, shots: Sequence[Question], chat: bool) -> str | list[dict[str, str]]:
+def sum_prompt(
+    question: Question, shots: Sequence[Question], chat: bool
+) -> str | list[dict[str, str]]:
     """Build a prompt of `gsm8k` as a chat, or as plain text for a model without a chat template."""
     if not chat:
         asked = "".join(f"Question: {shot.turns[0]}\nAnswer: {shot.answer}\n\n" for shot in shots)
         return f"{asked}Question: {question.turns[0]}\nAnswer:"
     messages = []
     for asked in (*shots, question):
-        messages.append({"role": "user", "content": f"{asked.turns[0]}\n\nWrite the final number after ####."})
+        messages.append(
+            {"role": "user", "content": f"{asked.turns[0]}\n\nWrite the final number after ####."}
+        )
         messages.append({"role": "assistant", "content": asked.answer})
     return messages[:-1]
 
@@ -161,14 +175,25 @@ def _gsm8k(line: int, fields: dict[str, Any]) -> Question:
     asked = check_text(column(fields, ("question",)), "question").strip()
     answer = check_text(column(fields, _GOLD), _GOLD[0]).strip()
     if final_number(answer) is None:
-        raise BadRow(_GOLD[0], f"expected an answer that ends with a number, received {describe(answer)}")
+        raise BadRow(
+            _GOLD[0], f"expected an answer that ends with a number, received {describe(answer)}"
+        )
     return Question(line, (asked,), answer, id=line)
 
 
 def _mt_bench(line: int, fields: dict[str, Any]) -> Question:
     turns = column(fields, ("turns", "question"))
-    texts = texts_of(turns, "turns") if not isinstance(turns, str) or turns[:1] == "[" else [check_text(turns, "turns")]
+    texts = (
+        texts_of(turns, "turns")
+        if not isinstance(turns, str) or turns[:1] == "["
+        else [check_text(turns, "turns")]
+    )
     category, name = fields.get("category"), fields.get("question_id", line)
     if not isinstance(name, int | str):
         raise BadRow("question_id", f"expected a number or a text, received {describe(name)}")
-    return Question(line, tuple(texts), group="" if category is None else check_text(category, "category"), id=name)
+    return Question(
+        line,
+        tuple(texts),
+        group="" if category is None else check_text(category, "category"),
+        id=name,
+    )

@@ -52,7 +52,12 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Any, limit: int, train_on_prompt: bool, report: Report) -> None:
-        self.tokenizer, self.limit, self.train_on_prompt, self.report = tokenizer, limit, train_on_prompt, report
+        self.tokenizer, self.limit, self.train_on_prompt, self.report = (
+            tokenizer,
+            limit,
+            train_on_prompt,
+            report,
+        )
         self._templates: dict[bool, tuple[ChatTemplate, Reads]] = {}
         marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         self._ends = tuple(sorted(marks, key=len, reverse=True))
@@ -72,13 +77,23 @@ class ChatEncoder:
         if template.call_arguments is None:  # a call is written by its name and its arguments
             calls = [call for turn in row.messages for call in keys_of(turn).get("tool_calls", ())]
             unread.update(
-                f"messages[].tool_calls[].{key}" for call in calls for key in set(call) - {"type", "function"}
+                f"messages[].tool_calls[].{key}"
+                for call in calls
+                for key in set(call) - {"type", "function"}
             )
         if not any(trained):
-            raise BadRow("messages", "no turn is to be trained on: all answers have weight 0 or train: false")
+            raise BadRow(
+                "messages", "no turn is to be trained on: all answers have weight 0 or train: false"
+            )
         if row.rejected:
             other = self._turns(template, row.rejected, row.tools, context)
-            pair = self._pair(row, template, context, (turns, other), (trained, [is_trained(turn) for turn in other]))
+            pair = self._pair(
+                row,
+                template,
+                context,
+                (turns, other),
+                (trained, [is_trained(turn) for turn in other]),
+            )
             reads.check(turns, "", context)
             unread += reads.unread(turns, [template.render(turns, False, context)], context)
             yield replace(pair, unread=tuple(+unread))
@@ -86,12 +101,16 @@ class ChatEncoder:
             texts = self._texts(template, turns, trained, context)
             items = [self._item(row, template, context, turns, trained, text) for text in texts]
             reads.check(turns[: texts[-1].last + 1], texts[-1].text, context)
-            unread += reads.unread(turns[: texts[-1].last + 1], [text.text for text in texts], context)
+            unread += reads.unread(
+                turns[: texts[-1].last + 1], [text.text for text in texts], context
+            )
             if sum(turn["role"] == "assistant" for turn in turns) > 1:
                 kind = "several" if len(items) > 1 else "one"
                 self.report.conversations.update({kind: 1, f"{kind} sequences": len(items)})
             names = tuple(+unread)
-            yield from (replace(item, unread=names) if isinstance(item, Item) else item for item in items)
+            yield from (
+                replace(item, unread=names) if isinstance(item, Item) else item for item in items
+            )
         self.report.unread.update(unread)
         for text, span in self._answered:
             self.report.ends[_end_mark(self._ends, self._stops, text[span.start : span.end])] += 1
@@ -119,18 +138,24 @@ class ChatEncoder:
             if "developer" not in template.source:
                 turn["role"] = message[0]
             plain = template.without_marks(turn)
-            self.report.notes["turns that held the chat template's own marks, which are written once"] += plain != turn
+            self.report.notes[
+                "turns that held the chat template's own marks, which are written once"
+            ] += plain != turn
             turns.append(plain)
         if tools and template.shows_tools:
             context["tools"] = list(tools)
         written = written_tools(template, turns, tools)
-        self.report.notes["conversations with tools as text, which the chat template does not write"] += (
-            written != turns
-        )
+        self.report.notes[
+            "conversations with tools as text, which the chat template does not write"
+        ] += written != turns
         return [template.formed(turn) for turn in written]
 
     def _texts(
-        self, template: ChatTemplate, turns: list[Message], trained: list[bool], context: Mapping[str, Any]
+        self,
+        template: ChatTemplate,
+        turns: list[Message],
+        trained: list[bool],
+        context: Mapping[str, Any],
     ) -> list[Text]:
         """Render each answer, and put answers together whose texts are the beginning of the next one's.
 
@@ -148,19 +173,32 @@ class ChatEncoder:
                 texts[-1] = replace(before, text=text, spans=(*before.spans, span), last=number)
             else:
                 texts.append(Text(text, (span,), number, _common(before.text, text)))
-        if self.train_on_prompt and len(texts) > 1 and not all(span.trained for text in texts for span in text.spans):
-            raise BadRow("messages", "train_on_prompt cannot leave out a turn of weight 0 that the template rewrites")
+        if (
+            self.train_on_prompt
+            and len(texts) > 1
+            and not all(span.trained for text in texts for span in text.spans)
+        ):
+            raise BadRow(
+                "messages",
+                "train_on_prompt cannot leave out a turn of weight 0 that the template rewrites",
+            )
         kept = []
         for text in texts:  # what follows the last trained answer is not context either
             spans = text.spans
             while spans and not spans[-1].trained:
                 spans = spans[:-1]
             if spans:
-                last = [n for n, turn in enumerate(turns[: text.last + 1]) if turn["role"] == "assistant"]
+                last = [
+                    n
+                    for n, turn in enumerate(turns[: text.last + 1])
+                    if turn["role"] == "assistant"
+                ]
                 kept.append(replace(text, spans=spans, last=last[len(spans) - len(text.spans) - 1]))
         return kept
 
-    def _answer(self, template: ChatTemplate, turns: list[Message], context: Mapping[str, Any]) -> tuple[str, int, str]:
+    def _answer(
+        self, template: ChatTemplate, turns: list[Message], context: Mapping[str, Any]
+    ) -> tuple[str, int, str]:
         """Render the turns up to an answer; return the text, where the answer begins, and what the template asks with
         but does not write there."""
         asked = template.render(turns[:-1], True, context)
@@ -169,10 +207,15 @@ class ChatEncoder:
             return text, len(asked), ""
         history = _common(asked, template.render(turns[:-1], False, context))
         # Another answer shows where the head that both have ends: the answer may begin as the question's end does.
-        other = template.render([*turns[:-1], template.formed({"role": "assistant", "content": "Qz"})], False, context)
+        other = template.render(
+            [*turns[:-1], template.formed({"role": "assistant", "content": "Qz"})], False, context
+        )
         start = min(_common(asked, text), _common(text, other))
         if start < history:
-            raise BadRow("messages", "the tokenizer's chat template rewrites earlier turns before it writes an answer")
+            raise BadRow(
+                "messages",
+                "the tokenizer's chat template rewrites earlier turns before it writes an answer",
+            )
         return text, start, asked[start:].strip() or asked[start:]
 
     def _item(
@@ -180,15 +223,21 @@ class ChatEncoder:
         text: Text,
     ) -> Item | BadRow:  # fmt: skip
         try:
-            (example,), prompt, lost = self._fit(template, context, [turns[: text.last + 1]], [trained], [text])
+            (example,), prompt, lost = self._fit(
+                template, context, [turns[: text.last + 1]], [trained], [text]
+            )
         except AnswerTooLong as problem:
             return problem
-        return Item(example, line=row.line, file=row.file, prompt_tokens=prompt, dropped_tokens=lost)
+        return Item(
+            example, line=row.line, file=row.file, prompt_tokens=prompt, dropped_tokens=lost
+        )
 
     def _pair(self, row: Row, template: ChatTemplate, context: Mapping[str, Any], both: Sequence[list[Message]],
               trained: Sequence[list[bool]]) -> Item:  # fmt: skip
         """Encode the two answers of a preference pair behind the same turns."""
-        texts = [self._texts(template, *one, context)[-1] for one in zip(both, trained, strict=True)]
+        texts = [
+            self._texts(template, *one, context)[-1] for one in zip(both, trained, strict=True)
+        ]
         examples, prompt, lost = self._fit(template, context, both, trained, texts)
         return Item(examples[0], tuple(examples), 0, line=row.line, file=row.file, prompt_tokens=prompt,
                     dropped_tokens=lost)  # fmt: skip
@@ -199,7 +248,11 @@ class ChatEncoder:
     ) -> tuple[list[Example], int, int]:  # fmt: skip
         """Return the examples of the texts, the tokens of the first's prompt, and how many were lost to fit."""
         system, begin = int(both[0][0]["role"] == "system"), 0
-        users = [number for number, turn in enumerate(both[0]) if turn["role"] == "user" and number > system]
+        users = [
+            number
+            for number, turn in enumerate(both[0])
+            if turn["role"] == "user" and number > system
+        ]
         examples = [self._example(text) for text in texts]
         full = max(len(example) for example, _ in examples)
         while max(len(example) for example, _ in examples) > self.limit:
@@ -208,21 +261,35 @@ class ChatEncoder:
                 example, start = examples[0]
                 check_fit(len(example) - start, self.limit, start, full)
                 limit = f"max_length_tokens={self.limit}"
-                reason = f"the last turns have {len(example)} tokens; with {limit} they do not fit whole"
+                reason = (
+                    f"the last turns have {len(example)} tokens; with {limit} they do not fit whole"
+                )
                 raise AnswerTooLong(reason, full)
             cut = [one[:system] + one[begin:] for one in both]
-            weights = [one[:system] + one[begin : len(turns)] for one, turns in zip(trained, both, strict=True)]
-            texts = [self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)]
+            weights = [
+                one[:system] + one[begin : len(turns)]
+                for one, turns in zip(trained, both, strict=True)
+            ]
+            texts = [
+                self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)
+            ]
             examples = [self._example(replace(text, shared=0)) for text in texts]
-        self._answered += [(text.text, span) for text in texts for span in text.spans if span.trained]
+        self._answered += [
+            (text.text, span) for text in texts for span in text.spans if span.trained
+        ]
         lost = full - max(len(example) for example, _ in examples)
         return [example for example, _ in examples], examples[0][1], lost
 
     def _example(self, text: Text) -> tuple[Example, int]:
         """Tokenize a text up to its last answer; return the example and the first token of that answer."""
-        encoded = self.tokenizer(text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self.tokenizer(
+            text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         offsets = encoded["offset_mapping"]
-        covered = [next((span for span in text.spans if _covers(left, right, span)), None) for left, right in offsets]
+        covered = [
+            next((span for span in text.spans if _covers(left, right, span)), None)
+            for left, right in offsets
+        ]
         last = [number for number, span in enumerate(covered) if span == text.spans[-1]]
         if not last:
             raise BadRow("messages", "the tokenizer's chat template drops the last assistant turn")
@@ -238,20 +305,26 @@ class ChatEncoder:
         return Example(tuple(ids), tuple(labels)), last[0]
 
 
-def written_tools(template: ChatTemplate, turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+def written_tools(
+    template: ChatTemplate, turns: list[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[Message]:
     """Return turns with what the template does not write of tools as text: the tools in the system turn, a call as JSON
     between <tool_call> tags, an answer between <tool_response> tags (Hermes' form, which Qwen and SmolLM2 learned)."""
     written = []
     for turn in turns:
         if turn.get("tool_calls") and template.call_arguments is None:
-            calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]]
+            calls = [
+                json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]
+            ]
             parts = [turn["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
             turn = {key: value for key, value in turn.items() if key != "tool_calls"}
             turn["content"] = "\n".join(part for part in parts if part)
         elif turn["role"] == "tool" and not template.shows_results:
             text = f"<tool_response>\n{turn['content']}\n</tool_response>"
             if written and written[-1].get("content", "").endswith("</tool_response>"):
-                written[-1]["content"] += f"\n{text}"  # several calls are answered in one turn of the user's
+                written[-1]["content"] += (
+                    f"\n{text}"  # several calls are answered in one turn of the user's
+                )
                 continue
             turn = {**turn, "role": "user", "content": text}
         written.append(turn)
@@ -260,7 +333,11 @@ def written_tools(template: ChatTemplate, turns: list[Message], tools: Sequence[
         named = f"You may call these functions:\n<tools>\n{listed}\n</tools>"
         role = "system" if template.shows_system else "user"
         if written[0]["role"] in ("system", role):
-            both = [written[0]["content"], named] if written[0]["role"] == "system" else [named, written[0]["content"]]
+            both = (
+                [written[0]["content"], named]
+                if written[0]["role"] == "system"
+                else [named, written[0]["content"]]
+            )
             written[0] = {**written[0], "content": "\n\n".join(both)}
         else:
             written.insert(0, {"role": role, "content": named})

@@ -47,7 +47,9 @@ class Reads:
         columns = [(name, name, value) for name, value in row.rest.items() if name != _KWARGS]
         columns += [(f"{_KWARGS}.{name}", name, value) for name, value in (kwargs or {}).items()]
         for shown, name, value in columns:
-            if name in self.template.variables or (name == "documents" and self.template.takes_documents):
+            if name in self.template.variables or (
+                name == "documents" and self.template.takes_documents
+            ):
                 values[name] = value
             else:
                 unread[shown] += 1
@@ -62,20 +64,35 @@ class Reads:
         dropped, _ = self._written(turns, context)
         if dropped is not None and not _words_in(turns[dropped], text):
             role = turns[dropped]["role"]
-            raise BadRow("messages", f"the tokenizer's chat template drops a turn of the role {role}")
+            raise BadRow(
+                "messages", f"the tokenizer's chat template drops a turn of the role {role}"
+            )
 
-    def unread(self, turns: Sequence[Message], texts: Sequence[str], context: Mapping[str, Any]) -> Counter[str]:
+    def unread(
+        self, turns: Sequence[Message], texts: Sequence[str], context: Mapping[str, Any]
+    ) -> Counter[str]:
         """Count the keys of turns and calls that change nothing in what the template writes."""
         counts = Counter(self._written(turns, context)[1])
         for turn in turns:
-            others = [key for key, value in turn.items() if key not in _KNOWN and value not in (None, "", [], {})]
+            others = [
+                key
+                for key, value in turn.items()
+                if key not in _KNOWN and value not in (None, "", [], {})
+            ]
             others = [key for key in others if not (key in OBEYED and _obeyed(turn, key))]
             for key in others:
-                counts[f"messages[].{key}"] += self._is_unread(turns, turn["role"], key, texts[-1], context)
+                counts[f"messages[].{key}"] += self._is_unread(
+                    turns, turn["role"], key, texts[-1], context
+                )
             for call in turn.get("tool_calls", ()):
-                for key in [*(set(call) - {"type", "function"}), *(set(call["function"]) - {"name", "arguments"})]:
+                for key in [
+                    *(set(call) - {"type", "function"}),
+                    *(set(call["function"]) - {"name", "arguments"}),
+                ]:
                     path = f"tool_calls[].{key}" if key in call else f"tool_calls[].function.{key}"
-                    counts[f"messages[].{path}"] += self._is_unread(turns, "assistant", path, texts[-1], context)
+                    counts[f"messages[].{path}"] += self._is_unread(
+                        turns, "assistant", path, texts[-1], context
+                    )
             thought = next((key for key in REASONING if turn.get(key)), None)
             if thought and turn["role"] == "assistant":
                 shown = str(turn[thought]).strip()
@@ -83,11 +100,15 @@ class Reads:
                 counts[f"messages[].{thought}"] += not any(shown in text for text in texts)
         return +counts
 
-    def _is_unread(self, turns: Sequence[Message], role: str, path: str, text: str, context: Mapping[str, Any]) -> bool:
+    def _is_unread(
+        self, turns: Sequence[Message], role: str, path: str, text: str, context: Mapping[str, Any]
+    ) -> bool:
         if (role, path) in self._reads or self._misses[role, path] >= TRIES:
             return (role, path) not in self._reads
         try:
-            other = self.template.render([_without(turn, role, path) for turn in turns], False, context)
+            other = self.template.render(
+                [_without(turn, role, path) for turn in turns], False, context
+            )
         except BadRow:  # it cannot do without
             other = None
         if other != text:
@@ -95,14 +116,20 @@ class Reads:
         self._misses[role, path] += other == text
         return other == text
 
-    def _written(self, turns: Sequence[Message], context: Mapping[str, Any]) -> tuple[int | None, Counter[str]]:
+    def _written(
+        self, turns: Sequence[Message], context: Mapping[str, Any]
+    ) -> tuple[int | None, Counter[str]]:
         """Return the first turn that the template drops, or None, and texts beside calls that it drops."""
-        shape = tuple((turn["role"], _has_text(turn), len(turn.get("tool_calls", ()))) for turn in turns)
+        shape = tuple(
+            (turn["role"], _has_text(turn), len(turn.get("tool_calls", ()))) for turn in turns
+        )
         if shape not in self._dropped:
             self._dropped[shape] = self._mark(turns, context)
         return self._dropped[shape]
 
-    def _mark(self, turns: Sequence[Message], context: Mapping[str, Any]) -> tuple[int | None, Counter[str]]:
+    def _mark(
+        self, turns: Sequence[Message], context: Mapping[str, Any]
+    ) -> tuple[int | None, Counter[str]]:
         marked = [_marked(turn, f"Qz{number}q") for number, turn in enumerate(turns)]
         counts = Counter[str]()
         try:
@@ -110,7 +137,9 @@ class Reads:
         except BadRow:  # it reads the words themselves, and they cannot be replaced
             return None, counts
         for number, turn in enumerate(turns):
-            calls = [f"Qz{number}qf{index}" in text for index in range(len(turn.get("tool_calls", ())))]
+            calls = [
+                f"Qz{number}qf{index}" in text for index in range(len(turn.get("tool_calls", ())))
+            ]
             if not all(calls) or (_has_text(turn) and not calls and f"Qz{number}q" not in text):
                 return number, counts
             if calls and _has_text(turn) and f"Qz{number}q." not in text:
@@ -121,7 +150,11 @@ class Reads:
 def _marked(turn: Message, word: str) -> Message:
     marked = dict(turn)
     if _has_text(turn):
-        marked["content"] = f"{word}." if isinstance(turn["content"], str) else [{"type": "text", "text": f"{word}."}]
+        marked["content"] = (
+            f"{word}."
+            if isinstance(turn["content"], str)
+            else [{"type": "text", "text": f"{word}."}]
+        )
     if turn.get("tool_calls"):
         marked["tool_calls"] = [{**call, "function": {**call["function"], "name": f"{word}f{index}"}}
                                 for index, call in enumerate(turn["tool_calls"])]  # fmt: skip
@@ -137,7 +170,10 @@ def _words_in(turn: Message, text: str) -> bool:
     """Return True if a turn's text is there as it is: then it was not dropped, whatever other words would be."""
     content = turn.get("content")
     return (
-        isinstance(content, str) and len(content.strip()) > 3 and content.strip() in text and not turn.get("tool_calls")
+        isinstance(content, str)
+        and len(content.strip()) > 3
+        and content.strip() in text
+        and not turn.get("tool_calls")
     )
 
 
@@ -155,7 +191,9 @@ def _without(turn: Message, role: str, path: str) -> Message:
         return {name: value for name, value in turn.items() if name != key}
     if "tool_calls" not in turn:
         return turn
-    calls = [{name: value for name, value in call.items() if name != key} for call in turn["tool_calls"]]
+    calls = [
+        {name: value for name, value in call.items() if name != key} for call in turn["tool_calls"]
+    ]
     if ".function." in path:
         calls = [{**call, "function": {name: value for name, value in call["function"].items() if name != key}}
                  for call in turn["tool_calls"]]  # fmt: skip

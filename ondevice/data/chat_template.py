@@ -72,14 +72,18 @@ class ChatTemplate:
         try:
             self.source: str = tokenizer.get_chat_template(None, [_TOOL] if tools else None)
         except ValueError as error:
-            raise DataError(str(error).strip().partition("\n")[0], hint="name one of them 'default'") from None
+            raise DataError(
+                str(error).strip().partition("\n")[0], hint="name one of them 'default'"
+            ) from None
         variables = _variables_of(self.source)
         self.takes_documents = "documents" in variables
         """True if a conversation may have documents."""
         self.variables = variables - _OWN - set(tokenizer.special_tokens_map)
         """What a row's column may set: `enable_thinking`, `date_string`."""
 
-    def render(self, turns: Sequence[Message], ask: bool, context: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self, turns: Sequence[Message], ask: bool, context: Mapping[str, Any] | None = None
+    ) -> str:
         """Render turns as text; with `ask` the template asks for the next answer.
 
         Raises:
@@ -87,14 +91,20 @@ class ChatTemplate:
             MissingPackageError: jinja2 is not installed.
         """
         try:
-            return apply_template(self.tokenizer, list(turns), add_generation_prompt=ask, **(context or {}))
+            return apply_template(
+                self.tokenizer, list(turns), add_generation_prompt=ask, **(context or {})
+            )
         except (MissingPackageError, ModelError):
             raise
         except Exception as error:  # a template is a program of its own and raises what it likes
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise BadRow("messages", f"the tokenizer's chat template refuses the turns: {reason}") from None
+            raise BadRow(
+                "messages", f"the tokenizer's chat template refuses the turns: {reason}"
+            ) from None
 
-    def shows(self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any) -> bool:
+    def shows(
+        self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any
+    ) -> bool:
         """Return True if the template renders the turns with all of the words."""
         try:
             text = self.render(turns, ask, context)
@@ -106,7 +116,9 @@ class ChatTemplate:
     def wants_parts(self) -> bool:
         """True if it writes a content that is a list of parts, but not one that is a text."""
         words = ("Qzuser", "Qzanswer")
-        return not self.shows([_USER, _ANSWER], *words) and self.shows([_parts(_USER), _parts(_ANSWER)], *words)
+        return not self.shows([_USER, _ANSWER], *words) and self.shows(
+            [_parts(_USER), _parts(_ANSWER)], *words
+        )
 
     @cached_property
     def shows_system(self) -> bool:
@@ -136,7 +148,9 @@ class ChatTemplate:
         called = _ANSWER
         if self.call_arguments:
             arguments = {"Qzkey": "Qzvalue"}
-            called = _call_turn(json.dumps(arguments) if self.call_arguments == "text" else arguments)
+            called = _call_turn(
+                json.dumps(arguments) if self.call_arguments == "text" else arguments
+            )
         return self._shows([_USER, called, _RESULT, _ANSWER], "Qzresult", tools=[_TOOL])
 
     @cached_property
@@ -146,7 +160,11 @@ class ChatTemplate:
             if self._shows([_USER, {**_ANSWER, key: "Qzthought"}], "Qzthought"):
                 return key
         inside = {**_ANSWER, "content": "<think>\nQzthought\n</think>\n\nQzanswer"}
-        return "content" if "</think>" in self.source and self._shows([_USER, inside], "Qzthought") else None
+        return (
+            "content"
+            if "</think>" in self.source and self._shows([_USER, inside], "Qzthought")
+            else None
+        )
 
     @cached_property
     def marks(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -156,22 +174,31 @@ class ChatTemplate:
         try:
             text = self.render([self.formed(turn) for turn in turns], False)
             before, between, again, _ = re.split("Qzuser|Qzanswer|Qzagain", text)
-            _, _, behind = re.split("Qzuser|Qzanswer", self.render([self.formed(turn) for turn in turns[:2]], False))
+            _, _, behind = re.split(
+                "Qzuser|Qzanswer", self.render([self.formed(turn) for turn in turns[:2]], False)
+            )
         except (BadRow, ValueError):  # refused, or one of the words is not there once
             return {"user": ((), ()), "assistant": ((), ())}
         end = next(iter(self._special.findall(between)), "")
         asked = again.removeprefix(behind) if again.startswith(behind) else again
         stop = next(iter(self._special.findall(behind)), "")
         return {
-            "user": ((before, before.removeprefix(self.tokenizer.bos_token or ""), asked), (between, end)),
-            "assistant": ((between, between.removeprefix(end)), (behind, stop, self.tokenizer.eos_token or "")),
+            "user": (
+                (before, before.removeprefix(self.tokenizer.bos_token or ""), asked),
+                (between, end),
+            ),
+            "assistant": (
+                (between, between.removeprefix(end)),
+                (behind, stop, self.tokenizer.eos_token or ""),
+            ),
         }
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
         tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
         return re.compile(
-            "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token) or r"\Z."
+            "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token)
+            or r"\Z."
         )
 
     def without_marks(self, turn: Message) -> Message:
@@ -197,7 +224,10 @@ class ChatTemplate:
         """Return a turn in the form that the template takes: its content, its reasoning, its calls' arguments."""
         turn = self._with_reasoning(turn)
         if self.call_arguments == "text" and turn.get("tool_calls"):
-            turn = {**turn, "tool_calls": [_with_text_arguments(call) for call in turn["tool_calls"]]}
+            turn = {
+                **turn,
+                "tool_calls": [_with_text_arguments(call) for call in turn["tool_calls"]],
+            }
         return _parts(turn) if self.wants_parts and isinstance(turn.get("content"), str) else turn
 
     def _with_reasoning(self, turn: Message) -> Message:
@@ -218,7 +248,9 @@ class ChatTemplate:
             return {**rest, "content": f"<think>\n{turn[key]}\n</think>\n\n{content}"}
         return {**rest, wanted: turn[key]}
 
-    def _shows(self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any) -> bool:
+    def _shows(
+        self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any
+    ) -> bool:
         if self.wants_parts:
             turns = [_parts(turn) for turn in turns]
         return self.shows(turns, *words, ask=ask, **context)
@@ -243,13 +275,23 @@ def _parts(turn: Message) -> Message:
 
 
 def _call_turn(arguments: Any) -> Message:
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": "Qzcall", "arguments": arguments}}
+    call = {
+        "id": _CALL_ID,
+        "type": "function",
+        "function": {"name": "Qzcall", "arguments": arguments},
+    }
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {
+        **call,
+        "function": {
+            **function,
+            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+        },
+    }
 
 
 def _variables_of(source: str) -> frozenset[str]:
@@ -269,7 +311,9 @@ def _variables_of(source: str) -> frozenset[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols", Generation])  # parsed, never rendered
+    environment = Environment(
+        extensions=["jinja2.ext.loopcontrols", Generation]
+    )  # parsed, never rendered
     try:
         tree = environment.parse(source)
     except TemplateError as error:
@@ -283,4 +327,6 @@ def _variables_of(source: str) -> frozenset[str]:
 
 
 def _no_jinja() -> MissingPackageError:
-    return MissingPackageError("chat templates need the package 'jinja2'", hint="pip install jinja2")
+    return MissingPackageError(
+        "chat templates need the package 'jinja2'", hint="pip install jinja2"
+    )

@@ -41,7 +41,9 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
         raise _needs_memory(path, error) from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"cannot read {path}: {reason}", expected="a Parquet or Arrow file") from None
+        raise DataError(
+            f"cannot read {path}: {reason}", expected="a Parquet or Arrow file"
+        ) from None
     if first is None:
         raise DataError(f"{path} is empty", expected="at least one row", received="none")
     return Source("columnar", _records(path, first, batches, _names(schema.metadata or {}), limits))
@@ -56,7 +58,9 @@ def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
         file = parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         limits.check_unpacked(path, sum(group.total_byte_size for group in groups), "JSON lines")
-        widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+        widest = max(
+            (group.total_byte_size // max(1, group.num_rows) for group in groups), default=0
+        )
         count = max(1, min(_ROWS, _BATCH_BYTES // max(1, widest)))
         # One thread: each more would decode a column besides, and take a stack.
         batches = file.iter_batches(count, use_threads=False)
@@ -98,13 +102,17 @@ def _records(
         except MemoryError as error:
             raise _needs_memory(path, error) from None
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{path} is damaged behind row {number}: {str(error).partition(chr(10))[0]}") from None
+            raise DataError(
+                f"{path} is damaged behind row {number}: {str(error).partition(chr(10))[0]}"
+            ) from None
 
 
 def _needs_memory(path: Path, error: MemoryError) -> DataError:
     """Build the error of a file that is damaged or too large: a column's stated size is all that is known of it."""
     reason = str(error).partition("\n")[0]
-    return DataError(f"{path} needs too much memory to be read", received=reason, hint="save it as JSON lines")
+    return DataError(
+        f"{path} needs too much memory to be read", received=reason, hint="save it as JSON lines"
+    )
 
 
 def _names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:

@@ -43,7 +43,10 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def renaming(
-    first: dict[str, Any] | None, columns: Mapping[str, str] | None, task: Task | None, notes: list[str]
+    first: dict[str, Any] | None,
+    columns: Mapping[str, str] | None,
+    task: Task | None,
+    notes: list[str],
 ) -> tuple[Change, frozenset[str]]:
     """Return how the columns of a file are renamed, and the names that the user gave; add a note that says so.
 
@@ -58,9 +61,13 @@ def renaming(
             return lambda record: record, frozenset()
         notes.append("columns are named without regard to case: " + ", ".join(names.values()))
         fields = {source: field for field, source in names.items()}  # a row may lack some of them
-        return lambda record: {fields.get(key, key): value for key, value in record.items()}, frozenset()
+        return lambda record: {
+            fields.get(key, key): value for key, value in record.items()
+        }, frozenset()
     _check_fields(columns, task)
-    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
+    notes.append(
+        "columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items())
+    )
 
     def change(record: dict[str, Any]) -> dict[str, Any]:
         if isinstance(record.get("prompt_fields"), dict):
@@ -109,18 +116,35 @@ def _key(field: str, task: Task | None) -> str:
 def _check_fields(columns: Mapping[str, str], task: Task | None) -> None:
     known = set(FIELDS)
     if task is not None:
-        known = {"label", *task.label, *task.columns, *(key for keys in task.columns.values() for key in keys)}
+        known = {
+            "label",
+            *task.label,
+            *task.columns,
+            *(key for keys in task.columns.values() for key in keys),
+        }
     for field in columns:
         if field not in known:
             near = difflib.get_close_matches(field, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "the format's field comes first: text=Review"
-            raise ConfigError(f"'{field}' is no field", expected=", ".join(sorted(known)), received=field, hint=hint)
+            hint = (
+                f"did you mean '{near[0]}'?"
+                if near
+                else "the format's field comes first: text=Review"
+            )
+            raise ConfigError(
+                f"'{field}' is no field",
+                expected=", ".join(sorted(known)),
+                received=field,
+                hint=hint,
+            )
 
 
 def _without_case(record: dict[str, Any]) -> dict[str, str]:
     """Map fields to columns that differ from them in case alone; empty where that fits no format."""
     lowered = {str(key).strip().lower(): key for key in record}
-    if len(lowered) < len(record) or format_of({field: record[key] for field, key in lowered.items()}) is None:
+    if (
+        len(lowered) < len(record)
+        or format_of({field: record[key] for field, key in lowered.items()}) is None
+    ):
         return {}
     return {field: key for field, key in lowered.items() if field in FIELDS and field != key}
 
@@ -147,20 +171,60 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
         advice.insert(0, f"the columns are those of --task {' or '.join(fitting)}")
     if len(keys) == 1 and (odd := re.search(r"[:^~#]|\s{2,}", keys[0])):
         shown = odd[0] if odd[0].strip() else "spaces"
-        advice.insert(0, f"if '{shown}' separates the columns, save the file with commas, semicolons or tabs")
+        advice.insert(
+            0, f"if '{shown}' separates the columns, save the file with commas, semicolons or tabs"
+        )
     return DataError(
         f"cannot tell the format of {name}",
         expected="the keys messages; instruction and output; prompt and completion; question and answer; text; "
         "text and label; question, choices and answer; chosen and rejected",
-        received="the keys " + ", ".join(keys) + ("" if keys[1:] else " (the first line of a table is its header)"),
+        received="the keys "
+        + ", ".join(keys)
+        + ("" if keys[1:] else " (the first line of a table is its header)"),
         hint="; or ".join(advice),
     )
 
 
 _SYSTEM = {"system", "sys"}
-_ASKS = {"question", "instruction", "prompt", "query", "input", "user", "human", "ask", "problem", "task", "q"}
-_ANSWERS = {"answer", "response", "output", "completion", "target", "reply", "assistant", "solution", "label", "a"}
-_SAYS_LESS = {"id", "idx", "index", "uuid", "history", "source", "tools", "date", "time", "lang", "language", "context"}
+_ASKS = {
+    "question",
+    "instruction",
+    "prompt",
+    "query",
+    "input",
+    "user",
+    "human",
+    "ask",
+    "problem",
+    "task",
+    "q",
+}
+_ANSWERS = {
+    "answer",
+    "response",
+    "output",
+    "completion",
+    "target",
+    "reply",
+    "assistant",
+    "solution",
+    "label",
+    "a",
+}
+_SAYS_LESS = {
+    "id",
+    "idx",
+    "index",
+    "uuid",
+    "history",
+    "source",
+    "tools",
+    "date",
+    "time",
+    "lang",
+    "language",
+    "context",
+}
 
 
 def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
@@ -194,8 +258,12 @@ def _quoted(key: str) -> str:
 def advise_task(path: str | Path, hint: str | None) -> str | None:
     """Add to an unknown task's hint what the file is without a task, if it is something."""
     try:
-        first = next((fields for _, fields, _ in read_records(path).records if isinstance(fields, dict)), {})
+        first = next(
+            (fields for _, fields, _ in read_records(path).records if isinstance(fields, dict)), {}
+        )
     except OndeviceError:
         return hint
-    format_ = format_of(first) or format_of({field: first[key] for field, key in _without_case(first).items()})
+    format_ = format_of(first) or format_of(
+        {field: first[key] for field, key in _without_case(first).items()}
+    )
     return f"{hint}; without --task the rows are read as {format_}" if format_ else hint

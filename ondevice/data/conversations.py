@@ -69,7 +69,9 @@ def history_of(record: dict[str, Any]) -> tuple[Turn, ...]:
     value = _parsed(value, "history")
     if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
         turns = turns_of(value, "history")
-    elif isinstance(value, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+    elif isinstance(value, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+    ):
         turns: tuple[Turn, ...] = ()
         for index, (asked, answered) in enumerate(value):
             turns += (("user", check_text(asked, f"history.{index}.0")),)
@@ -90,17 +92,26 @@ def _weighted(turns: tuple[Turn, ...], record: dict[str, Any]) -> tuple[Turn, ..
             continue
         weights = _parsed(record[name], name)
         if not isinstance(weights, list) or len(weights) != len(turns):
-            raise BadRow(name, f"expected a list of {len(turns)} numbers, one a turn: 1 is trained on, 0 is context")
+            raise BadRow(
+                name,
+                f"expected a list of {len(turns)} numbers, one a turn: 1 is trained on, 0 is context",
+            )
         for number, weight in enumerate(weights):
             flag(weight, f"{name}.{number}")
-        return tuple(_with_weight(turn, weight) for turn, weight in zip(turns, weights, strict=True))
+        return tuple(
+            _with_weight(turn, weight) for turn, weight in zip(turns, weights, strict=True)
+        )
     return turns
 
 
 def prompt_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     """Read a prompt and a completion that are lists of turns."""
     prompt = record.get("prompt")
-    turns = turns_of(prompt, "prompt") if isinstance(prompt, list) else (("user", check_text(prompt, "prompt")),)
+    turns = (
+        turns_of(prompt, "prompt")
+        if isinstance(prompt, list)
+        else (("user", check_text(prompt, "prompt")),)
+    )
     completion = record.get("completion")
     answer = turns_of(completion, "completion") if isinstance(completion, list) else (
         ("assistant", check_text(completion, "completion")),)  # fmt: skip
@@ -113,9 +124,13 @@ def prompt_row(line: int, record: dict[str, Any], file: str = "") -> Row:
 def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     """Read `chosen` and `rejected`, texts or lists of turns, behind the `prompt` if there is one; the first pair is the
     chosen one."""
-    prompt = next((record[key] for key in ("prompt", "question", "instruction") if key in record), None)
+    prompt = next(
+        (record[key] for key in ("prompt", "question", "instruction") if key in record), None
+    )
     pair = {name: record.get(name) for name in ("chosen", "rejected")}
-    if all(isinstance(value, str) for value in pair.values()) and (prompt is None or isinstance(prompt, str)):
+    if all(isinstance(value, str) for value in pair.values()) and (
+        prompt is None or isinstance(prompt, str)
+    ):
         texts = {name: check_text(value, name) for name, value in pair.items()}
         if prompt is None:
             cut = [text.rpartition(_LAST_TURN) for text in texts.values()]
@@ -129,14 +144,20 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
         return Row(line, pairs, 0, chosen, rejected=rejected, file=file)
     before: tuple[Turn, ...] = ()
     if prompt is not None:
-        before = turns_of(prompt, "prompt") if isinstance(prompt, list) else (("user", check_text(prompt, "prompt")),)
+        before = (
+            turns_of(prompt, "prompt")
+            if isinstance(prompt, list)
+            else (("user", check_text(prompt, "prompt")),)
+        )
     both = []
     for name, value in pair.items():
         one = isinstance(value, str | dict)
         answer = turns_of([{"role": "assistant", "content": value} if isinstance(value, str) else value], name) if one \
             else turns_of(value, name)  # fmt: skip
         # Data sets repeat the prompt at the head of both conversations, or they do not.
-        both.append(_answered(answer if answer[: len(before)] == before else (*before, *answer), name)[0])
+        both.append(
+            _answered(answer if answer[: len(before)] == before else (*before, *answer), name)[0]
+        )
     return Row(line, gold=0, messages=both[0], rejected=both[1], tools=_tools(record), file=file)
 
 
@@ -149,10 +170,17 @@ def thumbs_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     if text not in THUMBS:
         raise BadRow(name, f"expected true or false, up or down; received {describe(value)}")
     label = THUMBS[text]
-    if name != "liked" and (isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list)):
+    if name != "liked" and (
+        isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list)
+    ):
         row = prompt_row(line, record, file)
-        return Row(line, messages=row.messages, label=label, file=file, tools=row.tools, rest=row.rest)
-    prompt, answer = check_text(record.get("prompt"), "prompt"), check_text(record.get(answered), answered)
+        return Row(
+            line, messages=row.messages, label=label, file=file, tools=row.tools, rest=row.rest
+        )
+    prompt, answer = (
+        check_text(record.get("prompt"), "prompt"),
+        check_text(record.get(answered), answered),
+    )
     messages = (("user", prompt), ("assistant", answer))
     return Row(line, ((f"{prompt.rstrip()}\n", answer),), messages=messages, label=label, file=file)
 
@@ -185,7 +213,10 @@ def _turn(turn: Any, where: str) -> Turn:
     known = turn.get(key)
     role = ROLES.get(known.lower()) if isinstance(known, str) else None
     if role is None:
-        raise BadRow(f"{where}.{key}", f"expected system, user, assistant or tool; received {describe(known)}")
+        raise BadRow(
+            f"{where}.{key}",
+            f"expected system, user, assistant or tool; received {describe(known)}",
+        )
     content = turn.get(said)
     extra = {name: value for name, value in turn.items()
              if name not in (key, said, "tool_calls", "function_call") and value is not None}  # fmt: skip
@@ -194,15 +225,24 @@ def _turn(turn: Any, where: str) -> Turn:
     check_weights(extra, where, role)
     if str(known).lower() in _CALLS:
         return role, "", {**extra, "tool_calls": _calls(content, f"{where}.{said}")}
-    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else None)
+    calls = turn.get("tool_calls") or (
+        [turn["function_call"]] if turn.get("function_call") else None
+    )
     if calls and role != "assistant":
-        raise BadRow(f"{where}.tool_calls", f"expected tool calls in turns of the assistant only, received role {role}")
+        raise BadRow(
+            f"{where}.tool_calls",
+            f"expected tool calls in turns of the assistant only, received role {role}",
+        )
     if calls:
         extra["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if content is None and (calls or any(extra.get(name) for name in REASONING)):
         content = ""
     text = _joined(content, f"{where}.{said}") if isinstance(content, list) else content
-    text = check_text(text, f"{where}.{said}", empty=bool(calls) or role == "tool" or bool(set(REASONING) & set(extra)))
+    text = check_text(
+        text,
+        f"{where}.{said}",
+        empty=bool(calls) or role == "tool" or bool(set(REASONING) & set(extra)),
+    )
     return (role, text, extra) if extra else (role, text)
 
 
@@ -210,14 +250,25 @@ def _joined(parts: list[Any], where: str) -> str:
     """Join the text parts of a content; parts of another kind cannot be trained on."""
     texts = []
     for index, part in enumerate(parts):
-        kind = part.get("type", "text") if isinstance(part, dict) else "text" if isinstance(part, str) else None
+        kind = (
+            part.get("type", "text")
+            if isinstance(part, dict)
+            else "text"
+            if isinstance(part, str)
+            else None
+        )
         if kind not in ("text", "input_text", "output_text"):
             shown = describe(part) if kind is None else describe(kind)
             raise BadRow(
-                f"{where}.{index}.type", f"expected a text part, received {shown}; models here read text alone"
+                f"{where}.{index}.type",
+                f"expected a text part, received {shown}; models here read text alone",
             )
         texts.append(
-            check_text(part if isinstance(part, str) else part.get("text"), f"{where}.{index}.text", empty=True)
+            check_text(
+                part if isinstance(part, str) else part.get("text"),
+                f"{where}.{index}.text",
+                empty=True,
+            )
         )
     return "".join(texts)
 
@@ -229,17 +280,26 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     for index, item in enumerate(value if isinstance(value, list) else [value]):
         call = item.get("function", item) if isinstance(item, dict) else item
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow(f"{where}.{index}", f"expected a call with name and arguments, received {describe(item)}")
+            raise BadRow(
+                f"{where}.{index}",
+                f"expected a call with name and arguments, received {describe(item)}",
+            )
         named = "arguments" if "arguments" in call else "parameters"
         arguments = _parsed(call.get(named) or {}, f"{where}.{index}.arguments")
         if not isinstance(arguments, dict):
-            raise BadRow(f"{where}.{index}.arguments", f"expected an object, received {describe(arguments)}")
+            raise BadRow(
+                f"{where}.{index}.arguments", f"expected an object, received {describe(arguments)}"
+            )
         # A call that is not wrapped keeps its own keys outside, where an id stands.
         outer = {
-            key: value for key, value in item.items() if key not in ("function", "name", "arguments", "parameters")
+            key: value
+            for key, value in item.items()
+            if key not in ("function", "name", "arguments", "parameters")
         }
         inner = (
-            {key: value for key, value in call.items() if key not in outer and key != named} if call is not item else {}
+            {key: value for key, value in call.items() if key not in outer and key != named}
+            if call is not item
+            else {}
         )
         function = {**inner, "name": call["name"], "arguments": arguments}
         calls.append({**outer, "type": item.get("type", "function"), "function": function})
@@ -252,7 +312,9 @@ def _tools(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     tools = _parsed(record[name], name) if record.get(name) else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(name, f"expected a list of objects, received {describe(tools)}")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    return tuple(
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    )
 
 
 def _parsed(value: Any, where: str) -> Any:

@@ -59,7 +59,10 @@ class Template(StrictConfig):
     labels: str | None = None
     """The column with the names of the candidates, where rows bring their own (ARC's choices.label)."""
 
-    metric: Literal["accuracy", "macro_f1", "matthews", "pearson", "spearman", "f1", "exact_match"] | None = None
+    metric: (
+        Literal["accuracy", "macro_f1", "matthews", "pearson", "spearman", "f1", "exact_match"]
+        | None
+    ) = None
     """The figure of an evaluation: `accuracy`, `macro_f1`, `matthews` of candidates; `pearson` or `spearman` of labels
     that are numbers; `f1` or `exact_match` of generated answers. The accuracy, or the loss of free answers, unless
     given."""
@@ -92,12 +95,20 @@ def load_task(path: str | Path) -> Task:
         raise ConfigError(f"{path} is not readable YAML", received=reason, hint=hint) from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} holds no template", expected="a mapping with the key prompt", received=str(values)[:40]
+            f"{path} holds no template",
+            expected="a mapping with the key prompt",
+            received=str(values)[:40],
         )
-    template = Template.parse(values, str(path), hint=f"the keys of a template are {', '.join(Template.model_fields)}")
+    template = Template.parse(
+        values, str(path), hint=f"the keys of a template are {', '.join(Template.model_fields)}"
+    )
     names = _names(template.prompt)
     if not names and not _names(_answer_texts(template)):
-        raise ConfigError(f"{path}: the prompt has no field", expected="{column} in it", received=template.prompt[:60])
+        raise ConfigError(
+            f"{path}: the prompt has no field",
+            expected="{column} in it",
+            received=template.prompt[:60],
+        )
     unused = set(template.fields) - set(names) - set(_names(_answer_texts(template)))
     if unused:
         raise ConfigError(f"{path}: fields without a place in the prompt: {', '.join(sorted(unused))}",
@@ -106,7 +117,8 @@ def load_task(path: str | Path) -> Task:
     _check(template, metric, path)
     name = template.name or path.stem
     columns = {
-        key: template.fields.get(key, (key,)) for key in dict.fromkeys((*names, *_names(_answer_texts(template))))
+        key: template.fields.get(key, (key,))
+        for key in dict.fromkeys((*names, *_names(_answer_texts(template))))
     }
     kind, numbers = _kind(template, metric), ()
     if kind == "regression" and isinstance(template.candidates, dict):
@@ -118,7 +130,9 @@ def load_task(path: str | Path) -> Task:
 def _check(template: Template, metric: str, path: Path) -> None:
     candidates = template.candidates
     if not template.label or not all(template.fields.values()):
-        raise ConfigError(f"{path}: a field has no column", expected="a name, or several", received="none")
+        raise ConfigError(
+            f"{path}: a field has no column", expected="a name, or several", received="none"
+        )
     if (candidates is None) != (metric in ("", *GENERATED)):
         raise ConfigError(f"{path}: metric '{metric}' does not fit", received=metric,
                           expected=", ".join(GENERATED if candidates is None else CHOSEN + RANKED))  # fmt: skip
@@ -128,7 +142,9 @@ def _check(template: Template, metric: str, path: Path) -> None:
         raise ConfigError(f"{path}: candidates are a mapping, a list, or one placeholder", expected="{choices}",
                           received=candidates)  # fmt: skip
     if metric in RANKED:
-        numbers = [_number(label) for label in candidates] if isinstance(candidates, dict) else [None]
+        numbers = (
+            [_number(label) for label in candidates] if isinstance(candidates, dict) else [None]
+        )
         words = list(candidates.values()) if isinstance(candidates, dict) else []
         if None in numbers or len(set(words)) < len(words):
             raise ConfigError(f"{path}: {metric} is of labels that are numbers, each with its own answer",
@@ -151,7 +167,9 @@ def _answer_texts(template: Template) -> str:
     """The texts of the candidates as one, for the placeholders in them."""
     answers = template.candidates or ""
     return (
-        answers if isinstance(answers, str) else "\n".join(answers.values() if isinstance(answers, dict) else answers)
+        answers
+        if isinstance(answers, str)
+        else "\n".join(answers.values() if isinstance(answers, dict) else answers)
     )
 
 
@@ -163,20 +181,26 @@ def _render(template: Template, task: Task, row: dict[str, Any]) -> Rendered:
     """Render a row; BadRow where a column is missing or the label is none of the candidates."""
 
     def filled(text: str) -> str:
-        return _PLACEHOLDER.sub(lambda match: _shown(column(row, task.columns[match[1].strip()]), match[1]), text)
+        return _PLACEHOLDER.sub(
+            lambda match: _shown(column(row, task.columns[match[1].strip()]), match[1]), text
+        )
 
     prompt = filled(template.prompt).rstrip(" ")
     value = column(row, task.label)
     if template.candidates is None:
         answers = answers_of(str(value) if isinstance(value, int | float) else value, task.label[0])
         ending = "\n" if task.kind == "qa" else ""  # a generated answer is its first line
-        return Rendered(((prompt, _answer(prompt, answers[0]) + ending),), answers=answers if ending else ())
+        return Rendered(
+            ((prompt, _answer(prompt, answers[0]) + ending),), answers=answers if ending else ()
+        )
     if isinstance(template.candidates, str):
         name = template.candidates.strip()[1:-1].strip()
         texts = list(answers_of(_list(column(row, task.columns[name])), name))
     else:
         words = template.candidates
-        texts = [filled(word).strip() for word in (words.values() if isinstance(words, dict) else words)]
+        texts = [
+            filled(word).strip() for word in (words.values() if isinstance(words, dict) else words)
+        ]
     gold, number = _gold(template, task, value, texts, row)
     fixed = task.kind in ("classification", "regression")
     label = texts[gold] if fixed else chr(ord("A") + gold) if gold < 26 else str(gold)
@@ -196,7 +220,9 @@ def _gold(
         number = _number(value)
         if number is None:
             raise BadRow(name, f"expected a number, received {describe(value)}")
-        return min(range(len(task.values)), key=lambda index: abs(task.values[index] - number)), number
+        return min(
+            range(len(task.values)), key=lambda index: abs(task.values[index] - number)
+        ), number
     if template.labels is not None:
         known = [str(label) for label in _list(column(row, (template.labels.strip("{} "),)))]
     elif isinstance(template.candidates, dict):
@@ -205,7 +231,9 @@ def _gold(
         return choice_index(value.strip() if isinstance(value, str) else value, texts), None
     keys = [label_key(label) for label in known]
     if (key := label_key(value)) not in keys or key is None:
-        raise BadRow(name, f"expected a label of {task.name}: {', '.join(known)}; received {describe(value)}")
+        raise BadRow(
+            name, f"expected a label of {task.name}: {', '.join(known)}; received {describe(value)}"
+        )
     return keys.index(key), None
 
 
@@ -235,7 +263,11 @@ def _list(value: Any) -> Any:
 
 def _number(value: Any) -> float | None:
     try:
-        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+        number = (
+            float(value)
+            if isinstance(value, str | int | float) and not isinstance(value, bool)
+            else math.nan
+        )
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

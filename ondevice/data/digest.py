@@ -26,7 +26,11 @@ def rows_sha256(items: Iterable[Item]) -> str:
 def template_sha256(tokenizer: Any) -> str:
     """Hash the chat template, or all of them where there are several; `none` without one."""
     template = getattr(tokenizer, "chat_template", None)
-    return "none" if not template else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+    return (
+        "none"
+        if not template
+        else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+    )
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -38,6 +42,8 @@ def tokenizer_sha256(tokenizer: Any) -> str:
         # In front of it there is how the last call truncated and padded, which is not a part of the tokenizer.
         text = backend.to_str()
         text = text[text.index('"added_tokens"') :]
-    marks = {name: str(value) for name, value in getattr(tokenizer, "special_tokens_map", {}).items()}
+    marks = {
+        name: str(value) for name, value in getattr(tokenizer, "special_tokens_map", {}).items()
+    }
     marks.pop("pad_token", None)  # padding is never trained on
     return hashlib.sha256(f"{text}\n{json.dumps(marks, sort_keys=True)}".encode()).hexdigest()

@@ -102,7 +102,9 @@ class Report:
         """Return the sentences that a run's log and `ondevice data` show."""
         sentences = []
         if one := self.conversations["one"]:
-            sentences.append(f"conversations that are one sequence each, as the chat template only appends: {one:,}")
+            sentences.append(
+                f"conversations that are one sequence each, as the chat template only appends: {one:,}"
+            )
         if several := self.conversations["several"]:
             count = self.conversations["several sequences"]
             sentences.append(
@@ -113,8 +115,12 @@ class Report:
             if end:
                 sentences.append(f"answers whose end is trained as {end}: {count:,}")
             else:
-                sentences.append(f"answers without an end token, after which a model does not learn to stop: {count:,}")
-        sentences += [f"{sentence}: {count:,}" for sentence, count in self.notes.most_common() if count]
+                sentences.append(
+                    f"answers without an end token, after which a model does not learn to stop: {count:,}"
+                )
+        sentences += [
+            f"{sentence}: {count:,}" for sentence, count in self.notes.most_common() if count
+        ]
         return tuple(sentences)
 
 
@@ -219,7 +225,9 @@ def encode(
             if isinstance(one, Item):
                 dataset.items.append(one)
                 continue
-            dataset.problems.append(RowProblem(row.file or rows.file, row.line, one.field, one.reason))
+            dataset.problems.append(
+                RowProblem(row.file or rows.file, row.line, one.field, one.reason)
+            )
             if isinstance(one, AnswerTooLong):
                 dataset.too_long_tokens.append(one.length_tokens)
     if strict_columns:
@@ -231,7 +239,9 @@ def encode(
             hint = "`ondevice data FILE` lists every row and its fault"
             if dataset.problems[0].field == "messages":
                 hint = "write the turns as the model's chat template takes them, or change its chat_template.jinja"
-        raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
+        raise DataError(
+            f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint
+        )
     dataset.problems = sorted(rows.problems + dataset.problems, key=lambda problem: problem.line)
     return dataset
 
@@ -257,7 +267,9 @@ class Encoder:
         report: Report | None = None,
     ) -> None:
         if max_length_tokens < 2:
-            raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
+            raise ConfigError(
+                "max_length_tokens is too small", expected="at least 2", received=max_length_tokens
+            )
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
                             received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
@@ -292,12 +304,20 @@ class Encoder:
         if self._chat is None:
             from ondevice.data.chat import ChatEncoder
 
-            self._chat = ChatEncoder(self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report)
+            self._chat = ChatEncoder(
+                self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report
+            )
         return self._chat
 
 
 def _encode_row(
-    row: Row, format_: Format, tokenizer: Any, limit: int, train_on_prompt: bool, classes: int, report: Report
+    row: Row,
+    format_: Format,
+    tokenizer: Any,
+    limit: int,
+    train_on_prompt: bool,
+    classes: int,
+    report: Report,
 ) -> list[Item | BadRow]:
     """Encode a row that is not a conversation, or one whose tokenizer has no chat template."""
     if classes:
@@ -337,7 +357,11 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:
     """Tokenize with the special tokens that the tokenizer adds in front, but none that it adds behind."""
-    ids = list(tokenizer(text, add_special_tokens=not _has_bos(tokenizer, text), verbose=False)["input_ids"])
+    ids = list(
+        tokenizer(text, add_special_tokens=not _has_bos(tokenizer, text), verbose=False)[
+            "input_ids"
+        ]
+    )
     eos = tokenizer.eos_token_id
     while eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
         ids.pop()
@@ -366,14 +390,22 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     shared: dict[str, list[int]] = {}
     for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True):
         context = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
-        shared[prompt] = context[: _common_prefix(context, ids)]  # candidates of one prompt share their context
-    sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True)]
+        shared[prompt] = context[
+            : _common_prefix(context, ids)
+        ]  # candidates of one prompt share their context
+    sequences = [
+        (ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True)
+    ]
     for ids, start in sequences:
         if row.end and not _ends(tokenizer, ids):
             ids.append(tokenizer.eos_token_id)
         if len(ids) - max(start, 1) < 1:
             raise BadRow("", "the answer has no token that can be trained on")
-    check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
+    check_fit(
+        max(len(ids) - start for ids, start in sequences),
+        limit,
+        min(start for _, start in sequences),
+    )
     # Cut all prompts at their front to one length: candidates are compared behind the same context.
     bos = _leading_bos(tokenizer, sequences[0][0], sequences[0][1])
     keep = limit - max(len(ids) - start for ids, start in sequences)
@@ -385,7 +417,9 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     candidates = tuple(_example(ids, start) for ids, start in cut) if row.gold is not None else ()
     ids, start = cut[row.gold or 0]
     example = _example(ids, 0 if train_on_prompt else start)
-    return Item(example, candidates, row.gold, row.answers, row.line, row.file, row.value, start, dropped)
+    return Item(
+        example, candidates, row.gold, row.answers, row.line, row.file, row.value, start, dropped
+    )
 
 
 def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
@@ -393,7 +427,9 @@ def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
     if row.gold is None or len({prompt for prompt, _ in row.pairs}) != 1:
         raise BadRow("label", "a classification head needs a text and a label")
     if len(row.pairs) != classes:
-        raise BadRow("label", f"the task has {len(row.pairs)} labels, and the model's head {classes}")
+        raise BadRow(
+            "label", f"the task has {len(row.pairs)} labels, and the model's head {classes}"
+        )
     ids = list(tokenizer(row.pairs[0][0].rstrip(), verbose=False)["input_ids"])
     dropped = max(0, len(ids) - limit)
     ids = ids[:1] + ids[1 + dropped :]
@@ -401,12 +437,26 @@ def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
         raise BadRow("text", "the text has fewer than two tokens")
     rest = (IGNORE,) * (len(ids) - 2)
     candidates = tuple(Example(tuple(ids), (IGNORE, number, *rest)) for number in range(classes))
-    return Item(candidates[row.gold], candidates, row.gold, row.answers, row.line, row.file, row.value, 0, dropped)
+    return Item(
+        candidates[row.gold],
+        candidates,
+        row.gold,
+        row.answers,
+        row.line,
+        row.file,
+        row.value,
+        0,
+        dropped,
+    )
 
 
 def _ends(tokenizer: Any, ids: list[int]) -> bool:
     """Return True if the ids end with an end token, or the tokenizer has none to append."""
-    return tokenizer.eos_token_id is None or ids[-1:] == [tokenizer.eos_token_id] or ids[-1] in end_ids(tokenizer)
+    return (
+        tokenizer.eos_token_id is None
+        or ids[-1:] == [tokenizer.eos_token_id]
+        or ids[-1] in end_ids(tokenizer)
+    )
 
 
 def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
@@ -419,7 +469,9 @@ def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: i
 
 def _leading_bos(tokenizer: Any, ids: list[int], start: int) -> int:
     """Return 1 if the sequence begins with a BOS token that truncation has to keep, else 0."""
-    return int(start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    return int(
+        start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    )
 
 
 def _example(ids: list[int], start: int) -> Example:
@@ -430,7 +482,9 @@ def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
     """Cut plain text into windows of at most `limit` tokens; each begins with the last token of the one before."""
     text = row.pairs[0][1]
     marked = _has_bos(tokenizer, text)
-    encoded = tokenizer(text, add_special_tokens=not marked, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(
+        text, add_special_tokens=not marked, return_offsets_mapping=True, verbose=False
+    )
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if row.end and not _ends(tokenizer, ids):
         ids.append(tokenizer.eos_token_id)

@@ -19,7 +19,15 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-_NO_DATA = ("readme", "license", "licence", "dataset_info", "dataset_dict", "dataset_infos", "state")
+_NO_DATA = (
+    "readme",
+    "license",
+    "licence",
+    "dataset_info",
+    "dataset_dict",
+    "dataset_infos",
+    "state",
+)
 
 
 def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
@@ -58,7 +66,11 @@ def _files(path: Path) -> tuple[Path, list[Path], list[str]]:
     files = _data_files(folder)
     if not files:
         shown = ", ".join(sorted(item.name for item in folder.iterdir())[:8]) or "nothing"
-        raise DataError(f"{folder} is a folder without data files", expected=f"files named {NAMED}", received=shown)
+        raise DataError(
+            f"{folder} is a folder without data files",
+            expected=f"files named {NAMED}",
+            received=shown,
+        )
     return folder, *_of_split(folder, files, split)
 
 
@@ -78,7 +90,9 @@ def _data_files(folder: Path) -> list[Path]:
     found = []
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-        hidden |= file.name.startswith("cache-")  # what `datasets` keeps of a computation beside its rows
+        hidden |= file.name.startswith(
+            "cache-"
+        )  # what `datasets` keeps of a computation beside its rows
         named = file.stem.lower() not in _NO_DATA and file.suffix.lower() in SUFFIXES
         if named and not hidden and file.is_file():
             found.append(file)
@@ -93,7 +107,10 @@ def _of_split(folder: Path, files: list[Path], split: str) -> tuple[list[Path], 
             splits.setdefault(name, []).append(file)
     if not splits and not split:
         return files, []
-    wanted = next((name for name, others in SPLITS.items() if split.lower() in (name, *others)), split or "train")
+    wanted = next(
+        (name for name, others in SPLITS.items() if split.lower() in (name, *others)),
+        split or "train",
+    )
     if wanted not in splits:
         hint = f"name it: {folder}@SPLIT" if splits else None
         raise DataError(f"{folder} has no split '{split or wanted}'", expected=", ".join(sorted(splits)) or "no @split",
@@ -104,7 +121,9 @@ def _of_split(folder: Path, files: list[Path], split: str) -> tuple[list[Path], 
 def _split_of(folder: Path, file: Path) -> str | None:
     """The split that a file's name, or a folder above it, begins with: train-00000-of-00002, valid/a.csv."""
     for part in reversed(file.relative_to(folder).parts):
-        word = "".join(letter if letter.isalnum() else " " for letter in Path(part).stem.lower()).split()
+        word = "".join(
+            letter if letter.isalnum() else " " for letter in Path(part).stem.lower()
+        ).split()
         for name, others in SPLITS.items():
             if word and word[0] in (name, *others):
                 return name
@@ -121,9 +140,12 @@ def _saved_split(folder: Path, split: str) -> Path:
     try:
         splits = [check_name(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}') from None
+        raise DataError(
+            f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}'
+        ) from None
     wanted = next(
-        (name for name, others in SPLITS.items() if split.lower() in others and name in splits), split or "train"
+        (name for name, others in SPLITS.items() if split.lower() in others and name in splits),
+        split or "train",
     )
     if wanted not in splits or not (folder / wanted).is_dir():
         raise DataError(f"{folder} has no split '{wanted}'", expected=", ".join(splits), received=split or "none named",

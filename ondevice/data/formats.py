@@ -27,7 +27,11 @@ from ondevice.data.templates import TASKS, Task, label_key, plain_name, render
 
 
 def infer(
-    records: Iterable[dict[str, Any]], first: dict[str, Any], task: Task | None, named: frozenset[str], name: str
+    records: Iterable[dict[str, Any]],
+    first: dict[str, Any],
+    task: Task | None,
+    named: frozenset[str],
+    name: str,
 ) -> tuple[Format, Task | None]:
     """Infer the file's format and task; the format of a task is its kind. Columns that the user `named` decide alone,
     where they suffice.
@@ -58,7 +62,10 @@ def fits(record: dict[str, Any]) -> bool:
 
 def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Format | None:
     """Return the format that a record's keys fit; of the columns that the user `named` alone, where they fit one."""
-    if named and (found := format_of({key: record[key] for key in record if key in named})) is not None:
+    if (
+        named
+        and (found := format_of({key: record[key] for key in record if key in named})) is not None
+    ):
         return found
     keys = set(record)
     if {"chosen", "rejected"} <= keys:
@@ -72,7 +79,11 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
     if {"prompt", "completion"} <= keys:
         if "thumbs" in keys or str(record.get("label")).strip().lower() in ("true", "false"):
             return "thumbs"
-        return "chat" if isinstance(record["prompt"], list) or isinstance(record["completion"], list) else "completion"
+        return (
+            "chat"
+            if isinstance(record["prompt"], list) or isinstance(record["completion"], list)
+            else "completion"
+        )
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:
         return "multiple_choice"
     if {"question", "answer"} <= keys or {"question", "response"} <= keys:
@@ -99,15 +110,23 @@ def converter(
         return lambda line, record, file: _class_row(classes, line, record, file)
     if format_ == "text":
         # A whole file is a stretch of running text, not a document that ends.
-        return lambda line, record, file: Row(line, (("", _text(record, "text")),), end=kind != "txt", file=file)
+        return lambda line, record, file: Row(
+            line, (("", _text(record, "text")),), end=kind != "txt", file=file
+        )
     if format_ in ("chat", "preference", "thumbs"):
         from ondevice.data import conversations
 
-        if format_ == "chat" and not any({"messages", "conversations"} & set(record) for record in records()):
+        if format_ == "chat" and not any(
+            {"messages", "conversations"} & set(record) for record in records()
+        ):
             return conversations.prompt_row
         return {"chat": conversations.chat_row, "preference": conversations.preference_row,
                 "thumbs": conversations.thumbs_row}[format_]  # fmt: skip
-    return {"instruct": _instruct_row, "completion": _completion_row, "multiple_choice": _choice_row}[format_]
+    return {
+        "instruct": _instruct_row,
+        "completion": _completion_row,
+        "multiple_choice": _choice_row,
+    }[format_]
 
 
 def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +141,9 @@ def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
     if name is not None and plain_name(str(named)) != plain_name(name):
         raise BadRow("task", f"expected '{name}', received {describe(named)}")
     if not isinstance(record["prompt_fields"], dict):
-        raise BadRow("prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}")
+        raise BadRow(
+            "prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}"
+        )
     return record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
 
 
@@ -149,7 +170,14 @@ def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
     from ondevice.data.conversations import history_of, system_of
 
     instruction = _text(record, "instruction", "prompt", "question")
-    context = next((_text(record, key, empty=True) for key in ("input", "context") if record.get(key) is not None), "")
+    context = next(
+        (
+            _text(record, key, empty=True)
+            for key in ("input", "context")
+            if record.get(key) is not None
+        ),
+        "",
+    )
     answer = _text(record, "output", "response", "answer")
     system, history = system_of(record), history_of(record)
     asked = f"{instruction}\n\n{context}" if context.strip() else instruction
@@ -166,7 +194,9 @@ def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
 
 
 def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:
-    return Row(line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),), file=file)
+    return Row(
+        line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),), file=file
+    )
 
 
 def _classes(records: Iterable[dict[str, Any]]) -> dict[str, str]:

@@ -20,15 +20,23 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:
         import datasets
     except ImportError:
         hint = "pip install datasets"
-        raise MissingPackageError("reading a Hugging Face data set needs the package 'datasets'", hint=hint) from None
+        raise MissingPackageError(
+            "reading a Hugging Face data set needs the package 'datasets'", hint=hint
+        ) from None
     try:
         loaded = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the package raises many kinds, all meaning that there is no such data
+    except (
+        Exception
+    ) as error:  # the package raises many kinds, all meaning that there is no such data
         reason = str(error).strip().partition("\n")[0]
         hint = "data sets are named name[:config][@split], such as glue:sst2@validation"
         raise DataError(f"cannot load the data set {name}: {reason}", hint=hint) from None
-    names = {key: feature.names for key, feature in loaded.features.items() if hasattr(feature, "names")}
-    return (Record(number, named(without_fills(row), names)) for number, row in enumerate(loaded, 1))
+    names = {
+        key: feature.names for key, feature in loaded.features.items() if hasattr(feature, "names")
+    }
+    return (
+        Record(number, named(without_fills(row), names)) for number, row in enumerate(loaded, 1)
+    )
 
 
 def without_fills(row: dict[str, Any]) -> dict[str, Any]:

@@ -57,9 +57,13 @@ def read_object(path: Path, limits: Limits = UNLIMITED) -> Iterator[Record] | No
         return iter([Record(1, document)])
     if len(lists) > 1:
         hint = f"write one of them into a file of its own: jq '.{lists[0]}' '{path.name}' > '{lists[0]}.json'"
-        raise DataError(f"{path} has several lists", expected="one list", received=", ".join(lists), hint=hint)
+        raise DataError(
+            f"{path} has several lists", expected="one list", received=", ".join(lists), hint=hint
+        )
     found = re.search(rf"{re.escape(json.dumps(lists[0], ensure_ascii=False))}\s*:\s*\[", text)
-    if found is None:  # the key is written with escapes: the rows are right, their lines are not known
+    if (
+        found is None
+    ):  # the key is written with escapes: the rows are right, their lines are not known
         return (Record(number, row) for number, row in enumerate(document[lists[0]], 1))
     return _elements(path, _Text(iter([text])), found.end(), limits)
 
@@ -71,7 +75,10 @@ class _Text:
         self.pieces = pieces
         self.held = next(pieces, "")
         self.ended = False
-        self._line, self._counted = 1, 0  # the line of a place, which only moves on: counting is linear
+        self._line, self._counted = (
+            1,
+            0,
+        )  # the line of a place, which only moves on: counting is linear
         self._column = 0  # characters of the held text's first line that were dropped
 
     def grow(self, place: int, least: int = 1) -> int:
@@ -150,15 +157,21 @@ def _elements(path: Path, text: _Text, place: int, limits: Limits) -> Iterator[R
             raise DataError(f"{path} is not JSON: {error.msg} in {where}", expected="a list of objects",
                             received=describe(text.held[error.pos : error.pos + 30])) from None  # fmt: skip
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not JSON: {type(error).__name__} in the element of line {line}") from None
+            raise DataError(
+                f"{path} is not JSON: {type(error).__name__} in the element of line {line}"
+            ) from None
         yield Record(line, _record(value))
         if text.held[place] == ",":
             place = text.skip(place + 1)
     if empty:
-        raise DataError(f"{path} is empty", expected="at least one row", received="a list without elements")
+        raise DataError(
+            f"{path} is empty", expected="at least one row", received="a list without elements"
+        )
 
 
-def _element(path: Path, text: _Text, place: int, decoder: json.JSONDecoder, limits: Limits) -> tuple[Any, int]:
+def _element(
+    path: Path, text: _Text, place: int, decoder: json.JSONDecoder, limits: Limits
+) -> tuple[Any, int]:
     """Decode the element at `place`, with as much more of the file as it needs; return it and the place behind it."""
     while True:
         try:
@@ -170,7 +183,9 @@ def _element(path: Path, text: _Text, place: int, decoder: json.JSONDecoder, lim
                 return value, end
         except json.JSONDecodeError as error:
             # The end of the held text cuts strings and words, and is not the end of the file.
-            cut = error.msg.startswith("Unterminated string") or error.pos > len(text.held) - NEAR_END
+            cut = (
+                error.msg.startswith("Unterminated string") or error.pos > len(text.held) - NEAR_END
+            )
             if text.ended or not cut:
                 raise
         length = len(text.held) - place

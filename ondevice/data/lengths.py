@@ -32,7 +32,11 @@ class Length:
 
 
 def length_of(
-    read: Rows | Reading, tokenizer: Any, *, percentile: int = PERCENTILE, most_tokens: int | None = None
+    read: Rows | Reading,
+    tokenizer: Any,
+    *,
+    percentile: int = PERCENTILE,
+    most_tokens: int | None = None,
 ) -> Length:
     """Find the smallest multiple of 8 that holds `percentile` percent of the rows uncut.
 
@@ -52,23 +56,35 @@ def length_of(
             row = replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),))
         encoder = encoder or Encoder(rows, row, tokenizer, max_length_tokens=_UNCUT)
         items = [one for one in encoder.encoded(row) if isinstance(one, Item)]
-        lengths += [max(len(example) for example in (item.example, *item.candidates)) for item in items]
+        lengths += [
+            max(len(example) for example in (item.example, *item.candidates)) for item in items
+        ]
     return choose(lengths, rows.format, step > 1, percentile, most_tokens)
 
 
 def choose(
-    lengths: Sequence[int], format_: str, sampled: bool, percentile: int = PERCENTILE, most_tokens: int | None = None
+    lengths: Sequence[int],
+    format_: str,
+    sampled: bool,
+    percentile: int = PERCENTILE,
+    most_tokens: int | None = None,
 ) -> Length:
     """Choose the length for rows of these lengths."""
     if not lengths:
         return Length(WINDOW_TOKENS, f"max length {WINDOW_TOKENS} tokens: no row could be measured")
     # The least length that some row has and that holds the share that it promises.
     held = int(np.percentile(lengths, percentile, method="inverted_cdf"))
-    tokens, why = max(8, round_up(held)), f"holds {percentile}% of the rows, the longest has {max(lengths)}"
+    tokens, why = (
+        max(8, round_up(held)),
+        f"holds {percentile}% of the rows, the longest has {max(lengths)}",
+    )
     if sampled:
         why = f"holds {percentile}% of {len(lengths)} rows spread over the file, the longest of them has {max(lengths)}"
     if format_ == "text" and tokens > WINDOW_TOKENS:
         tokens, why = WINDOW_TOKENS, "windows of running text"
     if most_tokens is not None and tokens > most_tokens:
-        tokens, why = most_tokens, f"the model takes no more; {percentile}% of the rows have up to {held}"
+        tokens, why = (
+            most_tokens,
+            f"the model takes no more; {percentile}% of the rows have up to {held}",
+        )
     return Length(tokens, f"max length {tokens} tokens: {why}")

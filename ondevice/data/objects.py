@@ -37,7 +37,9 @@ class Given:
     def __post_init__(self) -> None:
         digest = hashlib.sha256()
         for record in self.records:
-            digest.update(json.dumps(record, sort_keys=True, default=str, ensure_ascii=True).encode() + b"\n")
+            digest.update(
+                json.dumps(record, sort_keys=True, default=str, ensure_ascii=True).encode() + b"\n"
+            )
         object.__setattr__(self, "sha256", digest.hexdigest())
 
     @property
@@ -47,7 +49,9 @@ class Given:
 
     def source(self) -> Source:
         """Return the rows as a reader of a file does; what is no record is a problem of its row."""
-        return Source("json", (Record(number, record) for number, record in enumerate(self.records, 1)))
+        return Source(
+            "json", (Record(number, record) for number, record in enumerate(self.records, 1))
+        )
 
 
 def given(rows: Any) -> Given:
@@ -62,12 +66,18 @@ def given(rows: Any) -> Given:
         DataError: of another type, or without a row.
     """
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
-        several = isinstance(rows, Mapping) and rows and all(hasattr(part, "column_names") for part in rows.values())
+        several = (
+            isinstance(rows, Mapping)
+            and rows
+            and all(hasattr(part, "column_names") for part in rows.values())
+        )
         raise DataError(
             "rows of the wrong type",
             expected="an iterable of dictionaries, a datasets.Dataset or a DataLoader",
             received=type(rows).__name__,
-            hint=f"give one of its splits: {', '.join(map(str, rows))}" if several else "a file is named by data.path",
+            hint=f"give one of its splits: {', '.join(map(str, rows))}"
+            if several
+            else "a file is named by data.path",
         )
     features, size, notes = getattr(rows, "features", None), None, []
     names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
@@ -79,7 +89,9 @@ def given(rows: Any) -> Given:
     plain = (_record(record, number) for number, record in enumerate(records, 1))
     kept = tuple(named(without_fills(record) if arrow else record, names) for record in plain)
     if not kept:
-        raise DataError("there are no rows", expected="one row or more", received="an empty iterable")
+        raise DataError(
+            "there are no rows", expected="one row or more", received="an empty iterable"
+        )
     return Given(kept, size, tuple(notes))
 
 
@@ -108,7 +120,10 @@ def _unbatched(loader: Any) -> Iterator[Any]:
             yield from batch
             continue
         columns = {key: _plain(value) for key, value in batch.items()}
-        lengths = {key: len(column) if isinstance(column, (list, tuple)) else 0 for key, column in columns.items()}
+        lengths = {
+            key: len(column) if isinstance(column, (list, tuple)) else 0
+            for key, column in columns.items()
+        }
         if len(set(lengths.values())) != 1:
             raise DataError(
                 "a DataLoader's batch has columns of different lengths",

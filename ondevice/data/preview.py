@@ -188,7 +188,10 @@ def preview_rows(
                 too_long.append(one.length_tokens)
         sequences += len(items)
         for item in items:
-            full.append(max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens)
+            full.append(
+                max(len(example) for example in (item.example, *item.candidates))
+                + item.dropped_tokens
+            )
             truncated += item.dropped_tokens > 0
             trained += item.example.trained_tokens
         # A conversation may be several sequences, and each is shown; of the windows of a text the first few.
@@ -202,8 +205,14 @@ def preview_rows(
     if strict_columns:
         refuse_unread(about_rows.file, report)
     # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
-    lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
-    examples = [(*pair, item) for item, row in shown for pair in _examples(about_rows.format, item, row)]
+    lengths = (
+        {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES}
+        if full
+        else {}
+    )
+    examples = [
+        (*pair, item) for item, row in shown for pair in _examples(about_rows.format, item, row)
+    ]
     return Preview(
         file=about_rows.file,
         format=about_rows.format,
@@ -216,11 +225,15 @@ def preview_rows(
         too_long=len(too_long),
         lengths_tokens=lengths | {"max": max(full, default=0)},
         trained_tokens=trained,
-        suggested_max_length_tokens=None if about_rows.format == "text" or not full else round_up(lengths["p99"]),
+        suggested_max_length_tokens=None
+        if about_rows.format == "text" or not full
+        else round_up(lengths["p99"]),
         labels=dict(labels.most_common()),
         examples=tuple(segments(example, tokenizer) for _, example, _ in examples),
         problems=tuple(sorted(unread + unfit, key=lambda problem: problem.line)[:most_problems]),
-        example_names=tuple(name for name, _, _ in examples) if about_rows.format in ("preference", "thumbs") else (),
+        example_names=tuple(name for name, _, _ in examples)
+        if about_rows.format in ("preference", "thumbs")
+        else (),
         notes=(*read.notes, *(read.later if isinstance(read, Reading) else ()), *report.said()),
         unread=report.left,
         example_unread=tuple(item.unread for _, _, item in examples),
@@ -257,9 +270,8 @@ def _facts(view: Preview) -> RenderableType:
     lengths = "  ".join(f"{name} {tokens}" for name, tokens in view.lengths_tokens.items())
     cut = f"{view.truncated} of {view.sequences} prompts cut at the front to {view.max_length_tokens} tokens"
     if view.template == "chat template":
-        cut = (
-            f"{view.truncated} of {view.sequences} conversations cut by whole turns to {view.max_length_tokens} tokens"
-        )
+        cut = f"{view.truncated} of {view.sequences} conversations "
+        cut += f"cut by whole turns to {view.max_length_tokens} tokens"
     facts = {
         "file": view.file,
         "read as": "\n".join(view.notes),
@@ -269,7 +281,9 @@ def _facts(view: Preview) -> RenderableType:
         "tokens": lengths,
         "trained on": f"{view.trained_tokens} tokens",
         "truncated": cut if view.truncated else f"none at {view.max_length_tokens} tokens",
-        "too long": f"rows left out because they do not fit: {view.too_long}" if view.too_long else "",
+        "too long": f"rows left out because they do not fit: {view.too_long}"
+        if view.too_long
+        else "",
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
@@ -285,7 +299,9 @@ def _facts(view: Preview) -> RenderableType:
     return table
 
 
-def _panel(number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]) -> RenderableType:
+def _panel(
+    number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]
+) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -294,7 +310,11 @@ def _panel(number: int, name: str, example: tuple[Segment, ...], unread: tuple[s
     for segment in example:
         _append(text, segment)
     trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
-    parts = [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")] if unread else [text]
+    parts = (
+        [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")]
+        if unread
+        else [text]
+    )
     return Panel(Group(*parts), title=f"example {number}: {trained}", title_align="left")
 
 

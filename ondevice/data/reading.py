@@ -21,7 +21,11 @@ REPORT_RECORDS = 5000
 
 
 def read_rows(
-    path: str | Path, *, task: str | None = None, columns: Mapping[str, str] | None = None, allow_empty: bool = False
+    path: str | Path,
+    *,
+    task: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    allow_empty: bool = False,
 ) -> Rows:
     """Read every row of a file, a folder, or a Hugging Face data set named `name[:config][@split]`.
 
@@ -176,7 +180,9 @@ def _cut(records: Iterator[Record], most: int, more: Callable[[], None]) -> Iter
         more()
 
 
-def each_row(read: Rows | Reading, problem: Callable[[RowProblem], None] = lambda problem: None) -> Iterator[Row]:
+def each_row(
+    read: Rows | Reading, problem: Callable[[RowProblem], None] = lambda problem: None
+) -> Iterator[Row]:
     """Yield the rows of a file that was read, or reads them; `problem` is called with each of the others."""
     if isinstance(read, Reading):
         yield from read.rows(problem)
@@ -227,7 +233,11 @@ class Reading:
     """
 
     def __init__(
-        self, again: Callable[[], Source], name: str, chosen: Task | None, columns: Mapping[str, str] | None
+        self,
+        again: Callable[[], Source],
+        name: str,
+        chosen: Task | None,
+        columns: Mapping[str, str] | None,
     ) -> None:
         source = again()
         self.name, self.task, self.notes = name, chosen, list(source.notes)
@@ -253,7 +263,9 @@ class Reading:
 
             raise no_column(first, columns or {}, name)
         self.format, self.task = infer(chain([leader], renamed), leader, chosen, named, name)
-        self._convert = converter(self.format, self.task, lambda: self._renamed(_usable(again())), source.kind)
+        self._convert = converter(
+            self.format, self.task, lambda: self._renamed(_usable(again())), source.kind
+        )
 
     def rows(self, problem: Callable[[RowProblem], None]) -> Iterator[Row]:
         """Yield the usable rows in the order of the file; `problem` is called with each of the others."""
@@ -265,7 +277,11 @@ class Reading:
                 fields = Fields(self._rename(record))
                 row = self._convert(line, fields, file)
                 rest = {**row.rest, **fields.unread()}
-                yield replace(row, rest=rest if row.messages else dict.fromkeys(rest)) if rest else row
+                yield (
+                    replace(row, rest=rest if row.messages else dict.fromkeys(rest))
+                    if rest
+                    else row
+                )
             except BadRow as bad:
                 problem(RowProblem(file or self.name, line, bad.field, bad.reason))
 
@@ -274,7 +290,9 @@ class Reading:
         task = self.task
         if task is None:
             return Rows(self.name, self.format, items, problems, None, self.notes)
-        return Rows(self.name, self.format, items, problems, task.name, self.notes, task.metric, task.values)
+        return Rows(
+            self.name, self.format, items, problems, task.name, self.notes, task.metric, task.values
+        )
 
     def _renamed(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the records that have the columns."""

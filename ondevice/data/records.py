@@ -76,15 +76,27 @@ SUFFIXES = {
     ".txt": "txt", ".md": "txt", ".xlsx": "excel", ".xlsm": "excel", ".parquet": "columnar", ".arrow": "columnar",
 }  # fmt: skip
 NAMED = ".jsonl, .json, .csv, .tsv, .xlsx, .parquet or .txt"
-_ELSEWHERE = {".xls": ".xlsx", ".ods": ".xlsx", ".numbers": ".xlsx", ".pdf": ".txt", ".docx": ".txt", ".doc": ".txt"}
+_ELSEWHERE = {
+    ".xls": ".xlsx",
+    ".ods": ".xlsx",
+    ".numbers": ".xlsx",
+    ".pdf": ".txt",
+    ".docx": ".txt",
+    ".doc": ".txt",
+}
 """Kinds that are not read, and the kind that the program they come from saves."""
 
 BEGIN_BYTES = 1 << 18
 """Read to see what kind of text a file is."""
 _BOM = b"\xef\xbb\xbf"
 """The byte-order mark of Windows' editors."""
-_BINARY = {b"PK\x03\x04": ("an Excel file or another zip", ".xlsx"), b"PAR1": ("Parquet", ".parquet")}
-_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
+_BINARY = {
+    b"PK\x03\x04": ("an Excel file or another zip", ".xlsx"),
+    b"PAR1": ("Parquet", ".parquet"),
+}
+_HUB_NAME = re.compile(
+    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?"
+)
 
 
 _WRAPPED = re.compile(rb'"(data|rows|examples|items|records|train)"\s*:\s*\[\s*\{').search
@@ -112,7 +124,12 @@ def check_source(path: str | Path) -> str:
         saved = _ELSEWHERE.get(path.suffix.lower())
         hint = f"save it as {saved}" if saved else None
         expected = f"a name that ends with {NAMED}"
-        raise DataError(f"cannot tell what kind of data {path} is", expected=expected, received=path.name, hint=hint)
+        raise DataError(
+            f"cannot tell what kind of data {path} is",
+            expected=expected,
+            received=path.name,
+            hint=hint,
+        )
     if kind is not None or _HUB_NAME.fullmatch(path.as_posix()) is None:
         hint = "check the path; relative paths start at the folder you are in"
         raise DataError(f"no such data file: {path}", received=str(path), hint=hint)
@@ -156,7 +173,9 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
     """Read one file of a kind of `SUFFIXES`; its records are read as they are asked for. DataError as `read_records`,
     of what lies further on when it is reached."""
     if kind in ("columnar", "excel") and not path.is_file():
-        raise DataError(f"cannot read {path}", expected="a file", received="a folder, a pipe or a device")
+        raise DataError(
+            f"cannot read {path}", expected="a file", received="a folder, a pipe or a device"
+        )
     if kind == "columnar":
         from ondevice.data.columnar import read_columnar
 
@@ -172,7 +191,11 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
         return read_table(path, begin, limits)
     if kind == "txt":
         most = limits.row_bytes
-        notes = [f"the first {most >> 20} MiB of the text are read"] if path.stat().st_size > most else []
+        notes = (
+            [f"the first {most >> 20} MiB of the text are read"]
+            if path.stat().st_size > most
+            else []
+        )
         return Source(kind, _txt(read_lines(path, limits), most), notes)
     if begin[:1] == b"[":
         from ondevice.data.json_list import read_list
@@ -211,7 +234,9 @@ def read_begin(path: Path) -> bytes:
                 content = file.read(BEGIN_BYTES)
                 begin, size = content.lstrip(), size + len(content)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", hint="check the file's permissions") from None
+        raise DataError(
+            f"cannot read {path}: {error.strerror}", hint="check the file's permissions"
+        ) from None
     if not begin:
         raise DataError(f"{path} is empty", expected="at least one row", received=f"{size} bytes")
     return begin
@@ -236,10 +261,16 @@ def read_lines(path: Path, limits: Limits = UNLIMITED) -> Iterator[bytes | BadRo
 def check_text_file(path: Path, begin: bytes) -> None:
     """Refuse with DataError a file whose first bytes are not those of a text in UTF-8."""
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8")
+        raise DataError(
+            f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8"
+        )
     for magic, (what, suffix) in _BINARY.items():
         if begin.startswith(magic):
-            raise DataError(f"{path} is {what}", expected="text in UTF-8", hint=f"a name that ends with {suffix}")
+            raise DataError(
+                f"{path} is {what}",
+                expected="text in UTF-8",
+                hint=f"a name that ends with {suffix}",
+            )
 
 
 def json_lines(lines: Iterable[bytes | BadRow], skip: int = 0) -> Iterator[Record]:
@@ -280,7 +311,9 @@ def _utf8(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRow("", f"is not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}") from None
+        raise BadRow(
+            "", f"is not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}"
+        ) from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -349,7 +382,13 @@ def check_text(value: Any, name: str, *, empty: bool = False) -> str:
 
 def describe(value: Any) -> str:
     """Describe a JSON value for messages, shortly and safely."""
-    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
     if value is None:
         return "null"
     if isinstance(value, str):

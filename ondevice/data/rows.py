@@ -55,7 +55,9 @@ class RowProblem:
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{where}: '{self.field}': {self.reason}" if self.field else f"{where}: {self.reason}"
+        return (
+            f"{where}: '{self.field}': {self.reason}" if self.field else f"{where}: {self.reason}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the problem as the JSON object that `--json` prints."""
@@ -164,7 +166,9 @@ def count_reasons(problems: Sequence[RowProblem]) -> dict[str, int]:
     """Count the rows left out by field and reason, without the rows' own values, the most frequent first; of many
     reasons the rare ones as one."""
     counts = Counter(
-        _PLACES.sub("N", f"{problem.field}: {_RECEIVED.split(problem.reason)[0]}".removeprefix(": "))
+        _PLACES.sub(
+            "N", f"{problem.field}: {_RECEIVED.split(problem.reason)[0]}".removeprefix(": ")
+        )
         for problem in problems
     )
     told = dict(counts.most_common(MOST_REASONS))

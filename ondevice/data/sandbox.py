@@ -81,7 +81,11 @@ def _size(value: Any) -> int:
 def _check_widths(text: str, values: tuple[Any, ...] = ()) -> None:
     """Refuse widths in a format that are wider than any text needs; `values` may be widths too."""
     numbers = [int(number[:9]) for number in re.findall(r"\d+", text)]
-    numbers += [value for value in values if isinstance(value, int)] if re.search(r":[^}]*\{|\*", text) else []
+    numbers += (
+        [value for value in values if isinstance(value, int)]
+        if re.search(r":[^}]*\{|\*", text)
+        else []
+    )
     if max(numbers, default=0) > WIDEST:
         raise TemplateLimitError(f"the template formats wider than {WIDEST} characters")
 
@@ -92,7 +96,9 @@ def _joined(parts: Any, separator: Any) -> list[Any]:
     return items
 
 
-def _before_method(text: str, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+def _before_method(
+    text: str, name: str, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, ...]:
     """Spend what a method of a text makes; return its arguments, those of `join` as a list."""
     if name == "join":
         return (_joined(arguments[0], text),)
@@ -132,13 +138,23 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             spend(len(texts[0]) * max(map(len, texts[1:])))
         elif name in ("indent", "tojson") and (numbers or len(texts) > 1):
             width = max([*numbers, *map(len, texts[1:])])
-            spend(width * max(text.count("\n") for text in texts) if texts else width * weigh(values[0]))
+            spend(
+                width * max(text.count("\n") for text in texts)
+                if texts
+                else width * weigh(values[0])
+            )
         elif name == "join":
             # The list is before the separator; a context or an environment may stand before both.
-            place = next((i for i, value in enumerate(arguments) if hasattr(value, "__iter__")), None)
+            place = next(
+                (i for i, value in enumerate(arguments) if hasattr(value, "__iter__")), None
+            )
             if place is not None:
                 separator = next((text for text in texts if text is not arguments[place]), "")
-                arguments = (*arguments[:place], _joined(arguments[place], separator), *arguments[place + 1 :])
+                arguments = (
+                    *arguments[:place],
+                    _joined(arguments[place], separator),
+                    *arguments[place + 1 :],
+                )
         result = function(*arguments, **named)
         spend(_size(result))
         return result
@@ -171,7 +187,14 @@ class _Counted(NodeTransformer):
 
 
 def _call(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(name, lineno=at.lineno), arguments, [], None, None, lineno=at.lineno)
+    return nodes.Call(
+        nodes.EnvironmentAttribute(name, lineno=at.lineno),
+        arguments,
+        [],
+        None,
+        None,
+        lineno=at.lineno,
+    )
 
 
 class _Rendering(Context):
@@ -226,9 +249,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             spend(len(left) * WIDEST if re.search(r"\d|\*", left) else len(left))
             spend(sum(map(weigh, values)) * max(1, left.count("%")))
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * max(1, right) if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * max(1, right)
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             if bits > LONGEST_INT_BITS:
-                raise TemplateLimitError(f"the template computes a number of more than {LONGEST_INT_BITS} bits")
+                raise TemplateLimitError(
+                    f"the template computes a number of more than {LONGEST_INT_BITS} bits"
+                )
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,11 @@ def final_number(text: str) -> Decimal | None:
     text = text.replace("\N{MINUS SIGN}", "-")
     marked = _NUMBER.search(text.partition(_MARK)[2])
     number = marked or next(reversed(list(_NUMBER.finditer(text))), None)
-    return None if number is None else Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
+    return (
+        None
+        if number is None
+        else Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
+    )
 
 
 def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float, float]:
@@ -108,7 +112,9 @@ def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
     labels = {*gold, *predicted}
     golds, guesses = ({label: side.count(label) for label in labels} for side in (gold, predicted))
     shared = right * count - sum(golds[label] * guesses[label] for label in labels)
-    spread = [count**2 - sum(number**2 for number in counts.values()) for counts in (golds, guesses)]
+    spread = [
+        count**2 - sum(number**2 for number in counts.values()) for counts in (golds, guesses)
+    ]
     return shared / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
 
 

@@ -26,7 +26,15 @@ from ondevice.data.batching import Batch, collate
 from ondevice.data.digest import rows_sha256
 from ondevice.data.encode import IGNORE, Dataset, Example, Report, refuse_preferences
 from ondevice.data.reading import named_task, rows_of
-from ondevice.data.records import Record, Source, check_source, json_lines, read_begin, read_file, read_lines
+from ondevice.data.records import (
+    Record,
+    Source,
+    check_source,
+    json_lines,
+    read_begin,
+    read_file,
+    read_lines,
+)
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 
 TRIES = 16
@@ -43,7 +51,9 @@ def check_stream(path: Path) -> str:
     """
     kind = check_source(path)
     if kind not in ("json", "table", "columnar"):
-        raise _no_stream(path, f"a {kind} is read whole" if kind != "hub" else "a data set's name is no file")
+        raise _no_stream(
+            path, f"a {kind} is read whole" if kind != "hub" else "a data set's name is no file"
+        )
     return kind
 
 
@@ -62,7 +72,9 @@ def open_records(path: Path, skip: int = 0) -> Source:
     return Source(kind, islice(source.records, skip, None), source.notes)
 
 
-def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None) -> Rows:
+def first_rows(
+    path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None
+) -> Rows:
     """Read the rows of the first so many records, as `read_rows` reads a file's; of the next, where none can be used.
 
     Raises:
@@ -75,7 +87,9 @@ def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[s
         if not window and failed is not None:
             break
         try:
-            return rows_of(Source(source.kind, iter(window), source.notes), str(path), chosen, columns=columns)
+            return rows_of(
+                Source(source.kind, iter(window), source.notes), str(path), chosen, columns=columns
+            )
         except DataError as error:
             failed = failed or error
     assert failed is not None  # noqa: S101  the first window was returned, or has failed
@@ -163,7 +177,11 @@ class Stream:
         Raises:
             DataError: a window that was read is not what it was.
         """
-        identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
+        identity = {
+            **identity,
+            "window_records": self.window_records,
+            "length": self.first.max_length_tokens,
+        }
         self._kept = path, identity
         try:
             values = read_json(path) if recall else {}
@@ -176,8 +194,14 @@ class Stream:
                     raise self._changed(window)
             self.digests = max(digests, self.digests, key=len)
             self.ends, self.ended = values["ends"], values["ended"]
-            self.left_out, self.cut, self.cut_tokens = Counter(values["left_out"]), values["cut"], values["cut_tokens"]
-            self.report = Report(**{name: Counter(counts) for name, counts in values.get("report", {}).items()})
+            self.left_out, self.cut, self.cut_tokens = (
+                Counter(values["left_out"]),
+                values["cut"],
+                values["cut_tokens"],
+            )
+            self.report = Report(
+                **{name: Counter(counts) for name, counts in values.get("report", {}).items()}
+            )
 
     def example(self, place: int) -> Example:
         """Return the sequence at `place` of the run, counted from 0 over all epochs.
@@ -192,7 +216,11 @@ class Stream:
         if window not in self._windows:
             self._read(window)
         examples = self._windows[window]
-        return examples[int(self._order(epoch, window, len(examples))[place - self.ends[window] + len(examples)])]
+        return examples[
+            int(
+                self._order(epoch, window, len(examples))[place - self.ends[window] + len(examples)]
+            )
+        ]
 
     def _order(self, epoch: int, window: int, count: int) -> np.ndarray:
         # A file of one window has the order of rows that are not streamed.
@@ -226,7 +254,9 @@ class Stream:
             if begun:
                 raise
             self._failed = self._failed or error
-            bad = [RowProblem(str(self.path), record.line, "", "fits no format") for record in records]
+            bad = [
+                RowProblem(str(self.path), record.line, "", "fits no format") for record in records
+            ]
             rows = Rows(str(self.path), "text", [], bad)
         if begun:
             rows.items = [row for row in rows.items if row.line]
@@ -234,7 +264,9 @@ class Stream:
         elif rows.items:
             refuse_preferences(rows)
             # The records that decided the format decide it for every window, as they do where a file is read whole.
-            self._leaders = [record._replace(line=0) for record in records if record.line <= rows.items[0].line]
+            self._leaders = [
+                record._replace(line=0) for record in records if record.line <= rows.items[0].line
+            ]
         dataset = self._answered(self.encoded(rows))
         while len(self._windows) >= WINDOWS:
             del self._windows[next(iter(self._windows))]
@@ -242,7 +274,9 @@ class Stream:
         before, digest = self.ends[window - 1] if window else 0, rows_sha256(dataset.items)
         if known:
             has_digest = window < len(self.digests)
-            if self.ends[window] - before != len(dataset.items) or (has_digest and self.digests[window] != digest):
+            if self.ends[window] - before != len(dataset.items) or (
+                has_digest and self.digests[window] != digest
+            ):
                 raise self._changed(window)
             return dataset
         if len(self.digests) == window:
@@ -290,9 +324,19 @@ class StreamBatches:
     steps_per_epoch = float("inf")
 
     def __init__(
-        self, stream: Stream, batch_size: int, lengths_tokens: Sequence[int] | None, pad_id: int, packing: bool = False
+        self,
+        stream: Stream,
+        batch_size: int,
+        lengths_tokens: Sequence[int] | None,
+        pad_id: int,
+        packing: bool = False,
     ) -> None:
-        self.stream, self.batch_size, self.pad_id, self.packing = stream, batch_size, pad_id, packing
+        self.stream, self.batch_size, self.pad_id, self.packing = (
+            stream,
+            batch_size,
+            pad_id,
+            packing,
+        )
         self.lengths_tokens = tuple(sorted(lengths_tokens)) if lengths_tokens is not None else None
 
     def at(self, step: int) -> Batch:

@@ -102,22 +102,33 @@ def _records(rows: Iterator[Cells], separator: str) -> Iterator[Record]:
             header = [cell.strip() for cell in cells]
             twice = [name for name, count in Counter(header).items() if name and count > 1]
             if twice:
-                raise DataError(f"the header names a column twice: {', '.join(sorted(twice))}", hint="rename one")
+                raise DataError(
+                    f"the header names a column twice: {', '.join(sorted(twice))}",
+                    hint="rename one",
+                )
         elif len(cells) != len(header):
             yield Record(line, BadRow("", _wrong_width(cells, len(header), separator)))
         else:
-            yield Record(line, {name: cell for name, cell in zip(header, cells, strict=True) if name})
+            yield Record(
+                line, {name: cell for name, cell in zip(header, cells, strict=True) if name}
+            )
 
 
 def _wrong_width(cells: list[str], expected: int, separator: str) -> str:
     """Say what is wrong with a row of too few or too many cells: often it is split by another separator."""
-    reason = f"expected {expected} column{'s' * (expected != 1)} as in the header, received {len(cells)}"
+    reason = (
+        f"expected {expected} column{'s' * (expected != 1)} as in the header, received {len(cells)}"
+    )
     line = separator.join(cells)
     for other, name in SEPARATORS.items():
         if other != separator and other in line and expected > 1:
             if len(next(csv.reader([line], delimiter=other), [])) == expected:
                 return f"{reason}; the row is separated by a {name}, the header by a {SEPARATORS[separator]}"
-    return f"{reason}; quote a cell that holds a {SEPARATORS[separator]}" if len(cells) > expected else reason
+    return (
+        f"{reason}; quote a cell that holds a {SEPARATORS[separator]}"
+        if len(cells) > expected
+        else reason
+    )
 
 
 MOST_ROWS = 1 << 20
@@ -147,10 +158,14 @@ def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
             if (first := next(filter(_has_cells, rows), None)) is not None:
                 break
         else:
-            raise DataError(f"{path} is empty", expected="a sheet with a header and rows", received="no cell")
+            raise DataError(
+                f"{path} is empty", expected="a sheet with a header and rows", received="no cell"
+            )
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # the package raises KeyError, BadZipFile, InvalidFileException, XML's own and more
+    except (
+        Exception
+    ) as error:  # the package raises KeyError, BadZipFile, InvalidFileException, XML's own and more
         raise _not_excel(path, error) from None
     names = book.sheetnames
     notes = [f"the sheet '{sheet.title}' is read, of {', '.join(names)}"] if names[1:] else []
@@ -164,8 +179,13 @@ def _check_parts(path: Path, limits: Limits) -> None:
     size_bytes = path.stat().st_size
     for entry in entries:
         # zipfile makes room for what is stated before it reads a part that is stored as it is.
-        if max(entry.compress_size, entry.file_size * (entry.compress_type == zipfile.ZIP_STORED)) > size_bytes:
-            raise DataError(f"{path} is damaged: {entry.filename} states more bytes than the file has")
+        if (
+            max(entry.compress_size, entry.file_size * (entry.compress_type == zipfile.ZIP_STORED))
+            > size_bytes
+        ):
+            raise DataError(
+                f"{path} is damaged: {entry.filename} states more bytes than the file has"
+            )
     limits.check_unpacked(path, sum(entry.file_size for entry in entries), "CSV")
     for entry in entries:
         if entry.file_size > limits.whole_bytes and not entry.filename.startswith("xl/worksheets/"):
@@ -193,7 +213,9 @@ def _sheet_rows(path: Path, sheet: Any) -> Iterator[tuple[int, list[str]]]:
 
 def _not_excel(path: Path, error: Exception) -> DataError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return DataError(f"cannot read {path} as an Excel file: {reason}", hint="save it again, or as CSV")
+    return DataError(
+        f"cannot read {path} as an Excel file: {reason}", hint="save it again, or as CSV"
+    )
 
 
 def _shown(value: Any) -> str:

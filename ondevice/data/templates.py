@@ -87,7 +87,9 @@ def find_task(name: str) -> Task:
     if task is None:
         near = difflib.get_close_matches(plain_name(name), TASKS, n=1)
         hint = (
-            f"did you mean '{near[0]}'?" if near else "write a template of your own and name its file: --task my.yaml"
+            f"did you mean '{near[0]}'?"
+            if near
+            else "write a template of your own and name its file: --task my.yaml"
         )
         expected = f"{', '.join(TASKS)}, or a .yaml file"
         raise ConfigError(f"unknown task '{name}'", expected=expected, received=name, hint=hint)
@@ -102,7 +104,10 @@ def render(task: Task, fields: dict[str, Any]) -> Rendered:
     """
     if task.own is not None:
         return task.own(task, fields)
-    values = {name: check_text(column(fields, keys), keys[0]).strip() for name, keys in task.columns.items()}
+    values = {
+        name: check_text(column(fields, keys), keys[0]).strip()
+        for name, keys in task.columns.items()
+    }
     values = task.clean(values)
     if task.kind == "qa":
         answers = answers_of(column(fields, task.label), task.label[0])
@@ -125,7 +130,9 @@ def _gold(task: Task, fields: dict[str, Any]) -> int:
             return index
     allowed = ", ".join(f"{' or '.join(choice.labels)} ({choice.answer.strip() or index + 1})"
                         for index, choice in enumerate(task.choices))  # fmt: skip
-    raise BadRow(task.label[0], f"expected a label of {task.name}: {allowed}; received {describe(value)}")
+    raise BadRow(
+        task.label[0], f"expected a label of {task.name}: {allowed}; received {describe(value)}"
+    )
 
 
 def label_key(value: Any) -> str | None:
@@ -192,7 +199,9 @@ def _copa(values: dict[str, str]) -> Pairs:
     """<premise> so/because <candidate>, the candidate in lower case except "I"."""
     words = {"effect": "so", "cause": "because"}
     if values["question"].lower() not in words:
-        raise BadRow("question", f"expected 'cause' or 'effect', received {describe(values['question'])}")
+        raise BadRow(
+            "question", f"expected 'cause' or 'effect', received {describe(values['question'])}"
+        )
     prompt = f"{values['premise'].removesuffix('.')} {words[values['question'].lower()]}"
     return tuple((prompt, " " + _lower_first(values[key])) for key in ("choice1", "choice2"))
 

@@ -40,7 +40,10 @@ def check_weights(turn: Mapping[str, Any], where: str, role: str) -> None:
         return
     for key in REFUSED:
         if turn.get(key) is not None:
-            raise BadRow(f"{where}.{key}", "cannot be obeyed: say weight: 0 or train: false of a turn that is context")
+            raise BadRow(
+                f"{where}.{key}",
+                "cannot be obeyed: say weight: 0 or train: false of a turn that is context",
+            )
     for key in OBEYED:
         if turn.get(key) is not None:
             flag(turn[key], f"{where}.{key}")

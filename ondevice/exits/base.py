@@ -84,7 +84,11 @@ class Form:
 def form_names() -> tuple[str, ...]:
     """List the forms: the modules of this package that set `FORM`, by the file's name; none of them is imported."""
     package = Path(__file__).parent
-    found = [path for path in sorted(package.glob("*.py")) if "\nFORM = " in path.read_text(encoding="utf-8")]
+    found = [
+        path
+        for path in sorted(package.glob("*.py"))
+        if "\nFORM = " in path.read_text(encoding="utf-8")
+    ]
     return tuple(path.stem.replace("_", "-") for path in found)
 
 

@@ -16,7 +16,14 @@ import numpy as np
 
 from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Request
-from ondevice.training.fuse import PROMPTS, adapted, apply_adapter, distance, fuse_in_place, prompt_logits
+from ondevice.training.fuse import (
+    PROMPTS,
+    adapted,
+    apply_adapter,
+    distance,
+    fuse_in_place,
+    prompt_logits,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +105,11 @@ def merge(request: Request) -> Merge:
 
 
 def check_merged(
-    request: Request, merged: Merge, written: Iterable[tuple[str, np.ndarray]], limits: dict[str, float], kept: float
+    request: Request,
+    merged: Merge,
+    written: Iterable[tuple[str, np.ndarray]],
+    limits: dict[str, float],
+    kept: float,
 ) -> Checked:
     """Compare a merged model that was read back with the one in memory; its weights are replaced by what was read.
 
@@ -113,7 +124,9 @@ def check_merged(
     import torch
 
     _log.info("reading it back")
-    weights = {name: weight for name, weight in merged.loaded.model.state_dict().items() if name in limits}
+    weights = {
+        name: weight for name, weight in merged.loaded.model.state_dict().items() if name in limits
+    }
     for name, value in written:
         weight = weights.pop(name)
         found = torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
@@ -122,7 +135,9 @@ def check_merged(
             raise _different(request, name, f"within {limits[name] * largest:.3g}", f"{error:.3g}")
         weight.copy_(found)
     if weights:
-        raise _different(request, "the tensors", "all of the model's", f"without {next(iter(weights))}")
+        raise _different(
+            request, "the tensors", "all of the model's", f"without {next(iter(weights))}"
+        )
     found = prompt_logits(merged.loaded, PROMPTS)
     largest = max(float(logits.abs().max()) for logits in merged.expected)
     checked = Checked(distance(found, merged.base), distance(found, merged.expected), largest, kept)
@@ -133,7 +148,9 @@ def check_merged(
             received=f"{kept:.0%}",
             hint="train longer, or choose a finer --dtype",
         )
-    return _accept(request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype))
+    return _accept(
+        request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype)
+    )
 
 
 def _accept(request: Request, checked: Checked, effect: float, limit: float | None) -> Checked:
@@ -141,9 +158,16 @@ def _accept(request: Request, checked: Checked, effect: float, limit: float | No
     assert checked.from_adapter is not None and checked.largest is not None  # noqa: S101
     if limit is not None and not checked.from_adapter <= limit * max(1.0, checked.largest):
         allowed = limit * max(1.0, checked.largest)
-        raise _different(request, "the logits", f"within {allowed:.3g}", f"{checked.from_adapter:.3g}")
+        raise _different(
+            request, "the logits", f"within {allowed:.3g}", f"{checked.from_adapter:.3g}"
+        )
     if not checked.from_base or not np.isfinite(checked.from_adapter):
-        raise _different(request, "the logits", "another answer than the base's", f"difference {checked.from_base}")
+        raise _different(
+            request,
+            "the logits",
+            "another answer than the base's",
+            f"difference {checked.from_base}",
+        )
     if effect > checked.from_adapter:
         return checked
     if limit is not None:
@@ -160,7 +184,9 @@ def _accept(request: Request, checked: Checked, effect: float, limit: float | No
     return Checked(checked.from_base, checked.from_adapter, checked.largest, checked.kept, (note,))
 
 
-def _different(request: Request, what: str, expected: object, received: object) -> VerificationError:
+def _different(
+    request: Request, what: str, expected: object, received: object
+) -> VerificationError:
     return VerificationError(
         f"read back, {what} of {request.out} is not base plus adapter; nothing was written",
         expected=str(expected),

@@ -97,7 +97,9 @@ def convert(
     if asked is None and form.needs_model:
         asked = adapter.base_model or None
         if asked is None:
-            raise ConfigError(f"{folder} does not name its model", expected="--model", received="none")
+            raise ConfigError(
+                f"{folder} does not name its model", expected="--model", received="none"
+            )
     if asked is not None:
         check_model(adapter, asked, revision)
     _check_free(form, target, (folder, Path(asked or folder)), overwrite)
@@ -107,7 +109,9 @@ def convert(
     if dry_run:
         return report
     _log.info("writing %s for %s", target, form.reader)
-    place = atomic_file(target) if form.marker is None else atomic_directory(target, marker=form.marker)
+    place = (
+        atomic_file(target) if form.marker is None else atomic_directory(target, marker=form.marker)
+    )
     with place as partial:
         checked = form.write(request, partial)
         size = sum(path.stat().st_size for path in [partial, *partial.rglob("*")] if path.is_file())
@@ -133,13 +137,22 @@ def find_adapter(source: Path) -> Path:
     inside = source / ADAPTER
     if (inside / CONFIG_NAME).is_file():
         if (source / BEST_ADAPTER).is_dir():
-            _log.warning("%s is the last adapter; an earlier evaluation was better: %s", inside, source / BEST_ADAPTER)
+            _log.warning(
+                "%s is the last adapter; an earlier evaluation was better: %s",
+                inside,
+                source / BEST_ADAPTER,
+            )
         return inside
     kind = "no such folder" if not source.is_dir() else "a folder without an adapter"
     hint = "give the folder of an adapter, or of a run that trained one"
     if (source / MANIFEST_NAME).is_file():
-        kind, hint = "an artifact, which holds no trained adapter", "give the folder of the run that trained it"
-    raise ArtifactError(f"{source} is nothing that can be converted", expected=CONFIG_NAME, received=kind, hint=hint)
+        kind, hint = (
+            "an artifact, which holds no trained adapter",
+            "give the folder of the run that trained it",
+        )
+    raise ArtifactError(
+        f"{source} is nothing that can be converted", expected=CONFIG_NAME, received=kind, hint=hint
+    )
 
 
 def check_model(adapter: Adapter, model: str, revision: str | None = None) -> None:
@@ -155,26 +168,40 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     # A family that is not described here has other names in its files: there a layer is known by its place in a block.
     stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
     listed = (*dims.linear_list, *dims.expert_list)
-    places = {f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in listed}
+    places = {
+        f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in listed
+    }
     names = {linear.target.rpartition(".")[2] for linear in listed}
     experts = adapter.expert_parameters
     for linear in adapter.linears:
         (rank, inputs), (outputs, _) = (side.shape for side in adapter.pair(linear))
         if linear.rpartition(".")[2] not in names:
-            head = " (the output head is tied to the embedding)" if dims.tied and "lm_head" in linear else ""
+            head = (
+                " (the output head is tied to the embedding)"
+                if dims.tied and "lm_head" in linear
+                else ""
+            )
             raise ArtifactError(
                 f"the adapter changes '{linear}', which is no linear layer of a block{head}",
                 expected=", ".join(dims.linear_shapes),
                 received=linear,
                 hint="train it on linear layers of the blocks alone",
             )
-        shape = stored.get(linear, ())[1:] or None if linear in experts else stored.get(f"{linear}.weight")
+        shape = (
+            stored.get(linear, ())[1:] or None
+            if linear in experts
+            else stored.get(f"{linear}.weight")
+        )
         if dims.whole:
-            shape = next((size for place, size in places.items() if linear.endswith(f".{place}")), None)
+            shape = next(
+                (size for place, size in places.items() if linear.endswith(f".{place}")), None
+            )
         if shape != (outputs, inputs):
             raise ArtifactError(
                 f"the adapter is not of {model}: '{linear}'",
-                expected="no such layer" if shape is None else f"{shape[1]} inputs and {shape[0]} outputs",
+                expected="no such layer"
+                if shape is None
+                else f"{shape[1]} inputs and {shape[0]} outputs",
                 received=f"{inputs} inputs and {outputs} outputs, rank {rank}",
                 hint=f"it was trained on {adapter.base_model or 'an unnamed model'}",
             )
@@ -219,15 +246,23 @@ def _dtype(form: Form, dtype: str | None) -> str:
 def _check_free(form: Form, target: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
     """Refuse a place that holds something, before minutes of work; what is read is never replaced."""
     if any(os.path.realpath(target) == os.path.realpath(source) for source in sources):
-        raise StorageError(f"{target} is what is converted", expected="another place", hint="choose another name")
+        raise StorageError(
+            f"{target} is what is converted", expected="another place", hint="choose another name"
+        )
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if form.marker is None and target.is_dir():
-        raise StorageError(f"{target} is a folder", expected="a file's name", hint=f"{target / 'adapter.gguf'}")
+        raise StorageError(
+            f"{target} is a folder", expected="a file's name", hint=f"{target / 'adapter.gguf'}"
+        )
     if not overwrite:
-        raise StorageError(f"{target} exists", expected="a free name", hint="--overwrite replaces it")
+        raise StorageError(
+            f"{target} exists", expected="a free name", hint="--overwrite replaces it"
+        )
     if form.marker is None and not _is_gguf(target):
-        raise StorageError(f"{target} is no GGUF file and would be replaced", hint="choose another name")
+        raise StorageError(
+            f"{target} is no GGUF file and would be replaced", hint="choose another name"
+        )
 
 
 def _is_gguf(path: Path) -> bool:

@@ -46,7 +46,10 @@ def write(request: Request, folder: Path) -> Checked:
     writer.close()
     base, expected = ([logits[-1:] for logits in every] for every in (merged.base, merged.expected))
     from_base, from_adapter = distance(found_logits, base), distance(found_logits, expected)
-    effect, largest = distance(expected, base), max(float(logits.abs().max()) for logits in expected)
+    effect, largest = (
+        distance(expected, base),
+        max(float(logits.abs().max()) for logits in expected),
+    )
     kept = 1.0 if form == "none" else _kept(request, merged.loaded)
     if not KEPT[0] <= kept <= KEPT[1] or not from_base:
         raise VerificationError(
@@ -62,7 +65,9 @@ def write(request: Request, folder: Path) -> Checked:
             received=f"{effect:.3g}",
             hint="train longer",
         )
-    notes = [f"against eager PyTorch over the same weights: {values['max_rel_logit_error']:.2g} of the largest logit"]
+    notes = [
+        f"against eager PyTorch over the same weights: {values['max_rel_logit_error']:.2g} of the largest logit"
+    ]
     if from_adapter >= effect:
         notes.append(
             f"rounding to {request.dtype} moves the logits by up to {from_adapter:.3g}, the adapter by up to "
@@ -93,4 +98,6 @@ def _kept(request: Request, loaded: Any) -> float:
     return found / exact
 
 
-FORM = Form("executorch", "ExecuTorch", write, marker="answers.json", dtypes=tuple(WEIGHTS), merged=True)
+FORM = Form(
+    "executorch", "ExecuTorch", write, marker="answers.json", dtypes=tuple(WEIGHTS), merged=True
+)

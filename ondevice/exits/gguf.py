@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
-ERRORS = {"float32": 0.0, "float16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q4_0": 1 / 8 + 2.0**-11}
+ERRORS = {
+    "float32": 0.0,
+    "float16": 2.0**-11,
+    "q8_0": 0.5 / 127 + 2.0**-11,
+    "q4_0": 1 / 8 + 2.0**-11,
+}
 """Largest error of an element as a part of the largest of its block; `q4_0` has one step less on one side."""
 ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
@@ -58,7 +63,9 @@ def write(request: Request, path: Path) -> Checked:
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
-            for part, array in zip(parts, np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]):
+            for part, array in zip(
+                parts, np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]
+            ):
                 yield part, array, plan[part][1]
         for name, value in factors.items():
             yield name, value, "float32"
@@ -67,8 +74,14 @@ def write(request: Request, path: Path) -> Checked:
         write_gguf(writer, tensors(), plan)
     kept = _kept(request, loaded, names, plan)
     # A constant that is added to a norm's weight, and taken off again, rounds it.
-    least = {name: ROUNDED if dims.traits.norm_offset and state[name].ndim == 1 else 0.0 for name in names}
-    limits = {name: max(least[name], *(ERRORS[plan[part][1]] for part in parts)) for name, parts in names.items()}
+    least = {
+        name: ROUNDED if dims.traits.norm_offset and state[name].ndim == 1 else 0.0
+        for name in names
+    }
+    limits = {
+        name: max(least[name], *(ERRORS[plan[part][1]] for part in parts))
+        for name, parts in names.items()
+    }
     return check_merged(request, merged, _read(path, family, dims, names), limits, kept)
 
 
@@ -100,7 +113,9 @@ def _read(
             yield name, family.gguf_tensor(name, value, dims)
 
 
-def _kept(request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...]], plan: dict[str, Any]) -> float:
+def _kept(
+    request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...]], plan: dict[str, Any]
+) -> float:
     """Return which share of the adapter's change D of the weights the rounding left.
 
     The rounded merged weights less the rounded base weights, projected on D: 1 without rounding. Single elements may
@@ -108,7 +123,12 @@ def _kept(request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...
     """
     from gguf import dequantize, quantize
 
-    adapter, family, dims, state = request.adapter, type(loaded.family), loaded.dims, loaded.model.state_dict()
+    adapter, family, dims, state = (
+        request.adapter,
+        type(loaded.family),
+        loaded.dims,
+        loaded.model.state_dict(),
+    )
     found = exact = 0.0
     for linear in adapter.linears:
         weight, (a, b) = f"{linear}.weight", adapter.pair(linear)
@@ -118,7 +138,9 @@ def _kept(request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...
         kind = ggml_type(dtype)
         change = to_gguf(family, weight, adapter.alpha / adapter.rank * (b @ a), dims, whole=False)
         merged = to_gguf(family, weight, state[weight].numpy(), dims)
-        rounded, base = (dequantize(quantize(value, kind), kind) for value in (merged, merged - change))
+        rounded, base = (
+            dequantize(quantize(value, kind), kind) for value in (merged, merged - change)
+        )
         found += float(np.vdot(rounded - base, change))
         exact += float(np.vdot(change, change))
     return found / exact

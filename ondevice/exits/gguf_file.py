@@ -46,7 +46,9 @@ def write_gguf(
             writer.add_tensor_info(name, shape, item, int(np.prod(shape)) * item.itemsize)
         else:
             stored = quant_shape_to_byte_shape(shape, kind)
-            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind)
+            writer.add_tensor_info(
+                name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind
+            )
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -56,7 +58,9 @@ def write_gguf(
         writer.write_padding(file, file.tell())
         for _, value, dtype in tensors:
             # Not numpy's `tofile`, whose error for a full disk has no number.
-            data = np.ascontiguousarray(quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype)))
+            data = np.ascontiguousarray(
+                quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype))
+            )
             file.write(data.data)
             writer.write_padding(file, data.nbytes)
         file.flush()

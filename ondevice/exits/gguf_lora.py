@@ -31,7 +31,9 @@ def write(request: Request, path: Path) -> Checked:
     dims = read_dims(request.model, request.revision)
     family = family_for(dims.family, request.model)
     architecture = architecture_of(family, dims)
-    names = gguf_names(family, dims, [f"{linear}.weight" for linear in request.adapter.linears], architecture)
+    names = gguf_names(
+        family, dims, [f"{linear}.weight" for linear in request.adapter.linears], architecture
+    )
     writer = GGUFWriter(path, architecture)
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -52,7 +54,9 @@ def write(request: Request, path: Path) -> Checked:
     return check_adapter(request, read(path, request, family, dims, names))
 
 
-def read(path: Path, request: Request, family: type[Family], dims: ModelDims, names: dict[str, str]) -> Adapter:
+def read(
+    path: Path, request: Request, family: type[Family], dims: ModelDims, names: dict[str, str]
+) -> Adapter:
     """Read an adapter back under PEFT's names and in PEFT's layout."""
     from gguf import GGUFReader, Keys
 
@@ -64,7 +68,9 @@ def read(path: Path, request: Request, family: type[Family], dims: ModelDims, na
         linear = weight.removesuffix(".weight")
         a, b = stored.pop(f"{name}.lora_a", None), stored.pop(f"{name}.lora_b", None)
         if a is None or b is None:
-            raise VerificationError(f"{request.out}: read back, it lacks {name}; nothing was written")
+            raise VerificationError(
+                f"{request.out}: read back, it lacks {name}; nothing was written"
+            )
         tensors[f"{linear}.lora_A.weight"] = a
         tensors[f"{linear}.lora_B.weight"] = family.gguf_tensor(weight, b, dims)
     rank = tensors[next(iter(tensors))].shape[0]

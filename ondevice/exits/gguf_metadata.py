@@ -23,7 +23,12 @@ ARCHITECTURES = (
 )  # fmt: skip
 """Those whose block these keys describe in full; an adapter alone needs only names, and goes with every one."""
 _ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
-_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
+_FILE_TYPES = {
+    "float32": "ALL_F32",
+    "float16": "MOSTLY_F16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+}
 
 
 def check_writable(model: str, revision: str | None) -> None:
@@ -38,10 +43,16 @@ def check_writable(model: str, revision: str | None) -> None:
     if architecture not in ARCHITECTURES:
         hint = "--to gguf-lora, beside a GGUF file of the base model"
         expected = ", ".join(ARCHITECTURES)
-        raise ModelError(f"a merged GGUF file of {model}", expected=expected, received=architecture, hint=hint)
+        raise ModelError(
+            f"a merged GGUF file of {model}", expected=expected, received=architecture, hint=hint
+        )
     family.gguf_keys(dims, {})
     if dims.rope_type not in _ROPE_TYPES:
-        raise ModelError(f"{model}: the rotary embedding", expected=", ".join(_ROPE_TYPES), received=dims.rope_type)
+        raise ModelError(
+            f"{model}: the rotary embedding",
+            expected=", ".join(_ROPE_TYPES),
+            received=dims.rope_type,
+        )
 
 
 def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None:
@@ -88,7 +99,8 @@ def rope_factors(loaded: LoadedModel) -> dict[str, np.ndarray]:
     if loaded.dims.rope_type == "longrope":
         rope = model.config.rope_parameters
         return {
-            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")
+            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+            for kind in ("long", "short")
         }
     if loaded.dims.rope_type != "llama3":
         return {}

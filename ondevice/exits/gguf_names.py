@@ -23,7 +23,11 @@ def architecture_of(family: type[Family], dims: ModelDims) -> str:
 
     name = family.gguf_written_as or family.gguf_architecture
     if name is None:
-        written = [kind.model_type for kind in families().values() if kind.gguf_written_as or kind.gguf_architecture]
+        written = [
+            kind.model_type
+            for kind in families().values()
+            if kind.gguf_written_as or kind.gguf_architecture
+        ]
         raise ModelError(
             f"models of type {dims.family} have no GGUF form here",
             expected=", ".join(written),
@@ -33,7 +37,9 @@ def architecture_of(family: type[Family], dims: ModelDims) -> str:
     return name
 
 
-def to_gguf(family: type[Family], name: str, weights: np.ndarray, dims: ModelDims, *, whole: bool = True) -> np.ndarray:
+def to_gguf(
+    family: type[Family], name: str, weights: np.ndarray, dims: ModelDims, *, whole: bool = True
+) -> np.ndarray:
     """Lay out a tensor as llama.cpp keeps it; `name` is transformers' name of the weight.
 
     Args:
@@ -43,8 +49,15 @@ def to_gguf(family: type[Family], name: str, weights: np.ndarray, dims: ModelDim
     rows = weights.shape[0]
     column = (rows, *(1,) * (weights.ndim - 1))
     constant = np.asarray(family.gguf_tensor(name, np.zeros(column), dims))
-    order = np.asarray(family.gguf_tensor(name, np.arange(rows, dtype=np.float64).reshape(column), dims)) - constant
+    order = (
+        np.asarray(
+            family.gguf_tensor(name, np.arange(rows, dtype=np.float64).reshape(column), dims)
+        )
+        - constant
+    )
     order = np.rint(order).astype(np.int64).reshape(-1)
     if not np.array_equal(np.sort(order), np.arange(rows)):
-        raise ModelError(f"the GGUF layout of '{name}' cannot be inverted", received=family.model_type)
+        raise ModelError(
+            f"the GGUF layout of '{name}' cannot be inverted", received=family.model_type
+        )
     return (weights - constant.astype(weights.dtype) if whole else weights)[np.argsort(order)]

@@ -33,11 +33,16 @@ def write_tokenizer(writer: GGUFWriter, loaded: LoadedModel) -> None:
     tokenizer: Any = loaded.tokenizer
     where = loaded.source.source
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelError(f"{where}: the tokenizer has no tokenizer.json", hint="save it with a fast tokenizer")
+        raise ModelError(
+            f"{where}: the tokenizer has no tokenizer.json", hint="save it with a fast tokenizer"
+        )
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     if rules["model"]["type"] != "BPE":
         raise ModelError(f"{where}: the tokenizer", expected="BPE", received=rules["model"]["type"])
-    merges = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in rules["model"]["merges"]]
+    merges = [
+        tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
+        for pair in rules["model"]["merges"]
+    ]
     tokens, kinds = _tokens(rules, loaded.dims.vocab)
     if rules["model"].get("byte_fallback"):
         writer.add_tokenizer_model("llama")
@@ -60,14 +65,18 @@ def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     by_id = {number: token for token, number in rules["model"]["vocab"].items()}
     kinds = {number: int(TokenType.NORMAL) for number in by_id}
     if rules["model"].get("byte_fallback"):
-        bytes_ = (number for number, token in by_id.items() if len(token) == 6 and token.startswith("<0x"))
+        bytes_ = (
+            number for number, token in by_id.items() if len(token) == 6 and token.startswith("<0x")
+        )
         kinds |= dict.fromkeys(bytes_, int(TokenType.BYTE))
         unknown = rules["model"]["vocab"].get(rules["model"].get("unk_token"))
         kinds |= {} if unknown is None else {unknown: int(TokenType.UNKNOWN)}
     for added in rules["added_tokens"]:
         by_id[added["id"]] = added["content"]
         if kinds.get(added["id"]) != int(TokenType.UNKNOWN):
-            kinds[added["id"]] = int(TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
+            kinds[added["id"]] = int(
+                TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+            )
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
     return tokens, [kinds.get(number, int(TokenType.UNUSED)) for number in range(rows)]
 
@@ -75,15 +84,26 @@ def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
 def _pre(rules: dict[str, Any], merges: bool, where: str) -> str:
     """Return llama.cpp's name for how a byte-level tokenizer cuts text into words."""
     if (rules["normalizer"] or {}).get("type", "NFC") != "NFC":
-        raise ModelError(f"{where}: the tokenizer's normalizer", expected="none or NFC", received=rules["normalizer"])
+        raise ModelError(
+            f"{where}: the tokenizer's normalizer",
+            expected="none or NFC",
+            received=rules["normalizer"],
+        )
     step = rules["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     last = steps[-1]
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         before = steps[:-1]
-        if not before and (last.get("use_regex", True) or not merges):  # without merges, every cut gives bytes
+        if not before and (
+            last.get("use_regex", True) or not merges
+        ):  # without merges, every cut gives bytes
             return "gpt-2"
-        if len(before) == 1 and before[0]["type"] == "Digits" and before[0]["individual_digits"] and last["use_regex"]:
+        if (
+            len(before) == 1
+            and before[0]["type"] == "Digits"
+            and before[0]["individual_digits"]
+            and last["use_regex"]
+        ):
             return "smollm"
         if len(before) == 1 and before[0]["type"] == "Split" and not last["use_regex"]:
             name = _WORDS.get(before[0]["pattern"].get("Regex", ""))

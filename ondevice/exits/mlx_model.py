@@ -29,7 +29,10 @@ def write(request: Request, folder: Path) -> Checked:
     bits, merged = BITS[request.dtype], merge(request)
     loaded = merged.loaded
     if loaded.dims.experts:
-        raise ModelError(f"a mixture of experts ({loaded.dims.family}) has no packed MLX form here", hint="--to mlx")
+        raise ModelError(
+            f"a mixture of experts ({loaded.dims.family}) has no packed MLX form here",
+            hint="--to mlx",
+        )
     state = loaded.model.state_dict()
     names = [name for name in type(loaded.family).weight_shapes(loaded.dims) if name in state]
     tensors, limits = {}, {}
@@ -47,7 +50,11 @@ def write(request: Request, folder: Path) -> Checked:
         save_description(folder, torch.float16, loaded)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # Where mlx-lm looks for what newer versions of transformers nest.
-        config |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
+        config |= {
+            key: value
+            for key, value in (config.get("rope_parameters") or {}).items()
+            if key == "rope_theta"
+        }
         config |= {"quantization": {"group_size": GROUP, "bits": bits}}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(folder / FILE_NAME, tensors)
@@ -59,7 +66,9 @@ def _mlx() -> Any:
     try:
         import mlx.core as mx
     except ImportError:
-        raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'") from None
+        raise MissingPackageError(
+            "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
+        ) from None
     return mx
 
 
@@ -80,7 +89,9 @@ def _pack(mx: Any, value: np.ndarray, bits: int) -> list[np.ndarray]:
 
 def _unpack(mx: Any, parts: list[np.ndarray], bits: int) -> np.ndarray:
     with mx.stream(mx.cpu):
-        return np.array(mx.dequantize(*map(mx.array, parts), group_size=GROUP, bits=bits)).astype(np.float32)
+        return np.array(mx.dequantize(*map(mx.array, parts), group_size=GROUP, bits=bits)).astype(
+            np.float32
+        )
 
 
 def _read(mx: Any, path: Path, names: list[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -103,7 +114,9 @@ def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:
         if not _is_packed(merged):
             continue
         change = request.adapter.alpha / request.adapter.rank * (b @ a)
-        rounded, base = (_unpack(mx, _pack(mx, value, bits), bits) for value in (merged, merged - change))
+        rounded, base = (
+            _unpack(mx, _pack(mx, value, bits), bits) for value in (merged, merged - change)
+        )
         found += float(np.vdot(rounded - base, change))
         exact += float(np.vdot(change, change))
     return found / exact if exact else 1.0

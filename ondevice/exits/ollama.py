@@ -20,7 +20,12 @@ from ondevice.models import load_tokenizer
 MODEL_NAME, MARKER = "model.gguf", "Modelfile"
 _ROLES = ("system", "user", "assistant")
 _MARK = "\u2603"
-_TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+_TRIALS = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant", "user"),
+    ("system", "user", "assistant", "user"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,11 @@ class Template:
             f'{{{{ {"if" if role == "system" else "else if"} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
             for role, (before, after) in self.around.items()
         )
-        begin = f'{{{{ if ne (index .Messages 0).Role "system" }}}}{self.begin}{{{{ end }}}}' if self.begin else ""
+        begin = (
+            f'{{{{ if ne (index .Messages 0).Role "system" }}}}{self.begin}{{{{ end }}}}'
+            if self.begin
+            else ""
+        )
         return f"{begin}{{{{ range .Messages }}}}{cases}{{{{ end }}}}{{{{ end }}}}{self.answer}"
 
 
@@ -65,7 +74,9 @@ def write(request: Request, folder: Path) -> Checked:
     if template is not None and '"""' not in template.go():
         lines.append(f'TEMPLATE """{template.go()}"""')
     else:
-        notes.append("the chat template has no form for Ollama, which chooses one of its own: compare its answers")
+        notes.append(
+            "the chat template has no form for Ollama, which chooses one of its own: compare its answers"
+        )
     stops = {tokenizer.eos_token} if tokenizer.eos_token else set()
     lines += [f'PARAMETER stop "{stop}"' for stop in sorted(stops)]
     atomic_write(folder / MARKER, "\n".join(lines) + "\n")
@@ -101,9 +112,15 @@ def template_of(tokenizer: Any) -> Template | None:
         found = Template(around, alone.removesuffix(before_user), answer)
         for roles in _TRIALS:
             messages = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
-            if found.render(messages) != apply_template(tokenizer, messages, add_generation_prompt=True):
+            if found.render(messages) != apply_template(
+                tokenizer, messages, add_generation_prompt=True
+            ):
                 return None
-        return None if any("{{" in text for text in (found.begin, answer, *sum(around.values(), ()))) else found
+        return (
+            None
+            if any("{{" in text for text in (found.begin, answer, *sum(around.values(), ())))
+            else found
+        )
     except Exception:  # a template may refuse roles with an error of its own: Jinja's
         return None
 

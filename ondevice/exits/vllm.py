@@ -46,21 +46,39 @@ def launch(base: str, request: Request, place: Path | None) -> str:
 def _served(request: Request) -> str:
     """Return what vLLM loads as the base model: a hub id as it is, else the folder of safetensors files."""
     model = request.model or ""
-    if sources.find_cached(model) is None and not model.startswith((sources.TINY_PREFIX, sources.PACKAGE_PREFIX)):
+    if sources.find_cached(model) is None and not model.startswith(
+        (sources.TINY_PREFIX, sources.PACKAGE_PREFIX)
+    ):
         return model  # a hub id: vLLM fetches it itself
-    path = sources.resolve(model, request.revision).path if not model.startswith(sources.TINY_PREFIX) else None
+    path = (
+        sources.resolve(model, request.revision).path
+        if not model.startswith(sources.TINY_PREFIX)
+        else None
+    )
     if path is None:
-        raise ConfigError(f"{model} has no files that vLLM could load", expected="a model with files", received=model)
+        raise ConfigError(
+            f"{model} has no files that vLLM could load",
+            expected="a model with files",
+            received=model,
+        )
     return str(path.resolve())
 
 
 def _check_rules(folder: Path) -> None:
     """Hold the written configuration against what vLLM refuses: kinds of LoRA, extra trained modules, biases."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    wanted = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "use_dora": False, "use_rslora": False}
+    wanted = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
     for field, value in wanted.items():
         if config.get(field) != value:
-            raise ConfigError(f"vLLM refuses field '{field}'", expected=str(value), received=config.get(field))
+            raise ConfigError(
+                f"vLLM refuses field '{field}'", expected=str(value), received=config.get(field)
+            )
 
 
 FORM = Form("vllm", "vLLM", write, marker=CONFIG_NAME, max_rank=RANKS[-1])

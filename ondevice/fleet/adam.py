@@ -53,7 +53,11 @@ class Moments:
 
     def to_bytes(self) -> bytes:
         """Return the moments, float64 each, and the step that they begin at, int64."""
-        return self.mean.astype("<f8").tobytes() + self.square.astype("<f8").tobytes() + _COUNT.pack(self.first_step)
+        return (
+            self.mean.astype("<f8").tobytes()
+            + self.square.astype("<f8").tobytes()
+            + _COUNT.pack(self.first_step)
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Moments:

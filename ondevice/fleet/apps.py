@@ -75,7 +75,11 @@ def record_of(message: Message) -> Any:
 
 def _messages(contents: dict[int, dict[str, Any]]) -> list[Message]:
     return [
-        Message(content=RecordDict({RECORD: ConfigRecord(content)}), message_type="train", dst_node_id=node)
+        Message(
+            content=RecordDict({RECORD: ConfigRecord(content)}),
+            message_type="train",
+            dst_node_id=node,
+        )
         for node, content in contents.items()
     ]
 
@@ -94,7 +98,9 @@ class Server:
         post: over `grid`; a simulation may have its own.
     """
 
-    def __init__(self, grid: Grid, store: Store, settings: dict[str, Any], post: Post | None = None) -> None:
+    def __init__(
+        self, grid: Grid, store: Store, settings: dict[str, Any], post: Post | None = None
+    ) -> None:
         if store.charter.fleet.secure and not store.charter.device_keys:
             raise FleetError(
                 "this secure fleet was begun without its devices' keys, so no device would trust another's",
@@ -146,7 +152,10 @@ class Server:
             if empty == EMPTY_ROUNDS:
                 raise FleetError(
                     f"no device has answered in {empty} rounds",
-                    received=", ".join(f"{code} {count} times" for code, count in self.failed.items()) or None,
+                    received=", ".join(
+                        f"{code} {count} times" for code, count in self.failed.items()
+                    )
+                    or None,
                     hint="a device's own log says why",
                 )
         self._last()
@@ -161,10 +170,18 @@ class Server:
                 self.places[node] = reply.place
         replies = self._exchange({node: self._content(node, {}) for node in self.places})
         self._take()  # answers that came too late are refused, and counted
-        equal = {node: isinstance(reply, Followed) and reply.digest == digest for node, reply in replies.items()}
+        equal = {
+            node: isinstance(reply, Followed) and reply.digest == digest
+            for node, reply in replies.items()
+        }
         self.store.set_fact("refused", json.dumps(self.refused))
-        self.store.set_fact("devices", json.dumps({str(node): same for node, same in sorted(equal.items())}))
-        print(f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
+        self.store.set_fact(
+            "devices", json.dumps({str(node): same for node, same in sorted(equal.items())})
+        )
+        print(
+            f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it",
+            flush=True,
+        )
 
     def _alone(self) -> FleetError:
         nodes = set(self.grid.get_node_ids())
@@ -188,10 +205,14 @@ class Server:
         new = [
             node
             for node in self.grid.get_node_ids()
-            if node not in self.places and node not in busy and now >= self.greeted.get(node, -math.inf) + GREET_S
+            if node not in self.places
+            and node not in busy
+            and now >= self.greeted.get(node, -math.inf) + GREET_S
         ]
         self.greeted.update(dict.fromkeys(new, now))
-        if not self.store.count() and self.store.charter.subspace == "seed":  # there is nothing that they could lack
+        if (
+            not self.store.count() and self.store.charter.subspace == "seed"
+        ):  # there is nothing that they could lack
             self.places.update(dict.fromkeys(new, 0))
             self.new.update(new)
             return
@@ -200,7 +221,10 @@ class Server:
     def _ready(self) -> list[int]:
         """Draw the devices of the next round; none where it is not yet time for one."""
         number, open_rounds = self.rounds.next, self.rounds.open
-        if number >= self.settings["rounds"] or len(open_rounds) >= self.store.charter.fleet.open_rounds:
+        if (
+            number >= self.settings["rounds"]
+            or len(open_rounds) >= self.store.charter.fleet.open_rounds
+        ):
             return []
         if open_rounds:
             newest = open_rounds[max(open_rounds)]
@@ -224,7 +248,13 @@ class Server:
         if not givers or self.rounds.open:
             return False
         began = time.time()
-        node = givers[int(np.random.default_rng([self.store.charter.seed, 9, self.rounds.next]).integers(len(givers)))]
+        node = givers[
+            int(
+                np.random.default_rng([self.store.charter.seed, 9, self.rounds.next]).integers(
+                    len(givers)
+                )
+            )
+        ]
         reply = self._exchange({node: self._content(node, {"subspace": True})}).get(node)
         try:
             with refusing(Code.MALFORMED):
@@ -238,8 +268,13 @@ class Server:
         self.places[node] = self.store.count()
         sent = len(file.data) * (1 + len(self.places))
         event = self.rounds.refresh(file.digest)
-        self.store.add(event, self.rounds.state, frozen=file, sent_bytes=sent, time_s=time.time() - began)
-        print(f"fleet: a new subspace of {len(file.data)} bytes before round {event.round + 1}", flush=True)
+        self.store.add(
+            event, self.rounds.state, frozen=file, sent_bytes=sent, time_s=time.time() - began
+        )
+        print(
+            f"fleet: a new subspace of {len(file.data)} bytes before round {event.round + 1}",
+            flush=True,
+        )
         return True
 
     def _content(self, node: int, more: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +282,12 @@ class Server:
         place = self.places[node]
         files = [file.to_bytes() for file in self.store.files(place)]
         first = {"charter": self.store.charter.to_bytes()} if node in self.new else {}
-        return {**first, "events": self.store.events(place), **({"frozen": files} if files else {}), **more}
+        return {
+            **first,
+            "events": self.store.events(place),
+            **({"frozen": files} if files else {}),
+            **more,
+        }
 
     def _send(self, contents: dict[int, dict[str, Any]]) -> None:
         self.post.send(_messages(contents))
@@ -331,7 +371,8 @@ class Server:
         )  # fmt: skip
         shown = "no answers" if loss is None else f"loss {loss:.4f}"
         print(
-            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True
+            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers",
+            flush=True,
         )
         return len(answers)
 
@@ -346,15 +387,21 @@ class Server:
         """Run a round whose answers only their sum is known of; returns 0 if nothing came of it."""
         place, fleet, sent = self.store.count(), self.store.charter.fleet, 0
 
-        task = next(iter(current.tasks.values())).to_bytes()  # one for all, because they share their seeds
+        task = next(
+            iter(current.tasks.values())
+        ).to_bytes()  # one for all, because they share their seeds
 
         def send(contents: dict[int, dict[str, Any]]) -> dict[int, Reply]:
             nonlocal sent
-            requests = {node: {"events": [], "task": task, **content} for node, content in contents.items()}
+            requests = {
+                node: {"events": [], "task": task, **content} for node, content in contents.items()
+            }
             replies = self._exchange(requests)
             for record in (*contents.values(), *(reply.model_dump() for reply in replies.values())):
                 sent += sum(len(value) for value in record.values() if isinstance(value, bytes))
-            self.places.update({node: place for node, reply in replies.items() if not isinstance(reply, Failed)})
+            self.places.update(
+                {node: place for node, reply in replies.items() if not isinstance(reply, Failed)}
+            )
             return replies
 
         def blame(node: int, code: Code) -> None:
@@ -383,5 +430,8 @@ class Server:
             time_s=time.time() - began,
         )  # fmt: skip
         shown = "no sum" if loss is None else f"loss {loss:.4f}"
-        print(f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}", flush=True)
+        print(
+            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}",
+            flush=True,
+        )
         return len(devices) + narrowed

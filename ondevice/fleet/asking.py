@@ -25,7 +25,9 @@ def ask(file: Path, content: dict[str, Any], number: int) -> dict[str, Any]:
             connection.send_bytes(encoded(number, content))
             return received(connection)[1]
     except Exception:
-        return {"error": "no_process"}  # no more than a code leaves a device: see `codes`, which takes long to import
+        return {
+            "error": "no_process"
+        }  # no more than a code leaves a device: see `codes`, which takes long to import
 
 
 def encoded(number: int, content: dict[str, Any]) -> bytes:
@@ -36,7 +38,9 @@ def encoded(number: int, content: dict[str, Any]) -> bytes:
             return {"bytes": base64.b64encode(value).decode()}
         return [plain(item) for item in value] if isinstance(value, list) else value
 
-    return json.dumps({"number": number, "content": {key: plain(value) for key, value in content.items()}}).encode()
+    return json.dumps(
+        {"number": number, "content": {key: plain(value) for key, value in content.items()}}
+    ).encode()
 
 
 def received(connection: Connection) -> tuple[int, dict[str, Any]]:

@@ -127,7 +127,9 @@ def _unpacked(data: bytes, name: str) -> bytes:
     except zlib.error:
         raise FleetError(f"{name} is damaged", hint="send it again") from None
     if not unpacker.eof:
-        raise FleetError(f"{name}: the charter is too large", expected=f"{MOST_CHARTER_BYTES} bytes at most")
+        raise FleetError(
+            f"{name}: the charter is too large", expected=f"{MOST_CHARTER_BYTES} bytes at most"
+        )
     return text
 
 
@@ -141,7 +143,9 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         if store.charter.fleet.secure:
-            raise FleetError("a secure fleet's rounds need a network: its devices talk four times in each")
+            raise FleetError(
+                "a secure fleet's rounds need a network: its devices talk four times in each"
+            )
         if store.charter.subspace == "given":
             raise FleetError(
                 "this fleet's subspaces need a network: each is a file of megabytes",
@@ -193,7 +197,9 @@ class Desk:
         """
         parcel = parcel_of(data, name)
         if parcel.answer is None:
-            raise FleetError(f"{name} carries no answer", hint="it is a round on its way to a device")
+            raise FleetError(
+                f"{name} carries no answer", hint="it is a round on its way to a device"
+            )
         key = self._signer(parcel, name)
         answer = self.rounds.receive(parcel.answer, parcel.device)
         if key is not None:
@@ -221,8 +227,12 @@ class Desk:
         verify(signed, ANSWER_DOMAIN + (parcel.answer or b""))
         known = {fact.removeprefix("key "): value for fact, value in self.store.facts("key ")}
         number, key = str(parcel.device), signed.fingerprint()
-        if known.get(number, key) != key or any(value == key for other, value in known.items() if other != number):
-            raise Refusal(Code.SIGNATURE, f"{name} is signed by another device's key than its answers before")
+        if known.get(number, key) != key or any(
+            value == key for other, value in known.items() if other != number
+        ):
+            raise Refusal(
+                Code.SIGNATURE, f"{name} is signed by another device's key than its answers before"
+            )
         return key
 
     def close(self) -> Outcome:
@@ -232,12 +242,17 @@ class Desk:
             FleetError: no round is open.
         """
         if not self.rounds.open:
-            raise FleetError("no round is open", hint="`ondevice fleet carry out FLEET --device N` opens one")
+            raise FleetError(
+                "no round is open", hint="`ondevice fleet carry out FLEET --device N` opens one"
+            )
         number = min(self.rounds.open)
         current = self.rounds.open[number]
         loss, answers = current.loss, list(current.answers.values())
         outcome = self.rounds.close(number)
-        sent = sum(len(current.tasks[answer.device].to_bytes()) + len(answer.to_bytes()) for answer in answers)
+        sent = sum(
+            len(current.tasks[answer.device].to_bytes()) + len(answer.to_bytes())
+            for answer in answers
+        )
         sent += len(answers) * len(outcome.to_bytes())
         self.store.add(outcome, self.rounds.state, answers=answers, loss=loss, sent_bytes=sent)
         return outcome

@@ -33,7 +33,9 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
     except ImportError:
-        raise MissingPackageError("cryptography is not installed", hint="pip install 'ondevice-train[fleet]'") from None
+        raise MissingPackageError(
+            "cryptography is not installed", hint="pip install 'ondevice-train[fleet]'"
+        ) from None
     folder = Path(folder)
     if any((folder / name).exists() for name in CERTIFICATES):
         raise ConfigError(f"{folder} has certificates already", hint="choose another folder")
@@ -51,8 +53,13 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=DAYS))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key()),
+                critical=False,
+            )
         )
 
     root, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
@@ -83,7 +90,9 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
     for number in range(1, devices + 1):
         key = ec.generate_private_key(ec.SECP384R1())
         files[f"{DEVICES}/{number}.key"] = key.private_bytes(pem, formats.OpenSSH, plain)
-        files[f"{DEVICES}/{number}.pub"] = key.public_key().public_bytes(ssh, serialization.PublicFormat.OpenSSH)
+        files[f"{DEVICES}/{number}.pub"] = key.public_key().public_bytes(
+            ssh, serialization.PublicFormat.OpenSSH
+        )
     with private():
         for name, data in files.items():
             atomic_write(folder / name, data)
@@ -94,7 +103,10 @@ def _usage(x509: Any, signs: bool) -> Any:
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
               "decipher_only")  # fmt: skip
     return x509.KeyUsage(
-        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **dict.fromkeys(others, False)
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        **dict.fromkeys(others, False),
     )
 
 

@@ -79,18 +79,26 @@ class Agreement(StrictConfig):
         """
         if self.clip_norm is None:
             return math.inf
-        return self.clip_norm * (1 + self.noise_multiplier * (math.sqrt(count) + 4 if self.noise_multiplier else 0))
+        return self.clip_norm * (
+            1 + self.noise_multiplier * (math.sqrt(count) + 4 if self.noise_multiplier else 0)
+        )
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.seeds == "own" and self.combine != "mean":
-            raise ValueError(f"combine {self.combine} compares the devices' numbers, so it needs seeds: shared")
+            raise ValueError(
+                f"combine {self.combine} compares the devices' numbers, so it needs seeds: shared"
+            )
         if self.noise_multiplier and self.clip_norm is None:
             raise ValueError("noise_multiplier is in multiples of clip_norm: set clip_norm too")
         if self.open_rounds > 1 and self.momentum:
             raise ValueError("momentum needs rounds in order: open_rounds must be 1")
-        if self.secure and (self.seeds != "shared" or self.combine != "mean" or self.clip_norm is None):
-            raise ValueError("secure: sums need seeds: shared, combine: mean, and a clip_norm to fix their units")
+        if self.secure and (
+            self.seeds != "shared" or self.combine != "mean" or self.clip_norm is None
+        ):
+            raise ValueError(
+                "secure: sums need seeds: shared, combine: mean, and a clip_norm to fix their units"
+            )
         if self.secure and (self.most_rows > MOST_ROWS or self.open_rounds > 1):
             raise ValueError(f"secure: most_rows is {MOST_ROWS} at most, and open_rounds 1")
         return self
@@ -176,7 +184,9 @@ class CommonCharter(StrictConfig):
             return cls.parse(parse_json(data, most_bytes=MOST_CHARTER_BYTES), "charter")
         except (ValueError, ConfigError) as error:
             said = getattr(error, "message", str(error))
-            raise FleetError(f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]) from None
+            raise FleetError(
+                f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]
+            ) from None
 
     @property
     def id(self) -> int:
@@ -210,7 +220,9 @@ class Charter(CommonCharter):
     fleet: Agreement
     """The settings by which the server combines answers."""
 
-    device_keys: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(default=(), max_length=10_000)
+    device_keys: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
+        default=(), max_length=10_000
+    )
     """SHA-256 of the public key of each device that may take part. Devices of a secure sum trust no other key, and
     answers by file are taken with a signature of one of them only. Empty: answers by file are not signed."""
 
@@ -228,7 +240,9 @@ class Charter(CommonCharter):
         odd = [name for name, value in (("momentum", 0.0), ("open_rounds", 1), ("seeds", "shared"))
                if getattr(self.fleet, name) != value]  # fmt: skip
         if self.optimizer == "adam" and odd:
-            raise ValueError(f"{odd[0]} goes with optimizer sgd: Adam takes the local steps one by one, in their order")
+            raise ValueError(
+                f"{odd[0]} goes with optimizer sgd: Adam takes the local steps one by one, in their order"
+            )
         return self
 
     def values(self) -> dict[str, Any]:
@@ -262,7 +276,11 @@ class Charter(CommonCharter):
             )
         first, lanes = self.first_step(task.round, 0), LANE if self.fleet.seeds == "own" else 0
         ahead = task.first_step - first
-        if task.local_steps != self.fleet.local_steps or ahead < 0 or (ahead % lanes if lanes else ahead):
+        if (
+            task.local_steps != self.fleet.local_steps
+            or ahead < 0
+            or (ahead % lanes if lanes else ahead)
+        ):
             raise Refusal(
                 Code.OTHER_TASK,
                 "the task has other local steps than the charter",
@@ -284,13 +302,19 @@ class Charter(CommonCharter):
         steps = None
         if self.optimizer == "adam":
             rate = self.fleet.server_rate
-            steps = Steps(self.fleet.local_steps, self.learning_rate, lambda number: rate * self.rate(number))
+            steps = Steps(
+                self.fleet.local_steps, self.learning_rate, lambda number: rate * self.rate(number)
+            )
         return State(self.size, self.seed, self.noise, self.queries, momentum, steps=steps)
 
     def rate(self, number: int) -> float:
         """Return the learning rate of a round's local steps."""
         decay = self.fleet.decay_rounds
-        return self.learning_rate if decay is None else self.learning_rate * max(0.0, 1.0 - number / decay)
+        return (
+            self.learning_rate
+            if decay is None
+            else self.learning_rate * max(0.0, 1.0 - number / decay)
+        )
 
     def factor(self, number: int) -> float:
         """Return what a round's combined numbers are multiplied by; Adam's rate is applied after its moments."""
@@ -303,7 +327,9 @@ class Charter(CommonCharter):
         if self.subspace == "seed" or state.refreshed == state.round:
             return False
         every = self.refresh_steps
-        return state.refreshed < 0 or (every is not None and state.round * self.fleet.local_steps % every == 0)
+        return state.refreshed < 0 or (
+            every is not None and state.round * self.fleet.local_steps % every == 0
+        )
 
     @property
     def session_size(self) -> int:

@@ -121,4 +121,6 @@ def refusing(code: Code) -> Iterator[None]:
     except Refusal:
         raise
     except FleetError as error:
-        raise Refusal(code, error.message, expected=error.expected, received=error.received, hint=error.hint) from None
+        raise Refusal(
+            code, error.message, expected=error.expected, received=error.received, hint=error.hint
+        ) from None

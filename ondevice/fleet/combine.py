@@ -59,14 +59,19 @@ def longest_of(lengths: Sequence[float]) -> float:
 def mean(columns: Sequence[Sequence[float]], weights: Sequence[int]) -> list[float]:
     """Return each column's mean, weighted."""
     total = sum(weights)
-    return [math.fsum(value * w for value, w in zip(column, weights, strict=True)) / total for column in columns]
+    return [
+        math.fsum(value * w for value, w in zip(column, weights, strict=True)) / total
+        for column in columns
+    ]
 
 
 def trimmed_mean(columns: Sequence[Sequence[float]], share: float) -> list[float]:
     """Return each column's mean without the `share` lowest and the `share` highest values."""
     count = len(columns[0])
     drop = min(math.floor(share * count), (count - 1) // 2)
-    return [math.fsum(sorted(column)[drop : count - drop]) / (count - 2 * drop) for column in columns]
+    return [
+        math.fsum(sorted(column)[drop : count - drop]) / (count - 2 * drop) for column in columns
+    ]
 
 
 def median(columns: Sequence[Sequence[float]]) -> list[float]:
@@ -95,7 +100,11 @@ def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]
 def weighted(answers: Sequence[Answer], config: Agreement) -> list[int]:
     """Return the answers' weights; of a secure fleet those that its devices multiply by."""
     rows = [answer.rows for answer in answers]
-    return [min(each, config.most_rows) for each in rows] if config.secure else weights_of(rows, config.most_rows)
+    return (
+        [min(each, config.most_rows) for each in rows]
+        if config.secure
+        else weights_of(rows, config.most_rows)
+    )
 
 
 def combined(answers: Sequence[Answer], config: Agreement) -> list[float]:
@@ -113,7 +122,9 @@ def shared_group(first_step: int, values: Sequence[float], factor: float) -> Gro
     return Group(first_step, pack([factor * value for value in values], UNIT, LARGEST_UNIT))
 
 
-def coefficients_of(answers: Sequence[tuple[int, Answer]], config: Agreement, factor: float) -> tuple[Group, ...]:
+def coefficients_of(
+    answers: Sequence[tuple[int, Answer]], config: Agreement, factor: float
+) -> tuple[Group, ...]:
     """Return a round's groups: shared directions in one, own directions in one for each device.
 
     Args:
@@ -131,7 +142,9 @@ def coefficients_of(answers: Sequence[tuple[int, Answer]], config: Agreement, fa
     weights = weighted(given, config)
     total = sum(weights)
     groups = []
-    for (first_step, _), values, rows in zip(ordered, shortened(given, config), weights, strict=True):
+    for (first_step, _), values, rows in zip(
+        ordered, shortened(given, config), weights, strict=True
+    ):
         scaled = [factor * value * rows / total for value in values]
         groups.append(Group(first_step, pack(scaled, UNIT, LARGEST_UNIT)))
     return tuple(groups)

@@ -78,7 +78,9 @@ class FleetRun(RunConfig):
     def _own_batches(self) -> FleetRun:
         asked = [name for name in ("packing", "streaming") if getattr(self.data, name)]
         if asked:
-            raise ValueError(f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory")
+            raise ValueError(
+                f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory"
+            )
         return self
 
     @classmethod
@@ -99,10 +101,14 @@ class FleetRun(RunConfig):
         if not named and not given.get("method.name"):
             given["method.name"] = default_method()
         has_noise = isinstance(section, dict) and "noise" in section
-        config = super().load(path, dict(sorted(given.items(), key=lambda item: item[0] != "method.name")))
+        config = super().load(
+            path, dict(sorted(given.items(), key=lambda item: item[0] != "method.name"))
+        )
         if not has_noise and given.get("method.noise") is None and hasattr(config.method, "noise"):
             settings = config.method.model_dump(exclude_unset=True) | {"noise": "rademacher"}
-            config = config.model_copy(update={"method": method_config(config.method.name, settings)})
+            config = config.model_copy(
+                update={"method": method_config(config.method.name, settings)}
+            )
         config = config.decided()
         config.check_method()
         return config
@@ -144,7 +150,11 @@ class FleetRun(RunConfig):
             )
         if self.averages:
             allowed = {"local_steps", "rounds", "sample", "least_devices", "wait_s"}
-            odd = sorted(name for name, value in self.fleet if name not in allowed and value != _default(name))
+            odd = sorted(
+                name
+                for name, value in self.fleet
+                if name not in allowed and value != _default(name)
+            )
             if odd:
                 raise ConfigError(
                     f"fleet.{odd[0]} is about devices that answer with numbers, and {spec.name} answers with adapters",
@@ -171,7 +181,9 @@ class FleetRun(RunConfig):
                 hint="`ondevice fleet certificates keys --devices 3` makes keys/devices",
             )
         if self.averages and device_keys is not None:
-            raise ConfigError(f"{self.method.name} answers with adapters, which devices do not sign: --device-keys")
+            raise ConfigError(
+                f"{self.method.name} answers with adapters, which devices do not sign: --device-keys"
+            )
 
     def adapter_charter(self, model: Any) -> AdapterCharter:
         """Return the charter of a first-order fleet of this run file.
@@ -205,9 +217,15 @@ class FleetRun(RunConfig):
         """
         import numpy as np
 
-        vectors = [value.size for value in session.state().values() if value.dtype == np.float32 and value.ndim == 1]
+        vectors = [
+            value.size
+            for value in session.state().values()
+            if value.dtype == np.float32 and value.ndim == 1
+        ]
         if len(vectors) != 1:
-            raise ConfigError("the method's state is not one vector", received=f"{len(vectors)} float32 vectors")
+            raise ConfigError(
+                "the method's state is not one vector", received=f"{len(vectors)} float32 vectors"
+            )
         optimizer = "adam" if getattr(self.method, "optimizer", None) == "adam" else "sgd"
         given = self.gives_subspaces
         if optimizer == "adam" and not given:
@@ -262,7 +280,9 @@ def check_update(session: Session, charter: Charter) -> None:
             received=", ".join(more),
             hint="leave out settings that fit a subspace to the rows, or name it: method.subspace gradient",
         )
-    agreed = charter.fleet.model_copy(update={"server_rate": 1.0, "momentum": 0.0, "decay_rounds": None})
+    agreed = charter.fleet.model_copy(
+        update={"server_rate": 1.0, "momentum": 0.0, "decay_rounds": None}
+    )
     state = charter.model_copy(update={"fleet": agreed}).state()
     rate, start = charter.learning_rate, before[name][: charter.size].astype(np.float64)
     try:
@@ -274,7 +294,9 @@ def check_update(session: Session, charter: Charter) -> None:
             state.apply(Outcome(0, step, bytes(8), bytes(8), (group,)), check=False)
         moved = session.state()[name][: charter.size] - start
     except OndeviceError as error:
-        raise ConfigError("the method's update cannot be shared by a fleet", received=error.message) from None
+        raise ConfigError(
+            "the method's update cannot be shared by a fleet", received=error.message
+        ) from None
     session.load_state(before)
     expected = state.vector * 2.0**UNIT
     if not np.allclose(moved, expected, rtol=0, atol=1e-2 * float(np.abs(expected).max())):

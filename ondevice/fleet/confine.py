@@ -19,7 +19,13 @@ from pathlib import Path
 log = logging.getLogger("ondevice.fleet")
 DATA_BYTES, FILE_BYTES, FILES = 2 << 30, 64 << 20, 1024
 """Most memory, longest file (its log) and most open files of the process for the network."""
-RESOLVING = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/host.conf", "/etc/gai.conf")
+RESOLVING = (
+    "/etc/hosts",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+)
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/localtime")
 DNS_PORT = 53
 
@@ -33,7 +39,11 @@ _OTHERS_SOCKETS_AND_SIGNALS = 3
 
 
 class _Rules(ctypes.Structure):
-    _fields_ = [("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+    _fields_ = [
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    ]
 
 
 class _Below(ctypes.Structure):

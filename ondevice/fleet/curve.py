@@ -28,7 +28,12 @@ class Curve:
         table = [row for row in self.store.table() if row["round"] < done]
         most = max((row["answers"] for row in table), default=1) or 1
         spent = sum(row["bytes"] / (row["answers"] or most) for row in table)
-        point = {"round": done, "bytes": round(spent), "loss": found.loss, "accuracy": found.accuracy}
+        point = {
+            "round": done,
+            "bytes": round(spent),
+            "loss": found.loss,
+            "accuracy": found.accuracy,
+        }
         others = [known for known in self.points if known["round"] != done]
         self.points = sorted([*others, point], key=lambda known: known["round"])
         self.store.set_fact("curve", json.dumps(self.points))

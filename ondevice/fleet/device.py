@@ -137,7 +137,9 @@ class Device:
             if "subspace" in content:
                 if not self.settings.gives_subspace:
                     raise Refusal(
-                        Code.SUBSPACE, "this device gives no subspace", hint="its owner says --gives-subspace"
+                        Code.SUBSPACE,
+                        "this device gives no subspace",
+                        hint="its owner says --gives-subspace",
                     )
                 file = self._entered(store, state, number).subspace()
                 return {"frozen": file.to_bytes(), "place": store.count()}
@@ -148,7 +150,9 @@ class Device:
                 once = partial(ledger.once, task.fleet, task.round, task.begin)
                 cost, budget = cost_of(store.charter.fleet.noise_multiplier), self.settings.epsilon
                 if store.charter.fleet.secure:
-                    return self._secure(store, state, content, number, partial(once, budget=budget), cost)
+                    return self._secure(
+                        store, state, content, number, partial(once, budget=budget), cost
+                    )
 
                 def answer() -> bytes:
                     return self._entered(store, state, number).answer(task).to_bytes()
@@ -167,7 +171,9 @@ class Device:
         with refusing(Code.OTHER_STATE):
             for event in events:
                 state.apply(of_fleet(event, store.charter))
-                store.add(event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None)
+                store.add(
+                    event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None
+                )
         return state
 
     def _entered(self, store: Store, state: State, number: int) -> Member:
@@ -175,18 +181,32 @@ class Device:
         member = self._open(store.charter, number)
         member.state, member.device = state, number
         if member.space is not None:
-            member.space.enter([read_event(data) for data in store.events(member.space.place)], store.file_of)
+            member.space.enter(
+                [read_event(data) for data in store.events(member.space.place)], store.file_of
+            )
         return member
 
     def _state(self, store: Store) -> State:
         """Where this device is: what the member has, or else what the file says."""
-        last = store.connection.execute("SELECT event FROM events ORDER BY place DESC LIMIT 1").fetchone()
-        if self._member is not None and last is not None and self._member.state.hash == read_event(last[0]).after:
+        last = store.connection.execute(
+            "SELECT event FROM events ORDER BY place DESC LIMIT 1"
+        ).fetchone()
+        if (
+            self._member is not None
+            and last is not None
+            and self._member.state.hash == read_event(last[0]).after
+        ):
             return self._member.state
         return store.state()
 
     def _secure(
-        self, store: Store, state: State, content: dict[str, Any], number: int, once: Callable[..., bytes], cost: float
+        self,
+        store: Store,
+        state: State,
+        content: dict[str, Any],
+        number: int,
+        once: Callable[..., bytes],
+        cost: float,
     ) -> dict[str, Any]:
         """Answer a stage of a secure sum; nothing else leaves a device of such a fleet.
 
@@ -206,12 +226,17 @@ class Device:
         stage = read_request(data).stage
 
         def vector() -> np.ndarray:
-            return vector_of(self._entered(store, state, number).answer(task), store.charter.fleet.most_rows)
+            return vector_of(
+                self._entered(store, state, number).answer(task), store.charter.fleet.most_rows
+            )
 
         def answer() -> bytes:
             if stage == "keys":
                 allowed = frozenset(store.charter.device_keys)
-                self._secrets = (content["task"], Secrets(number, self._key(), content["task"], allowed))
+                self._secrets = (
+                    content["task"],
+                    Secrets(number, self._key(), content["task"], allowed),
+                )
             known, secrets = self._secrets or (b"", None)
             if secrets is None or known != content["task"]:
                 raise Refusal(Code.UNSAFE, "this device has begun no secure sum of this task")
@@ -227,7 +252,11 @@ class Device:
             Refusal: its owner names none.
         """
         if self.settings.key is None:
-            raise Refusal(Code.KEYS, "a device of a secure fleet signs its keys", hint="--key FILE, its private key")
+            raise Refusal(
+                Code.KEYS,
+                "a device of a secure fleet signs its keys",
+                hint="--key FILE, its private key",
+            )
         return DeviceKey(Path(self.settings.key))
 
     def signed(self, answer: bytes) -> Signed | None:
@@ -243,7 +272,10 @@ class Device:
         """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
         number = content.get("round", 0)
         with refusing(Code.MALFORMED):
-            charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
+            charter, arrays = (
+                AdapterCharter.from_bytes(content["charter"]),
+                from_bytes(content["adapter"]),
+            )
         with refusing(Code.OTHER_FLEET), AdapterStore.create(folder, charter, arrays) as store:
             store.keep(arrays)
             if content.get("last"):
@@ -289,7 +321,11 @@ def traffic_of(folder: Path) -> int:
 
 def _size(content: dict[str, Any]) -> int:
     """Bytes of a message's own fields."""
-    found = [item for value in content.values() for item in (value if isinstance(value, list) else [value])]
+    found = [
+        item
+        for value in content.values()
+        for item in (value if isinstance(value, list) else [value])
+    ]
     return sum(len(value) for value in found if isinstance(value, bytes))
 
 
@@ -351,7 +387,9 @@ def answering(settings: DeviceSettings) -> Iterator[Path]:
         file = Path(settings.folder).absolute() / SETTINGS_FILE
         atomic_write(file, json.dumps({"socket": address, **asdict(settings)}, ensure_ascii=False))
         with Listener(address, family="AF_UNIX") as listener:
-            thread = threading.Thread(target=_listen, args=(listener, device), name="ondevice-device", daemon=True)
+            thread = threading.Thread(
+                target=_listen, args=(listener, device), name="ondevice-device", daemon=True
+            )
             thread.start()
             yield file
             file.unlink(missing_ok=True)

@@ -88,17 +88,27 @@ def simulate_with_flower(
     from ondevice.training.checkpoint import RunLock
 
     if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
-        raise MissingPackageError("Flower's engine is not installed", hint="pip install 'flwr[simulation]==1.41.0'")
-    if " " in sys.executable:  # Ray starts its workers by a line of shell that it does not quote, and waits for ever
+        raise MissingPackageError(
+            "Flower's engine is not installed", hint="pip install 'flwr[simulation]==1.41.0'"
+        )
+    if (
+        " " in sys.executable
+    ):  # Ray starts its workers by a line of shell that it does not quote, and waits for ever
         raise ConfigError(
             "Ray cannot start a Python whose path has a space",
             received=sys.executable,
             hint="--engine own, or an environment in another folder",
         )
     if config.averages:
-        raise ConfigError("Flower's engine runs fleets of numbers", expected="--engine own", received="--engine flower")
+        raise ConfigError(
+            "Flower's engine runs fleets of numbers",
+            expected="--engine own",
+            received="--engine flower",
+        )
     if config.fleet.secure:
-        raise ConfigError("a device of Flower's engine keeps no secret between messages", expected="--engine own")
+        raise ConfigError(
+            "a device of Flower's engine keeps no secret between messages", expected="--engine own"
+        )
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
@@ -146,12 +156,20 @@ def simulate_with_flower(
                         hint="--engine own needs no Ray; on a busy machine set RAY_raylet_start_wait_time_s=120",
                     ) from None
     if errors:
-        raise errors[0] if isinstance(errors[0], FleetError) else FleetError("Flower's engine failed", received=errors)
+        raise (
+            errors[0]
+            if isinstance(errors[0], FleetError)
+            else FleetError("Flower's engine failed", received=errors)
+        )
     with Store.open(out) as store:
         said = json.loads(store.fact("devices") or "{}")
         refused = json.loads(store.fact("refused") or "{}")
-    done = world.run(True, False, lambda done: None)  # no round is missing: what is left is to evaluate
-    return replace(done, hashes_equal=bool(said) and all(said.values()), devices=len(said), refused=refused)
+    done = world.run(
+        True, False, lambda done: None
+    )  # no round is missing: what is left is to evaluate
+    return replace(
+        done, hashes_equal=bool(said) and all(said.values()), devices=len(said), refused=refused
+    )
 
 
 def _client_app(given: str, out: str) -> Any:
@@ -166,7 +184,13 @@ def _client_app(given: str, out: str) -> Any:
 
         from ondevice.fleet.engine import reply
 
-        record = reply(given, out, int(context.node_config["partition-id"]), dict(message.content["fleet"]), context)
+        record = reply(
+            given,
+            out,
+            int(context.node_config["partition-id"]),
+            dict(message.content["fleet"]),
+            context,
+        )
         return Message(content=RecordDict({"fleet": ConfigRecord(record)}), reply_to=message)
 
     return app
@@ -182,12 +206,18 @@ def _world(given: str) -> Any:
     return Simulation(*open_run(FleetRun.model_validate(json.loads(given))))
 
 
-def reply(given: str, out: str, number: int, content: dict[str, Any], context: Context) -> dict[str, Any]:
+def reply(
+    given: str, out: str, number: int, content: dict[str, Any], context: Context
+) -> dict[str, Any]:
     """Answer a message as device `number`: where the run file says so, not at all, late, or with a lie."""
     world = _world(given)
     own: Member = world.members[number]
     folder = str(Path(out) / f"device-{number}")
-    device = Device(DeviceSettings(folder=folder, data="", gives_subspace=number == world.giver, epsilon=math.inf))
+    device = Device(
+        DeviceSettings(
+            folder=folder, data="", gives_subspace=number == world.giver, epsilon=math.inf
+        )
+    )
     device._member = own
     if "task" not in content:
         return device.reply(content, context.node_id)

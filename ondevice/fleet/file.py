@@ -44,7 +44,9 @@ class FleetFile:
             with private():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 connection = connect(path)
-            with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
+            with (
+                connection
+            ):  # one transaction: a fleet is whole or not there, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     for statement in filter(str.strip, (COMMON + cls.schema).split(";")):
@@ -79,7 +81,9 @@ class FleetFile:
         """
         path = Path(folder) / (name or cls.file_name)
         if not path.is_file():
-            raise FleetError(f"{folder} holds {cls.none_here}", expected=f"a folder with {cls.file_name}")
+            raise FleetError(
+                f"{folder} holds {cls.none_here}", expected=f"a folder with {cls.file_name}"
+            )
         try:
             if name is None and path.stat().st_mode & 0o077:  # written by an older version
                 with suppress(PermissionError):
@@ -89,7 +93,9 @@ class FleetFile:
             if version != cls.version:
                 connection.close()
                 raise FleetError(
-                    f"{path} is of another version", expected=f"version {cls.version}", received=f"version {version}"
+                    f"{path} is of another version",
+                    expected=f"version {cls.version}",
+                    received=f"version {version}",
                 )
             (head,) = connection.execute("SELECT json FROM charter").fetchone()
         except (sqlite3.Error, TypeError) as error:
@@ -103,7 +109,9 @@ class FleetFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def set_fact(self, name: str, value: str) -> None:
@@ -141,4 +149,6 @@ def storage_error(path: Path, error: Exception) -> Exception:
     """Return the error that says what a failure of the database means for a user."""
     if "locked" in str(error):
         return BusyError(f"{path}: another process is writing this fleet", hint="stop it first")
-    return StorageError(f"{path}: the fleet's file cannot be used: {error}", hint="choose another folder with --out")
+    return StorageError(
+        f"{path}: the fleet's file cannot be used: {error}", hint="choose another folder with --out"
+    )

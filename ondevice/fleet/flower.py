@@ -43,7 +43,9 @@ def check_installed() -> None:
         MissingPackageError: it is not.
     """
     if importlib.util.find_spec("flwr") is None:
-        raise MissingPackageError("flwr is not installed", hint="pip install 'ondevice-train[fleet]'")
+        raise MissingPackageError(
+            "flwr is not installed", hint="pip install 'ondevice-train[fleet]'"
+        )
 
 
 def environment() -> dict[str, str]:
@@ -71,7 +73,12 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
+def serve(
+    folder: Path,
+    link: Link,
+    settings: dict[str, Any],
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
     """Listen for devices and run the fleet's rounds, until the last one.
 
     Args:
@@ -119,7 +126,10 @@ class _Lines(io.TextIOBase):
 
 
 def join(
-    settings: DeviceSettings, link: Link, key: Path | None = None, say: Callable[[str], None] = lambda line: None
+    settings: DeviceSettings,
+    link: Link,
+    key: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Take part in a fleet until this process is stopped.
 
@@ -136,7 +146,9 @@ def join(
     check_installed()
     link.check(CERTIFICATES[:1])
     if not link.insecure and (key is None or not key.is_file()):
-        raise ConfigError("a device proves who it is", expected="--key FILE, its private key", received=key)
+        raise ConfigError(
+            "a device proves who it is", expected="--key FILE, its private key", received=key
+        )
     shed()
     log = Path(settings.folder).absolute() / "network.log"
     with stoppable(), answering(settings) as file:

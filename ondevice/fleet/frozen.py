@@ -69,9 +69,14 @@ class Frozen:
         Raises:
             FleetError: it is none, or its name is no file's of a subspace.
         """
-        name, found, rest = data[len(MAGIC) :].partition(b"\0") if data.startswith(MAGIC) else (b"", b"", b"")
+        name, found, rest = (
+            data[len(MAGIC) :].partition(b"\0") if data.startswith(MAGIC) else (b"", b"", b"")
+        )
         if not found or not NAME.fullmatch(name):
-            raise FleetError("these are no frozen tensors of a fleet", received=name[:40].decode(errors="replace"))
+            raise FleetError(
+                "these are no frozen tensors of a fleet",
+                received=name[:40].decode(errors="replace"),
+            )
         return cls(name.decode(), rest)
 
 
@@ -84,7 +89,10 @@ def matched(events: Sequence[Event], given: Sequence[Frozen]) -> dict[bytes, Fro
     files = {file.digest: file for file in given}
     for event in events:
         if isinstance(event, Refresh) and event.digest not in files:
-            raise FleetError(f"the frozen tensors of round {event.round} are missing", expected=event.digest.hex())
+            raise FleetError(
+                f"the frozen tensors of round {event.round} are missing",
+                expected=event.digest.hex(),
+            )
     return files
 
 
@@ -116,7 +124,9 @@ class Space:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / file.name).write_bytes(file.data)
                 self._load()
-                self.session.before_replay(event.round * self.charter.fleet.local_steps, self.folder)
+                self.session.before_replay(
+                    event.round * self.charter.fleet.local_steps, self.folder
+                )
             self.state.apply(event, check=False)
         self.place += len(events)
 
@@ -129,7 +139,9 @@ class Space:
         kept = self.session.state()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._load()
-        path = self.session.before_step(self.state.round * self.charter.fleet.local_steps, batch_at, self.folder)
+        path = self.session.before_step(
+            self.state.round * self.charter.fleet.local_steps, batch_at, self.folder
+        )
         self.session.load_state(kept)
         if path is None:
             raise FleetError("this device computes no gradient", hint="a device over PyTorch does")

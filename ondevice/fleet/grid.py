@@ -17,7 +17,12 @@ from types import SimpleNamespace
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.app import Message, Metadata
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID
+from flwr.common.constant import (
+    HEARTBEAT_DEFAULT_INTERVAL,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+)
 from flwr.common.serde import message_from_proto
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.proto.task_pb2 import Task
@@ -55,7 +60,10 @@ def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
     """
     files = sorted((certificates / DEVICES).glob("*.pub"))
     if not files:
-        raise ConfigError(f"{certificates} has no device's public key", expected=f"{DEVICES}/NAME.pub for each device")
+        raise ConfigError(
+            f"{certificates} has no device's public key",
+            expected=f"{DEVICES}/NAME.pub for each device",
+        )
     keys: set[bytes] = set()
     for file in files:
         try:
@@ -66,7 +74,9 @@ def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
             raise ConfigError(f"{file} is of another kind", expected="ssh-keygen -t ecdsa -b 384")
         pem = public_key_to_bytes(key)
         if pem not in keys:  # two names of one device
-            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, pem, HEARTBEAT_DEFAULT_INTERVAL, name=file.stem)
+            state.create_node(
+                NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, pem, HEARTBEAT_DEFAULT_INTERVAL, name=file.stem
+            )
         keys.add(pem)
     return frozenset(keys)
 
@@ -74,13 +84,19 @@ def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
 @contextmanager
 def open_grid(state: LinkState) -> Iterator[HttpGrid]:
     """Begin a run, which every message belongs to, and yield the grid that sends its messages."""
-    number = state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
+    number = state.create_run(
+        None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+    )
     (run,) = state.get_run_info(run_ids=[number])
     assert run.primary_task_id is not None  # noqa: S101
     task = state.get_task_by_token(state.claim_task(run.primary_task_id) or "")
     assert task is not None  # noqa: S101
     state.activate_task(task.task_id)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task.task_id, number, SUPERLINK_NODE_ID
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+        task.task_id,
+        number,
+        SUPERLINK_NODE_ID,
+    )
     heartbeat = HeartbeatSender(partial(state.acknowledge_task_heartbeat, task.task_id))
     heartbeat.start()
     try:
@@ -126,7 +142,9 @@ class OwnGrid(HttpGrid):
     def _take(self, number: str) -> Message | None:
         metadata, parts = self._coming[number]
         contents = {part: self._state.get_object(metadata.run_id, part) for part in parts}
-        if b"" in contents.values():  # its device is still sending; what is late is deleted by Flower
+        if (
+            b"" in contents.values()
+        ):  # its device is still sending; what is late is deleted by Flower
             return None
         del self._coming[number]
         self._state.object_store.delete(number)

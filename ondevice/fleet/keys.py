@@ -49,8 +49,12 @@ class DeviceKey:
         try:
             key = serialization.load_ssh_private_key(Path(file).read_bytes(), password=None)
         except Exception as error:
-            raise ConfigError(f"{file} is not a private key", expected=EXPECTED, received=str(error)[:200]) from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
+            raise ConfigError(
+                f"{file} is not a private key", expected=EXPECTED, received=str(error)[:200]
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(
+            key.curve, ec.SECP384R1
+        ):
             raise ConfigError(f"{file} is a key of another kind", expected=EXPECTED)
         self._key = key
         self.public = _der(key.public_key(), serialization)
@@ -70,13 +74,17 @@ def verify(signed: Signed, data: bytes) -> None:
     ec, hashes, serialization = _cryptography()
     try:
         key = serialization.load_der_public_key(signed.signer)
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
+            key.curve, ec.SECP384R1
+        ):
             raise ValueError
         if _der(key, serialization) != signed.signer:  # one name for each key
             raise ValueError
         key.verify(signed.signature, data, ec.ECDSA(hashes.SHA256()))
     except Exception:
-        raise Refusal(Code.SIGNATURE, "a signature is not valid", expected="the signature of a device's key") from None
+        raise Refusal(
+            Code.SIGNATURE, "a signature is not valid", expected="the signature of a device's key"
+        ) from None
 
 
 def fingerprint(public: bytes) -> str:
@@ -98,14 +106,22 @@ def fingerprints(folder: Path) -> tuple[str, ...]:
     names = set()
     for file in files:
         try:
-            names.add(fingerprint(_der(serialization.load_ssh_public_key(file.read_bytes()), serialization)))
+            names.add(
+                fingerprint(
+                    _der(serialization.load_ssh_public_key(file.read_bytes()), serialization)
+                )
+            )
         except Exception as error:
-            raise ConfigError(f"{file} is not a public key", expected=EXPECTED, received=str(error)[:200]) from None
+            raise ConfigError(
+                f"{file} is not a public key", expected=EXPECTED, received=str(error)[:200]
+            ) from None
     return tuple(sorted(names))
 
 
 def _der(public: Any, serialization: Any) -> bytes:
-    return public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return public.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
 
 
 def _cryptography() -> Any:
@@ -113,5 +129,7 @@ def _cryptography() -> Any:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
-        raise MissingPackageError("cryptography is not installed", hint="pip install 'ondevice-train[fleet]'") from None
+        raise MissingPackageError(
+            "cryptography is not installed", hint="pip install 'ondevice-train[fleet]'"
+        ) from None
     return ec, hashes, serialization

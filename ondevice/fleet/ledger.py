@@ -68,7 +68,9 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.connection.close()
 
     def once(
@@ -92,7 +94,8 @@ class Ledger:
         """
         digest, key = hashlib.sha256(begin + request).digest(), (fleet, number, stage)
         row = self.connection.execute(
-            "SELECT begin, request, answer FROM answered WHERE (fleet, round, stage) = (?, ?, ?)", key
+            "SELECT begin, request, answer FROM answered WHERE (fleet, round, stage) = (?, ?, ?)",
+            key,
         ).fetchone()
         if row is not None:
             if row[1] != digest:
@@ -103,7 +106,9 @@ class Ledger:
                     received=f"another one, from {begin.hex()}",
                 )
             if row[2] is None:
-                raise Refusal(Code.ANSWERED, f"round {number} was answered, and the answer is no longer kept")
+                raise Refusal(
+                    Code.ANSWERED, f"round {number} was answered, and the answer is no longer kept"
+                )
             return row[2]
         if cost:
             self.check_budget(cost, budget)
@@ -112,10 +117,12 @@ class Ledger:
             with self.connection:
                 self.connection.execute("BEGIN IMMEDIATE")
                 self.connection.execute(
-                    "INSERT INTO answered VALUES (?, ?, ?, ?, ?, ?, ?)", (*key, begin, digest, cost, new)
+                    "INSERT INTO answered VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (*key, begin, digest, cost, new),
                 )
                 self.connection.execute(
-                    "UPDATE answered SET answer = NULL WHERE fleet = ? AND round <= ?", (fleet, number - keep)
+                    "UPDATE answered SET answer = NULL WHERE fleet = ? AND round <= ?",
+                    (fleet, number - keep),
                 )
         except sqlite3.Error as error:
             raise storage_error(self.path, error) from None

@@ -51,14 +51,20 @@ class FleetLog:
         Raises:
             FleetError: there are not so many.
         """
-        outcomes = [place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)]
+        outcomes = [
+            place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)
+        ]
         count = len(outcomes) if rounds is None else rounds
         if not 0 <= count <= len(outcomes):
-            raise FleetError(f"the log has no {count} rounds", expected=f"0 to {len(outcomes)}", received=count)
+            raise FleetError(
+                f"the log has no {count} rounds", expected=f"0 to {len(outcomes)}", received=count
+            )
         return self.events if rounds is None else self.events[: outcomes[count - 1] if count else 0]
 
 
-def log_bytes(charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None) -> bytes:
+def log_bytes(
+    charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None
+) -> bytes:
     """Return a log of events that are encoded already, and of the files that refreshes among them name."""
     files = [] if not frozen else [read_event(event) for event in events]
     before = {place: frozen[event.digest].to_bytes() for place, event in enumerate(files)
@@ -72,7 +78,10 @@ def log_bytes(charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, 
 
 
 def write_log(
-    path: Path, charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None
+    path: Path,
+    charter: Charter,
+    events: Sequence[bytes],
+    frozen: Mapping[bytes, Frozen] | None = None,
 ) -> None:
     """Write a log, all at once."""
     atomic_write(path, log_bytes(charter, events, frozen))
@@ -85,14 +94,18 @@ def read_log(data: bytes, name: str = "the log") -> FleetLog:
         FleetError: it is none, of another version, or damaged before its end.
     """
     if not data.startswith(MAGIC):
-        raise FleetError(f"{name} is no log of a fleet", expected=f"a file that begins with {MAGIC.decode()}")
+        raise FleetError(
+            f"{name} is no log of a fleet", expected=f"a file that begins with {MAGIC.decode()}"
+        )
     at = len(MAGIC)
     if len(data) < at + _HEAD.size:
         raise FleetError(f"{name} is cut off in its charter")
     (length,) = _HEAD.unpack_from(data, at)
     at += _HEAD.size
     if length > MOST_CHARTER_BYTES or len(data) < at + length + _CRC.size:
-        raise FleetError(f"{name} is cut off in its charter", expected=f"{length} bytes", received=len(data) - at)
+        raise FleetError(
+            f"{name} is cut off in its charter", expected=f"{length} bytes", received=len(data) - at
+        )
     head = data[at : at + length]
     at += length
     if zlib.crc32(head) != _CRC.unpack_from(data, at)[0]:
@@ -123,11 +136,17 @@ def checked(event: Event, charter: Charter) -> Event:
         FleetError: it is of another.
     """
     if event.fleet != charter.id:
-        raise FleetError("an event is of another fleet", expected=f"{charter.id:08x}", received=f"{event.fleet:08x}")
+        raise FleetError(
+            "an event is of another fleet",
+            expected=f"{charter.id:08x}",
+            received=f"{event.fleet:08x}",
+        )
     return event
 
 
-def replay(log: FleetLog, *, rounds: int | None = None, on_round: Callable[[int], None] = lambda n: None) -> State:
+def replay(
+    log: FleetLog, *, rounds: int | None = None, on_round: Callable[[int], None] = lambda n: None
+) -> State:
     """Return the state after the log's events: no model, no data, no forward pass.
 
     Args:
@@ -162,7 +181,10 @@ def read_file(path: Path) -> FleetLog:
             )
         path = path / FILE_NAME
     if not path.is_file():
-        raise FleetError(f"{path}: there is no log", expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file")
+        raise FleetError(
+            f"{path}: there is no log",
+            expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file",
+        )
     with open(path, "rb") as file:
         first = file.read(16)
     if first.startswith(b"SQLite format 3"):

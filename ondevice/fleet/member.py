@@ -31,12 +31,18 @@ def vector_name(session: Session, size: int) -> str:
     Raises:
         ArtifactError: there is none, or there are several.
     """
-    names = [name for name, value in session.state().items() if value.dtype == np.float32 and value.shape == (size,)]
+    names = [
+        name
+        for name, value in session.state().items()
+        if value.dtype == np.float32 and value.shape == (size,)
+    ]
     if len(names) != 1:
         raise ArtifactError(
             "the session does not train what this fleet trains",
             expected=f"one float32 vector of {size} elements",
-            received=", ".join(f"{name} {list(value.shape)}" for name, value in session.state().items()),
+            received=", ".join(
+                f"{name} {list(value.shape)}" for name, value in session.state().items()
+            ),
             hint="the rank, the target modules and the model must be the fleet's",
         )
     return names[0]
@@ -47,7 +53,9 @@ def load_vector(session: Session, flat: np.ndarray, name: str) -> None:
     session.load_state({**session.state(), name: np.ascontiguousarray(flat, dtype=np.float32)})
 
 
-def private(numbers: Sequence[float], agreement: Agreement, draw: np.random.Generator) -> list[float]:
+def private(
+    numbers: Sequence[float], agreement: Agreement, draw: np.random.Generator
+) -> list[float]:
     """Clip a device's numbers, and add noise where the charter says so: before anything leaves the device."""
     clipped = clip(numbers, agreement.clip_norm)
     if not agreement.noise_multiplier or agreement.clip_norm is None:
@@ -90,7 +98,9 @@ class Member:
         seed = session.state().get("seed")
         if seed is None or int(np.asarray(seed).reshape(-1)[0]) != charter.seed:
             raise ArtifactError(
-                "the session draws other noise than the fleet", expected=f"seed {charter.seed}", received=seed
+                "the session draws other noise than the fleet",
+                expected=f"seed {charter.seed}",
+                received=seed,
             )
 
     def follow(self, events: Iterable[Event]) -> list[Event]:
@@ -131,7 +141,9 @@ class Member:
         losses = []
         for step in range(task.local_steps):
             batch = self.batches.at(task.round * task.local_steps + step)
-            result = self.session.step(batch.ids, batch.labels, task.first_step + step, task.learning_rate)
+            result = self.session.step(
+                batch.ids, batch.labels, task.first_step + step, task.learning_rate
+            )
             numbers += result.projected_gradients
             losses.append(result.loss)
         loss = math.fsum(losses) / len(losses)
@@ -150,7 +162,13 @@ class Member:
         sent = private(numbers, self.charter.fleet, self.noise)
         rows = min(self.batches.rows, self.charter.fleet.most_rows)  # no more is said than counts
         return Answer(
-            task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), self._packed(sent)
+            task.fleet,
+            task.round,
+            task.begin,
+            self.device,
+            rows,
+            float(np.float32(loss)),
+            self._packed(sent),
         )
 
     def _packed(self, sent: list[float]) -> Numbers:
@@ -168,7 +186,10 @@ class Member:
             FleetError: the fleet has none, or the session is in another than the state.
         """
         if self.space is None or self.space.state.frozen != self.state.frozen:
-            raise FleetError("this fleet's directions come of its seed", expected="a charter with subspace: given")
+            raise FleetError(
+                "this fleet's directions come of its seed",
+                expected="a charter with subspace: given",
+            )
         return self.space.measure(self.batches.at)
 
     def adapter(self) -> Any:

@@ -43,7 +43,9 @@ class Reader:
         """Return the next fields."""
         if self.at + fields.size > len(self.data):
             raise FleetError(
-                f"{self.what} is cut off", expected=f"{self.at + fields.size} bytes or more", received=len(self.data)
+                f"{self.what} is cut off",
+                expected=f"{self.at + fields.size} bytes or more",
+                received=len(self.data),
             )
         values = fields.unpack_from(self.data, self.at)
         self.at += fields.size
@@ -52,22 +54,37 @@ class Reader:
     def end(self) -> None:
         """Check that nothing is left."""
         if self.at != len(self.data):
-            raise FleetError(f"{self.what} is too long", expected=f"{self.at} bytes", received=len(self.data))
+            raise FleetError(
+                f"{self.what} is too long", expected=f"{self.at} bytes", received=len(self.data)
+            )
 
 
 def _numbers_bytes(numbers: Numbers) -> bytes:
-    return struct.pack(f"<bH{len(numbers.mantissas)}h", numbers.exponent, len(numbers.mantissas), *numbers.mantissas)
+    return struct.pack(
+        f"<bH{len(numbers.mantissas)}h",
+        numbers.exponent,
+        len(numbers.mantissas),
+        *numbers.mantissas,
+    )
 
 
 def _read_numbers(reader: Reader, lowest: int, highest: int) -> Numbers:
     exponent, count = reader.take(struct.Struct("<bH"))
     if not 1 <= count <= MOST_NUMBERS:
-        raise FleetError(f"{reader.what} has {count} numbers", expected=f"1 to {MOST_NUMBERS}", received=count)
+        raise FleetError(
+            f"{reader.what} has {count} numbers", expected=f"1 to {MOST_NUMBERS}", received=count
+        )
     if not lowest <= exponent <= highest:
-        raise FleetError(f"{reader.what}: exponent", expected=f"{lowest} to {highest}", received=exponent)
+        raise FleetError(
+            f"{reader.what}: exponent", expected=f"{lowest} to {highest}", received=exponent
+        )
     mantissas = reader.take(struct.Struct(f"<{count}h"))
     if min(mantissas) < -LIMIT:
-        raise FleetError(f"{reader.what}: a number is out of range", expected=f"-{LIMIT} to {LIMIT}", received=-32768)
+        raise FleetError(
+            f"{reader.what}: a number is out of range",
+            expected=f"-{LIMIT} to {LIMIT}",
+            received=-32768,
+        )
     return Numbers(mantissas, exponent)
 
 
@@ -92,7 +109,11 @@ class Message:
         reader = Reader(data, what)
         mark, version, kind, fleet, number = reader.take(HEADER)
         if mark != MARK:
-            raise FleetError(f"this is no message of a fleet: {what}", expected=f"first byte {MARK}", received=mark)
+            raise FleetError(
+                f"this is no message of a fleet: {what}",
+                expected=f"first byte {MARK}",
+                received=mark,
+            )
         if version != VERSION:
             raise FleetError(
                 f"{what} is of another version",
@@ -101,7 +122,9 @@ class Message:
                 hint="use the same version of ondevice on the server and on every device",
             )
         if kind != cls.KIND:
-            raise FleetError(f"this message is no {what.split()[-1]}", expected=f"kind {cls.KIND}", received=kind)
+            raise FleetError(
+                f"this message is no {what.split()[-1]}", expected=f"kind {cls.KIND}", received=kind
+            )
         return reader, fleet, number
 
 
@@ -126,7 +149,9 @@ class Task(Message):
 
     def to_bytes(self) -> bytes:
         """Return 33 bytes."""
-        return self._header() + self._FIELDS.pack(self.begin, self.first_step, self.local_steps, self.learning_rate)
+        return self._header() + self._FIELDS.pack(
+            self.begin, self.first_step, self.local_steps, self.learning_rate
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -244,7 +269,9 @@ class Outcome(Message):
             directions += len(numbers.mantissas)
             groups.append(Group(first_step, numbers))
             if directions > MOST_DIRECTIONS or first_step >= 1 << 63:
-                raise FleetError("the outcome is larger than any fleet's", received=f"{directions} directions")
+                raise FleetError(
+                    "the outcome is larger than any fleet's", received=f"{directions} directions"
+                )
         reader.end()
         return cls(fleet, number, before, after, tuple(groups))
 

@@ -41,7 +41,9 @@ def weighted_sum(kind: str, seed: int, directions: Directions, size: int) -> np.
     if not kept:
         return total
     if generator.noise_kind(kind) == "rademacher":
-        _add_signs([(generator.stream_key(seed, step, query, STREAM), c) for step, query, c in kept], total)
+        _add_signs(
+            [(generator.stream_key(seed, step, query, STREAM), c) for step, query, c in kept], total
+        )
     else:
         _add_gaussians(seed, kept, total)
     return total
@@ -49,14 +51,19 @@ def weighted_sum(kind: str, seed: int, directions: Directions, size: int) -> np.
 
 def _add_signs(directions: Sequence[tuple[int, int]], total: np.ndarray) -> None:
     """Add signs sixteen directions at a time: the signs of an element are an index into a table of their sums."""
-    tables = [_table([c for _, c in directions[first : first + 16]]) for first in range(0, len(directions), 16)]
+    tables = [
+        _table([c for _, c in directions[first : first + 16]])
+        for first in range(0, len(directions), 16)
+    ]
     keys = [np.array([key for key, _ in directions[first : first + 16]], np.uint64)
             for first in range(0, len(directions), 16)]  # fmt: skip
     size = len(total)
     count = -(-size // 64)
     for start in range(0, count, _BLOCK_WORDS):
         words = min(_BLOCK_WORDS, count - start)
-        index = np.arange(start + 1, start + words + 1, dtype=np.uint64) * np.uint64(generator.GAMMA)
+        index = np.arange(start + 1, start + words + 1, dtype=np.uint64) * np.uint64(
+            generator.GAMMA
+        )
         part = total[start * 64 : min(size, (start + words) * 64)]
         for table, key in zip(tables, keys):
             low = _element_bits(generator.mix(key[:8, None] + index))
@@ -83,7 +90,10 @@ def _element_bits(words_DW: np.ndarray) -> np.ndarray:
     # Element e is bit 63 - (e & 63) of its word: bytes from the most significant, in each the highest bit first.
     rows[:, :count] = words_DW.astype(">u8").view(np.uint8).reshape(count, words * 8).T
     x = rows.view("<u8").reshape(-1)
-    for shift, mask in _TRANSPOSE:  # an 8 by 8 transpose of bits: Warren, Hacker's Delight, section 7-3
+    for (
+        shift,
+        mask,
+    ) in _TRANSPOSE:  # an 8 by 8 transpose of bits: Warren, Hacker's Delight, section 7-3
         swap = (x ^ (x >> np.uint64(shift))) & np.uint64(mask)
         x = x ^ swap ^ (swap << np.uint64(shift))
     return np.ascontiguousarray(x.astype("<u8").view(np.uint8).reshape(-1, 8)[:, ::-1]).reshape(-1)
@@ -122,14 +132,18 @@ def _compiled() -> Callable[..., None] | None:
         function = ctypes.CDLL(str(build.build_library())).ondevice_normal
     except (OndeviceError, OSError):
         return None
-    function.argtypes = [ctypes.c_uint64] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int64]
+    function.argtypes = (
+        [ctypes.c_uint64] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int64]
+    )
     function.restype = None
     return function
 
 
 def whole_gaussians(key: int, first_word: int, words: int) -> np.ndarray:
     """Return elements 2 first_word onwards of a stream in units of 2^-16: int64 [2 words]."""
-    return np.rint(gaussians(key, first_word, words) * np.float32(1 << GAUSSIAN_BITS)).astype(np.int64)
+    return np.rint(gaussians(key, first_word, words) * np.float32(1 << GAUSSIAN_BITS)).astype(
+        np.int64
+    )
 
 
 def gaussians(key: int, first_word: int, words: int) -> np.ndarray:
@@ -169,7 +183,14 @@ def _sin_cos(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     f = f - turns * f32(7.549789948768648e-8)
     z = f * f
     s = ((f32(-1.9515295891e-4) * z + f32(8.3321608736e-3)) * z - f32(1.6666654611e-1)) * z * f + f
-    c = ((f32(2.443315711809948e-5) * z - f32(1.388731625493765e-3)) * z + f32(4.166664568298827e-2)) * z * z
+    c = (
+        (
+            (f32(2.443315711809948e-5) * z - f32(1.388731625493765e-3)) * z
+            + f32(4.166664568298827e-2)
+        )
+        * z
+        * z
+    )
     c = c - f32(0.5) * z + f32(1.0)
     odd = (quadrant & 1).astype(bool)
     sine, cosine = np.where(odd, c, s), np.where(odd, s, c)

@@ -41,7 +41,9 @@ def pack(values: Iterable[float], lowest: int = LOWEST, highest: int = HIGHEST) 
     """
     given = [float(value) for value in values]
     if not all(math.isfinite(value) for value in given):
-        raise FleetError("a number is not finite", expected="finite numbers", received=str(given[:8]))
+        raise FleetError(
+            "a number is not finite", expected="finite numbers", received=str(given[:8])
+        )
     largest = max((abs(value) for value in given), default=0.0)
     exponent = lowest
     if largest > 0:
@@ -49,5 +51,7 @@ def pack(values: Iterable[float], lowest: int = LOWEST, highest: int = HIGHEST) 
         exponent = min(max(math.frexp(largest)[1] - 15, lowest), highest)
         if round(math.ldexp(largest, -exponent)) > LIMIT and exponent < highest:
             exponent += 1
-    mantissas = tuple(max(-LIMIT, min(LIMIT, round(math.ldexp(value, -exponent)))) for value in given)
+    mantissas = tuple(
+        max(-LIMIT, min(LIMIT, round(math.ldexp(value, -exponent)))) for value in given
+    )
     return Numbers(mantissas, exponent)

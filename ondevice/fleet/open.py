@@ -42,7 +42,9 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     loaded, placement = _load(config)
     length, vocabulary = config.data.max_length_tokens, vocabulary_of(loaded)
     rows = read_rows_of(config, loaded.tokenizer, length, vocabulary=vocabulary)
-    config = config.model_copy(update={"method": config.method.with_answers(lambda: answers_of_rows(rows.train))})
+    config = config.model_copy(
+        update={"method": config.method.with_answers(lambda: answers_of_rows(rows.train))}
+    )
     return config, _session(config, loaded, placement), rows, loaded.source
 
 
@@ -70,13 +72,17 @@ def _load(config: FleetRun) -> tuple[Any, Placement]:
     placement = place(config)
     device = placement.spec.load_device(config.method, placement.device)
     source = config.model
-    return load_model(source.source, revision=source.revision, dtype=source.dtype, device=device), placement
+    return load_model(
+        source.source, revision=source.revision, dtype=source.dtype, device=device
+    ), placement
 
 
 def _session(config: FleetRun, loaded: Any, placement: Placement) -> Session:
     """Open a run file's method over a loaded model."""
     seed = config.train.seed
-    return placement.spec.open_session(loaded, config.method, seed, placement.device, placement.backend)
+    return placement.spec.open_session(
+        loaded, config.method, seed, placement.device, placement.backend
+    )
 
 
 def open_for(
@@ -107,7 +113,11 @@ def open_for(
             )
         return target(manifest.target).open(artifact, manifest), artifact_tokenizer(artifact)
     source = model or charter.model_source
-    values = {"model": {"source": source}, "method": charter.method, "train": {"seed": charter.seed}}
+    values = {
+        "model": {"source": source},
+        "method": charter.method,
+        "train": {"seed": charter.seed},
+    }
     config = FleetRun.parse(values, "charter")
     loaded, placement = _load(config)
     if loaded.source.sha256 != charter.model_sha256:
@@ -131,7 +141,11 @@ def check_method(charter: Charter | AdapterCharter) -> None:
     method = method_config(str(charter.method.get("name")), charter.method)
     paths = sorted(name for name, value in method if isinstance(value, Path))
     if paths:
-        raise Refusal(Code.NAME, f"the charter names a file of this device: method.{paths[0]}", expected="no path")
+        raise Refusal(
+            Code.NAME,
+            f"the charter names a file of this device: method.{paths[0]}",
+            expected="no path",
+        )
 
 
 def public_source(charter: Charter | AdapterCharter) -> str:
@@ -146,7 +160,9 @@ def public_source(charter: Charter | AdapterCharter) -> str:
     if source.startswith((PACKAGE_PREFIX, TINY_PREFIX)):
         return source
     if hub.HUB_ID.fullmatch(source):
-        return str(hub.fetch_snapshot(source, None))  # also where a folder of this device has the same name
+        return str(
+            hub.fetch_snapshot(source, None)
+        )  # also where a folder of this device has the same name
     raise Refusal(
         Code.NAME,
         "the charter's base model is not one that a device opens by itself",

@@ -23,7 +23,9 @@ def curve_of(folder: Path) -> list[dict[str, Any]]:
     with store:
         points = json.loads(store.fact("curve") or "[]")
     if not points:
-        raise FleetError(f"{folder} has no evaluations", expected="a fleet of `ondevice fleet simulate`")
+        raise FleetError(
+            f"{folder} has no evaluations", expected="a fleet of `ondevice fleet simulate`"
+        )
     return points
 
 
@@ -41,13 +43,23 @@ def plot(folders: Sequence[Path], out: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise MissingPackageError("plots need the package matplotlib", hint="pip install matplotlib") from None
+        raise MissingPackageError(
+            "plots need the package matplotlib", hint="pip install matplotlib"
+        ) from None
     known = all(point["accuracy"] is not None for points in curves.values() for point in points)
     value = "accuracy" if known else "loss"
     figure, both = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    for axes, key, label in ((both[0], "round", "round"), (both[1], "bytes", "bytes to and from a device")):
+    for axes, key, label in (
+        (both[0], "round", "round"),
+        (both[1], "bytes", "bytes to and from a device"),
+    ):
         for name, points in curves.items():
-            axes.plot([point[key] for point in points], [point[value] for point in points], marker="o", label=name)
+            axes.plot(
+                [point[key] for point in points],
+                [point[value] for point in points],
+                marker="o",
+                label=name,
+            )
         axes.set_xlabel(label)
     # Kinds of fleets differ by powers of ten in what they send; a linear range near zero keeps the first point.
     both[1].set_xscale("symlog", linthresh=100)

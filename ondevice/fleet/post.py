@@ -66,7 +66,9 @@ class Post:
         Args:
             numbers: of messages; all by default.
         """
-        asked = [number for number in (self.sent if numbers is None else numbers) if number in self.sent]
+        asked = [
+            number for number in (self.sent if numbers is None else numbers) if number in self.sent
+        ]
         if not asked:
             return []
         came: list[tuple[Sent, Message | None]] = []
@@ -88,7 +90,9 @@ class Post:
         given, replies = list(messages), []
         self.send(given)
         waiting = {message.metadata.message_id for message in given}
-        while waiting := {number for number in waiting if number in self.sent and not self.sent[number].overdue}:
+        while waiting := {
+            number for number in waiting if number in self.sent and not self.sent[number].overdue
+        }:
             came = self.take(waiting)
             replies += [(sent.node, reply) for sent, reply in came if reply is not None]
             if not came:

@@ -60,6 +60,8 @@ def read(file: Path) -> bytes:
     found = zxingcpp.read_barcodes(picture, formats=zxingcpp.BarcodeFormat.QRCode)
     if len(found) != 1:
         raise FleetError(
-            f"{file} shows {len(found)} QR codes that can be read", expected="one", hint="take a sharper picture of one"
+            f"{file} shows {len(found)} QR codes that can be read",
+            expected="one",
+            hint="take a sharper picture of one",
         )
     return bytes(found[0].bytes)

@@ -49,7 +49,9 @@ class Request(Reply):
 
     @model_validator(mode="after")
     def _whole(self) -> Request:
-        if self.adapter is not None and (self.charter is None or (self.round is None and not self.last)):
+        if self.adapter is not None and (
+            self.charter is None or (self.round is None and not self.last)
+        ):
             raise ValueError("an adapter comes with its charter and its round")
         return self
 
@@ -131,7 +133,9 @@ def reply_of(record: Any) -> Reply:
                 if kind is Followed and "place" not in record:
                     kind = Held
                 return checked(kind, dict(record))
-    raise Refusal(Code.MALFORMED, "the reply has no known field", expected=", ".join(key for key, _ in KINDS))
+    raise Refusal(
+        Code.MALFORMED, "the reply has no known field", expected=", ".join(key for key, _ in KINDS)
+    )
 
 
 def checked(kind: type[Shape], record: Mapping[str, Any]) -> Shape:
@@ -143,9 +147,17 @@ def checked(kind: type[Shape], record: Mapping[str, Any]) -> Shape:
     try:
         return kind.model_validate(record)
     except (ValidationError, RecursionError) as error:
-        places = error.errors(include_input=False, include_url=False) if isinstance(error, ValidationError) else []
+        places = (
+            error.errors(include_input=False, include_url=False)
+            if isinstance(error, ValidationError)
+            else []
+        )
         fields = sorted(
-            {str(place["loc"][0]) for place in places if place["type"] != "extra_forbidden" and place["loc"]}
+            {
+                str(place["loc"][0])
+                for place in places
+                if place["type"] != "extra_forbidden" and place["loc"]
+            }
         )
         raise Refusal(
             Code.MALFORMED,
@@ -162,4 +174,6 @@ def sent(reply: Mapping[str, Any]) -> dict[str, Any]:
         Refusal: it is of no known shape.
     """
     values = reply_of(reply).model_dump(exclude_none=True)
-    return {name: str(value) if isinstance(value, Code) else value for name, value in values.items()}
+    return {
+        name: str(value) if isinstance(value, Code) else value for name, value in values.items()
+    }

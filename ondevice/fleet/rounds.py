@@ -33,7 +33,9 @@ class OpenRound:
         if not answers:
             return None
         weights = weights_of([answer.rows for answer in answers])
-        return sum(answer.loss * weight for answer, weight in zip(answers, weights, strict=True)) / sum(weights)
+        return sum(
+            answer.loss * weight for answer, weight in zip(answers, weights, strict=True)
+        ) / sum(weights)
 
 
 class Rounds:
@@ -65,7 +67,9 @@ class Rounds:
         if self.charter.due(self.state):
             raise FleetError(f"round {self.next} needs new frozen tensors first")
         if len(self.open) >= self.charter.fleet.open_rounds:
-            raise FleetError("too many rounds are open", expected=f"{self.charter.fleet.open_rounds} at most")
+            raise FleetError(
+                "too many rounds are open", expected=f"{self.charter.fleet.open_rounds} at most"
+            )
         number = self.next
         self.next += 1
         self.open[number] = OpenRound(number, self.state.hash, {})
@@ -110,7 +114,12 @@ class Rounds:
         current = self.open.get(answer.round)
         if current is None:
             where = f"open rounds: {', '.join(map(str, self.open)) or 'none'}"
-            raise Refusal(Code.LATE, "the answer is late: its round is not open", expected=where, received=answer.round)
+            raise Refusal(
+                Code.LATE,
+                "the answer is late: its round is not open",
+                expected=where,
+                received=answer.round,
+            )
         if answer.begin != current.begin:
             raise Refusal(
                 Code.OTHER_STATE,
@@ -120,9 +129,13 @@ class Rounds:
                 hint="apply the fleet's log first",
             )
         if answer.device not in current.tasks:
-            raise Refusal(Code.NOT_ASKED, f"device {answer.device} was not asked in round {answer.round}")
+            raise Refusal(
+                Code.NOT_ASKED, f"device {answer.device} was not asked in round {answer.round}"
+            )
         if answer.device in current.answers:
-            raise Refusal(Code.TWICE, f"device {answer.device} has answered in round {answer.round}")
+            raise Refusal(
+                Code.TWICE, f"device {answer.device} has answered in round {answer.round}"
+            )
         if len(answer.numbers.mantissas) != self.charter.numbers:
             raise Refusal(
                 Code.NUMBERS,
@@ -147,7 +160,9 @@ class Rounds:
         if number not in self.open:
             raise FleetError(f"round {number} is not open")
         current = self.open.pop(number)
-        answers = [(current.tasks[device].first_step, answer) for device, answer in current.answers.items()]
+        answers = [
+            (current.tasks[device].first_step, answer) for device, answer in current.answers.items()
+        ]
         charter = self.charter
         groups = coefficients_of(answers, charter.fleet, charter.factor(number))
         if means is not None:
@@ -164,7 +179,9 @@ class Rounds:
             FleetError: a round is open.
         """
         if self.open:
-            raise FleetError("frozen tensors change between rounds", received=f"open rounds {list(self.open)}")
+            raise FleetError(
+                "frozen tensors change between rounds", received=f"open rounds {list(self.open)}"
+            )
         event = Refresh(self.charter.id, self.next, self.state.hash, bytes(8), digest)
         self.state.apply(event, check=False)
         return replace(event, after=self.state.hash)

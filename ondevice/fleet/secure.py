@@ -31,7 +31,17 @@ from ondevice.core.untrusted import parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.keys import Signed, fingerprint, verify
 from ondevice.fleet.numbers import LIMIT, Numbers
-from ondevice.fleet.stages import AskKeys, AskMasked, AskShares, Keys, Masked, Revealed, Shares, Stage, read_request
+from ondevice.fleet.stages import (
+    AskKeys,
+    AskMasked,
+    AskShares,
+    Keys,
+    Masked,
+    Revealed,
+    Shares,
+    Stage,
+    read_request,
+)
 
 if TYPE_CHECKING:
     from ondevice.fleet.charter import Agreement
@@ -60,7 +70,9 @@ def vector_of(answer: Answer, most_rows: int) -> np.ndarray:
     """Return what is summed: uint64 [numbers + 2]: weight times each mantissa, weight times loss, weight."""
     rows = min(answer.rows, most_rows)
     loss = max(-MOST_LOSS, min(MOST_LOSS, round(math.ldexp(answer.loss, -LOSS_UNIT))))
-    return np.array([*(rows * m for m in answer.numbers.mantissas), rows * loss, rows], np.int64).view(np.uint64)
+    return np.array(
+        [*(rows * m for m in answer.numbers.mantissas), rows * loss, rows], np.int64
+    ).view(np.uint64)
 
 
 def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[float], float]:
@@ -78,9 +90,14 @@ def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[f
         or abs(loss) > rows * MOST_LOSS
         or any(abs(value) > rows * LIMIT for value in sums)
     ):
-        raise FleetError("the sum of the answers is none of numbers that devices may send", received=f"{rows} rows")
+        raise FleetError(
+            "the sum of the answers is none of numbers that devices may send",
+            received=f"{rows} rows",
+        )
     exponent = exponent_of(config, len(sums))
-    return [math.ldexp(value, exponent) / rows for value in sums], math.ldexp(loss, LOSS_UNIT) / rows
+    return [math.ldexp(value, exponent) / rows for value in sums], math.ldexp(
+        loss, LOSS_UNIT
+    ) / rows
 
 
 def check_exponent(numbers: Numbers, config: Agreement) -> None:
@@ -92,7 +109,10 @@ def check_exponent(numbers: Numbers, config: Agreement) -> None:
     expected = exponent_of(config, len(numbers.mantissas))
     if numbers.exponent != expected:
         raise Refusal(
-            Code.NUMBERS, "the answer's numbers have another exponent", expected=expected, received=numbers.exponent
+            Code.NUMBERS,
+            "the answer's numbers have another exponent",
+            expected=expected,
+            received=numbers.exponent,
         )
 
 
@@ -106,7 +126,9 @@ def primitives() -> Any:
         from flwr.common.secure_aggregation.crypto import shamir, symmetric_encryption
         from flwr.supercore.primitives import asymmetric
     except ImportError:
-        raise MissingPackageError("flwr is not installed", hint="pip install 'ondevice-train[fleet]'") from None
+        raise MissingPackageError(
+            "flwr is not installed", hint="pip install 'ondevice-train[fleet]'"
+        ) from None
     return shamir, symmetric_encryption, asymmetric
 
 
@@ -122,7 +144,10 @@ def ring(devices: list[int]) -> dict[int, set[int]]:
     """Return each device's neighbours, itself among them: all devices of a small fleet."""
     count = len(devices)
     reach = range(-HALF_RING, HALF_RING + 1)
-    return {device: {devices[(place + step) % count] for step in reach} for place, device in enumerate(devices)}
+    return {
+        device: {devices[(place + step) % count] for step in reach}
+        for place, device in enumerate(devices)
+    }
 
 
 def threshold(neighbours: int) -> int:
@@ -151,7 +176,11 @@ def check_keys(task: bytes, device: int, keys: Keys, allowed: Collection[str]) -
             if asymmetric.bytes_to_public_key(key).curve.name != "secp384r1":
                 raise ValueError
     except Exception as error:
-        message = error.message if isinstance(error, Refusal) else f"a key of device {device} is not valid"
+        message = (
+            error.message
+            if isinstance(error, Refusal)
+            else f"a key of device {device} is not valid"
+        )
         raise Refusal(Code.KEYS, message, about=device) from None
 
 
@@ -217,16 +246,23 @@ class Secrets:
         """
         shamir, symmetric, asymmetric = primitives()
         if len(peers) < LEAST or self._peers:
-            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(peers))
+            raise Refusal(
+                Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(peers)
+            )
         secrets = [secret for keys in peers.values() for secret in keys.secrets()]
         if peers.get(self.device) != self.public or len(set(secrets)) != len(secrets):
-            raise Refusal(Code.KEYS, "the keys that the server shows are not those of different devices")
+            raise Refusal(
+                Code.KEYS, "the keys that the server shows are not those of different devices"
+            )
         for peer, keys in peers.items():
             check_keys(self.task, peer, keys, self.allowed)
         self._peers = peers
         needed, count = threshold(len(peers)), len(peers)
         private = asymmetric.private_key_to_bytes(self._mask_pair[0])
-        shares = zip(*(shamir.create_shares(each, needed, count) for each in (self._seed, private)), strict=True)
+        shares = zip(
+            *(shamir.create_shares(each, needed, count) for each in (self._seed, private)),
+            strict=True,
+        )
         sealed = {}
         for peer, (seed, key) in zip(sorted(peers), shares, strict=True):
             if peer == self.device:
@@ -245,19 +281,28 @@ class Secrets:
             Refusal: too few are left, or a vector was masked before.
         """
         if self._summed is not None or not sealed.keys() <= self._peers.keys() - {self.device}:
-            raise Refusal(Code.UNSAFE, "this device has masked its vector, or has no such neighbours")
+            raise Refusal(
+                Code.UNSAFE, "this device has masked its vector, or has no such neighbours"
+            )
         for peer, data in sealed.items():
             opened = self._opened(peer, data)
             if opened is not None:
                 self._held[peer] = opened
         if len(self._held) < max(LEAST, threshold(len(self._peers))):
-            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(self._held))
+            raise Refusal(
+                Code.UNSAFE,
+                "too few devices for a secure sum",
+                expected=LEAST,
+                received=len(self._held),
+            )
         total = vector + mask(self._seed, len(vector))
         for peer in self._held.keys() - {self.device}:
             pair = mask_of_pair(self._mask_pair[0], self._peers[peer].mask_key, len(vector))
             total = total + pair if self.device > peer else total - pair
         self._summed = frozenset(self._held)
-        return Masked(masked=total.astype("<u8").tobytes(), without=frozenset(sealed) - self._summed)
+        return Masked(
+            masked=total.astype("<u8").tobytes(), without=frozenset(sealed) - self._summed
+        )
 
     def _opened(self, peer: int, data: bytes) -> tuple[bytes, bytes] | None:
         """Return the shares that a neighbour sent; None if they cannot be read."""
@@ -276,13 +321,26 @@ class Secrets:
             Refusal: both would be revealed of one device, which would show its vector, or too few are there.
         """
         living, lost = frozenset(alive), frozenset(gone)
-        if self._summed is None or self._revealed or living & lost or (living | lost) != self._summed:
-            raise Refusal(Code.UNSAFE, "the server asks for shares that would show a device's own numbers")
+        if (
+            self._summed is None
+            or self._revealed
+            or living & lost
+            or (living | lost) != self._summed
+        ):
+            raise Refusal(
+                Code.UNSAFE, "the server asks for shares that would show a device's own numbers"
+            )
         if len(living) < max(LEAST, threshold(len(self._peers))):
-            raise Refusal(Code.UNSAFE, "too few devices for a secure sum", expected=LEAST, received=len(living))
+            raise Refusal(
+                Code.UNSAFE,
+                "too few devices for a secure sum",
+                expected=LEAST,
+                received=len(living),
+            )
         self._revealed = True
         return Revealed(
-            seeds={peer: self._held[peer][0] for peer in living}, keys={peer: self._held[peer][1] for peer in lost}
+            seeds={peer: self._held[peer][0] for peer in living},
+            keys={peer: self._held[peer][1] for peer in lost},
         )
 
     def reply(self, request: bytes, vector: Callable[[], np.ndarray]) -> bytes:

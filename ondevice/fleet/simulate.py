@@ -136,11 +136,16 @@ class Simulation:
         parts = split(rows.train, simulated.devices, simulated.dirichlet, seed)
         self.row_counts = [len(part) for part in parts]
         sizes = [
-            session.batch_size or self.charter.fleet.batch_rows(len(part), config.train.batch_size) for part in parts
+            session.batch_size or self.charter.fleet.batch_rows(len(part), config.train.batch_size)
+            for part in parts
         ]
         self.name = vector_name(session, self.charter.session_size)
         given = self.charter.subspace == "given"
-        self.space = Space(self.charter, session, self.name, config.train.out / "subspaces") if given else None
+        self.space = (
+            Space(self.charter, session, self.name, config.train.out / "subspaces")
+            if given
+            else None
+        )
         self.members = [
             Member(
                 self.charter,
@@ -179,7 +184,9 @@ class Simulation:
                     self._round(server, store, on_round)
                     if curve.due(server.state.round, rounds):
                         curve.add(server.state.round, self._evaluate(server.state))
-                equal = all(member.state.digest() == server.state.digest() for member in self.members)
+                equal = all(
+                    member.state.digest() == server.state.digest() for member in self.members
+                )
                 last = curve.add(server.state.round, self._evaluate(server.state))
                 log = out / f"fleet{SUFFIX}"
                 content = store.log()
@@ -253,7 +260,10 @@ class Simulation:
         loss, answers = current.loss, list(current.answers.values())
         task = next(iter(current.tasks.values()))
         outcome = server.close(number)
-        sent = sum(len(task.to_bytes()) + len(answer.to_bytes()) + len(outcome.to_bytes()) for answer in answers)
+        sent = sum(
+            len(task.to_bytes()) + len(answer.to_bytes()) + len(outcome.to_bytes())
+            for answer in answers
+        )
         self._give_late(server)
         store.add(outcome, server.state, answers=answers, refused=sum(self.refused.values()), loss=loss,
                   sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
@@ -293,7 +303,9 @@ class Simulation:
 
         load_vector(self.session, state.flat(), self.name)
         dataset = self.rows.evaluation or self.rows.train
-        return evaluate_dataset(self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows)
+        return evaluate_dataset(
+            self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows
+        )
 
 
 def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
@@ -306,7 +318,8 @@ def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FleetError(
-            f"{out} holds a fleet", hint="--resume goes on with it, --overwrite replaces it; or choose another --out"
+            f"{out} holds a fleet",
+            hint="--resume goes on with it, --overwrite replaces it; or choose another --out",
         )
     for file in (name, f"{name}-wal", f"{name}-shm"):
         (out / file).unlink(missing_ok=True)

@@ -26,7 +26,9 @@ def split(dataset: Dataset, devices: int, dirichlet: float | None, seed: int) ->
     count = len(dataset.items)
     if count < devices:
         raise DataError(
-            "there are fewer rows than devices", expected=f"{devices} rows or more", received=f"{count} rows"
+            "there are fewer rows than devices",
+            expected=f"{devices} rows or more",
+            received=f"{count} rows",
         )
     draw = np.random.default_rng([seed, 2])
     order = draw.permutation(count)
@@ -35,12 +37,19 @@ def split(dataset: Dataset, devices: int, dirichlet: float | None, seed: int) ->
     else:
         places = _by_label([item.gold for item in dataset.items], order, devices, dirichlet, draw)
     return [
-        replace(dataset, items=[dataset.items[place] for place in sorted(own)], problems=[], notes=()) for own in places
+        replace(
+            dataset, items=[dataset.items[place] for place in sorted(own)], problems=[], notes=()
+        )
+        for own in places
     ]
 
 
 def _by_label(
-    labels: list[int | None], order: np.ndarray, devices: int, concentration: float, draw: np.random.Generator
+    labels: list[int | None],
+    order: np.ndarray,
+    devices: int,
+    concentration: float,
+    draw: np.random.Generator,
 ) -> list[list[int]]:
     if any(label is None for label in labels):
         raise DataError(
@@ -51,7 +60,9 @@ def _by_label(
     places: list[list[int]] = [[] for _ in range(devices)]
     for label in sorted({label for label in labels if label is not None}):
         own = [int(place) for place in order if labels[place] == label]
-        edges = np.floor(np.cumsum(draw.dirichlet([concentration] * devices)) * len(own) + 0.5).astype(int)
+        edges = np.floor(
+            np.cumsum(draw.dirichlet([concentration] * devices)) * len(own) + 0.5
+        ).astype(int)
         edges[-1] = len(own)
         for device, (low, high) in enumerate(zip([0, *edges[:-1]], edges)):
             places[device] += own[low:high]

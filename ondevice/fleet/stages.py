@@ -32,12 +32,19 @@ def _bytes(value: Any) -> Any:
 def _number(value: Any) -> Any:
     if type(value) is int:
         return value
-    if not (isinstance(value, str) and value.isascii() and value.isdigit() and str(int(value[:20])) == value):
+    if not (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isdigit()
+        and str(int(value[:20])) == value
+    ):
         raise ValueError("not a device's number")
     return int(value)
 
 
-Base64 = Annotated[bytes, BeforeValidator(_bytes), PlainSerializer(lambda data: base64.b64encode(data).decode())]
+Base64 = Annotated[
+    bytes, BeforeValidator(_bytes), PlainSerializer(lambda data: base64.b64encode(data).decode())
+]
 Public = Annotated[Base64, Field(min_length=1, max_length=MOST_KEY_BYTES)]
 Share = Annotated[Base64, Field(min_length=1, max_length=MOST_SHARE_BYTES)]
 Sealed = Annotated[Base64, Field(min_length=1, max_length=MOST_SEALED_BYTES)]
@@ -133,7 +140,12 @@ class AskRevealed(Stage):
 
 
 Ask = AskKeys | AskShares | AskMasked | AskRevealed
-REQUESTS: dict[str, type[Stage]] = {"keys": AskKeys, "shares": AskShares, "mask": AskMasked, "reveal": AskRevealed}
+REQUESTS: dict[str, type[Stage]] = {
+    "keys": AskKeys,
+    "shares": AskShares,
+    "mask": AskMasked,
+    "reveal": AskRevealed,
+}
 
 
 def read(kind: type[Shape], data: bytes) -> Shape:
@@ -156,7 +168,11 @@ def read_request(data: bytes) -> Ask:
 
 def _object(data: Any) -> dict[str, Any]:
     if not isinstance(data, bytes) or len(data) > MOST_STAGE_BYTES:
-        raise Refusal(Code.MALFORMED, "not a message of a secure sum", expected=f"at most {MOST_STAGE_BYTES} bytes")
+        raise Refusal(
+            Code.MALFORMED,
+            "not a message of a secure sum",
+            expected=f"at most {MOST_STAGE_BYTES} bytes",
+        )
     try:
         values = parse_json(data, most_bytes=MOST_STAGE_BYTES)
     except Refused:

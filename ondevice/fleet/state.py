@@ -73,7 +73,13 @@ class State:
         start: np.ndarray | None = None,
         steps: Steps | None = None,
     ) -> None:
-        self.size, self.seed, self.noise, self.queries, self.momentum = size, seed, noise, queries, momentum
+        self.size, self.seed, self.noise, self.queries, self.momentum = (
+            size,
+            seed,
+            noise,
+            queries,
+            momentum,
+        )
         self.vector = np.zeros(size, dtype=np.int64) if start is None else to_units(start)
         self.velocity = np.zeros(size if momentum else 0, dtype=np.int64)
         self.steps = steps
@@ -99,7 +105,11 @@ class State:
 
     def slots(self) -> bytes:
         """Return what the optimizer keeps: the velocity, or Adam's moments."""
-        return self.velocity.astype("<i8", copy=False).tobytes() if self.moments is None else self.moments.to_bytes()
+        return (
+            self.velocity.astype("<i8", copy=False).tobytes()
+            if self.moments is None
+            else self.moments.to_bytes()
+        )
 
     def restore(self, vector: bytes, slots: bytes) -> None:
         """Take back the vector's int64 and what `slots` gave."""
@@ -116,7 +126,9 @@ class State:
         flat = self.vector.astype(np.float32) * np.float32(2.0**UNIT)
         if self.moments is None:
             return flat
-        return np.concatenate([flat, self.moments.mean.astype(np.float32), self.moments.square.astype(np.float32)])
+        return np.concatenate(
+            [flat, self.moments.mean.astype(np.float32), self.moments.square.astype(np.float32)]
+        )
 
     def change(self, outcome: Outcome) -> np.ndarray:
         """Return the sum of an outcome's directions, int64 [size], in units of 2^-32."""
@@ -134,7 +146,9 @@ class State:
                 )
             for place, mantissa in enumerate(numbers.mantissas):
                 step, query = divmod(place, self.queries)
-                directions.append((group.first_step + step, query, mantissa << (numbers.exponent - UNIT)))
+                directions.append(
+                    (group.first_step + step, query, mantissa << (numbers.exponent - UNIT))
+                )
         return directions
 
     def _adam(self, outcome: Outcome, steps: Steps, moments: Moments) -> tuple[np.ndarray, Moments]:
@@ -144,7 +158,9 @@ class State:
         for step in sorted({step for step, _, _ in directions}):
             own = [direction for direction in directions if direction[0] == step]
             total = weighted_sum(self.noise, self.seed, own, self.size)
-            update, moments = moments.stepped(total.astype(np.float64) * 2.0**UNIT / steps.unit, step)
+            update, moments = moments.stepped(
+                total.astype(np.float64) * 2.0**UNIT / steps.unit, step
+            )
             vector = vector - np.rint(update * scale).astype(np.int64)
         return vector, moments
 
@@ -177,7 +193,9 @@ class State:
             else:
                 change = self.change(event)
                 if self.momentum:
-                    self.velocity = change = ((self.velocity * self.momentum) >> MOMENTUM_BITS) + change
+                    self.velocity = change = (
+                        (self.velocity * self.momentum) >> MOMENTUM_BITS
+                    ) + change
                 self.vector = self.vector - change
             self.round = event.round + 1
         self._digest = None
@@ -201,5 +219,7 @@ def to_units(flat: np.ndarray) -> np.ndarray:
     """
     wide = np.asarray(flat, dtype=np.float64)
     if not np.isfinite(wide).all() or (np.abs(wide) >= 2.0**30).any():
-        raise FleetError("the adapter has values that a fleet cannot hold", expected="finite numbers below 2^30")
+        raise FleetError(
+            "the adapter has values that a fleet cannot hold", expected="finite numbers below 2^30"
+        )
     return np.rint(wide * 2.0**-UNIT).astype(np.int64)

@@ -44,7 +44,9 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
         "hash": state.digest().hex(),
         "elements": charter.size,
         "loss": table[-1]["loss"] if table else None,
-        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
+        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered
+        if answered
+        else None,
         "devices": len(devices) or None,
         "hashes_equal": all(devices.values()) if devices else None,
         **_privacy(charter, most, delta),
@@ -66,7 +68,9 @@ def _adapters(folder: Path) -> dict[str, Any]:
         "hash": digest(arrays),
         "elements": sum(value.size for value in arrays.values()),
         "loss": table[-1]["loss"] if table else None,
-        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
+        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered
+        if answered
+        else None,
         "devices": len(devices) or None,
         "hashes_equal": all(devices.values()) if devices else None,
         "charter": charter.model_dump(mode="json"),

@@ -84,7 +84,16 @@ class Store(FleetFile):
                 place = self.count()
                 self.connection.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (place, event.round, event.to_bytes(), loss, len(given) or summed, refused, sent_bytes, time_s),
+                    (
+                        place,
+                        event.round,
+                        event.to_bytes(),
+                        loss,
+                        len(given) or summed,
+                        refused,
+                        sent_bytes,
+                        time_s,
+                    ),
                 )
                 self.connection.executemany(
                     "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",
@@ -92,7 +101,8 @@ class Store(FleetFile):
                 )
                 if frozen is not None:
                     self.connection.execute(
-                        "INSERT OR REPLACE INTO frozen VALUES (?, ?)", (frozen.digest, frozen.to_bytes())
+                        "INSERT OR REPLACE INTO frozen VALUES (?, ?)",
+                        (frozen.digest, frozen.to_bytes()),
                     )
                 self.connection.execute("DELETE FROM asked WHERE round = ?", (event.round,))
                 if (place + 1) % SNAPSHOT_EVERY == 0:
@@ -108,16 +118,22 @@ class Store(FleetFile):
 
     def count(self) -> int:
         """Return how many events there are."""
-        return self.connection.execute("SELECT COALESCE(MAX(place) + 1, 0) FROM events").fetchone()[0]
+        return self.connection.execute("SELECT COALESCE(MAX(place) + 1, 0) FROM events").fetchone()[
+            0
+        ]
 
     def events(self, first: int = 0) -> list[bytes]:
         """Return the events from place `first` on, encoded."""
-        rows = self.connection.execute("SELECT event FROM events WHERE place >= ? ORDER BY place", (first,))
+        rows = self.connection.execute(
+            "SELECT event FROM events WHERE place >= ? ORDER BY place", (first,)
+        )
         return [event for (event,) in rows]
 
     def answers(self, number: int) -> list[Answer]:
         """Return the answers of a round, by device."""
-        rows = self.connection.execute("SELECT answer FROM answers WHERE round = ? ORDER BY device", (number,))
+        rows = self.connection.execute(
+            "SELECT answer FROM answers WHERE round = ? ORDER BY device", (number,)
+        )
         return [Answer.from_bytes(answer) for (answer,) in rows]
 
     def ask(self, begin: bytes, task: Task, device: int, place: int) -> None:
@@ -145,7 +161,9 @@ class Store(FleetFile):
         key = (answer.round, _signed(answer.device))
         with self.connection:
             self.connection.execute("BEGIN IMMEDIATE")
-            self.connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (*key, answer.to_bytes()))
+            self.connection.execute(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (*key, answer.to_bytes())
+            )
             self.connection.execute(
                 "INSERT OR REPLACE INTO facts SELECT ?, place FROM asked WHERE round = ? AND device = ?",
                 (f"carried {answer.device}", *key),
@@ -166,7 +184,9 @@ class Store(FleetFile):
         Raises:
             FleetError: they are not here.
         """
-        row = self.connection.execute("SELECT file FROM frozen WHERE digest = ?", (digest,)).fetchone()
+        row = self.connection.execute(
+            "SELECT file FROM frozen WHERE digest = ?", (digest,)
+        ).fetchone()
         if row is None:
             raise FleetError("frozen tensors of this fleet are missing", expected=digest.hex())
         return Frozen.from_bytes(row[0])
@@ -188,11 +208,16 @@ class Store(FleetFile):
     def state(self) -> State:
         """Return the state after the last event: the snapshot, and what came after it."""
         state, place = self.charter.state(), 0
-        row = self.connection.execute("SELECT place, round, vector, velocity, frozen FROM snapshot").fetchone()
+        row = self.connection.execute(
+            "SELECT place, round, vector, velocity, frozen FROM snapshot"
+        ).fetchone()
         if row is not None:
             place, state.round, vector, slots, state.frozen = row
             state.restore(vector, slots)
-            state.refreshed = max((event.round for event in self.refreshes() if event.round <= state.round), default=-1)
+            state.refreshed = max(
+                (event.round for event in self.refreshes() if event.round <= state.round),
+                default=-1,
+            )
         rest = self.events(place)
         for number, event in enumerate(rest, 1):
             state.apply(read_event(event), check=number == len(rest))

@@ -46,7 +46,9 @@ class SecureSum:
         blame: called with each device that lied, and how.
     """
 
-    def __init__(self, send: Send, task: bytes, allowed: Collection[str], blame: Callable[[int, Code], None]) -> None:
+    def __init__(
+        self, send: Send, task: bytes, allowed: Collection[str], blame: Callable[[int, Code], None]
+    ) -> None:
         self.send, self.task, self.allowed, self.blame = send, task, allowed, blame
         self.keys: dict[int, Keys] = {}
         self.near: dict[int, set[int]] = {}
@@ -67,27 +69,35 @@ class SecureSum:
         self.keys = self._honest(self._ask(Keys, {node: AskKeys() for node in first}, first))
         self.near = ring(sorted(_enough(self.keys)))
         near = self.near
-        requests = {node: AskShares(peers={peer: self.keys[peer] for peer in near[node]}) for node in self.keys}
+        requests = {
+            node: AskShares(peers={peer: self.keys[peer] for peer in near[node]})
+            for node in self.keys
+        }
         shares = {
             node: reply.shares
             for node, reply in self._ask(Shares, requests).items()
             if self._fits(node, reply.shares.keys() == near[node] - {node})
         }
         requests = {
-            node: AskMasked(shares={peer: shares[peer][node] for peer in near[node] - {node} if peer in shares})
+            node: AskMasked(
+                shares={peer: shares[peer][node] for peer in near[node] - {node} if peer in shares}
+            )
             for node in _enough(shares)
         }
         masked = {
             node: reply
             for node, reply in self._ask(Masked, requests).items()
-            if self._fits(node, len(reply.masked) == 8 * size and reply.without <= near[node] - {node})
+            if self._fits(
+                node, len(reply.masked) == 8 * size and reply.without <= near[node] - {node}
+            )
         }
         alive = set(masked) - self._liars(masked)
         gone = set(shares) - alive
         readable = {node: (near[node] & set(shares)) - masked[node].without for node in alive}
         shown = {node: (readable[node] & alive, readable[node] & gone) for node in _enough(alive)}
         requests = {
-            node: AskRevealed(alive=frozenset(seeds), gone=frozenset(keys)) for node, (seeds, keys) in shown.items()
+            node: AskRevealed(alive=frozenset(seeds), gone=frozenset(keys))
+            for node, (seeds, keys) in shown.items()
         }
         revealed = {
             node: reply
@@ -97,14 +107,18 @@ class SecureSum:
 
         total = np.zeros(size, np.uint64)
         for node in alive:
-            seeds = {peer: reply.seeds[node] for peer, reply in revealed.items() if node in reply.seeds}
+            seeds = {
+                peer: reply.seeds[node] for peer, reply in revealed.items() if node in reply.seeds
+            }
             seed = self._rebuilt(node, seeds, lambda found, node=node: self._is_seed(node, found))
             total += np.frombuffer(masked[node].masked, "<u8") - mask(seed, size)
         for node in gone:
             partners = [peer for peer in near[node] & alive if node in readable[peer]]
             if not partners:
                 continue
-            parts = {peer: reply.keys[node] for peer, reply in revealed.items() if node in reply.keys}
+            parts = {
+                peer: reply.keys[node] for peer, reply in revealed.items() if node in reply.keys
+            }
             pem = self._rebuilt(node, parts, lambda found, node=node: self._is_key(node, found))
             private = primitives()[2].bytes_to_private_key(pem)
             for peer in partners:
@@ -113,7 +127,10 @@ class SecureSum:
         return total, sorted(alive)
 
     def _ask(
-        self, kind: type[Shape], requests: dict[int, Any], more: dict[int, dict[str, Any]] | None = None
+        self,
+        kind: type[Shape],
+        requests: dict[int, Any],
+        more: dict[int, dict[str, Any]] | None = None,
     ) -> dict[int, Shape]:
         """Ask for a stage, and return the replies that have its form."""
         contents = {node: {**(more or {}).get(node, {}), "secure": request.to_bytes()}
@@ -138,7 +155,9 @@ class SecureSum:
         kept = {}
         for node, keys in given.items():
             try:
-                if len(set(keys.secrets())) < 4 or any(times[secret] > 1 for secret in keys.secrets()):
+                if len(set(keys.secrets())) < 4 or any(
+                    times[secret] > 1 for secret in keys.secrets()
+                ):
                     raise Refusal(Code.KEYS, "two devices have one key")
                 check_keys(self.task, node, keys, self.allowed)
                 kept[node] = keys
@@ -152,7 +171,9 @@ class SecureSum:
         A device that cannot read a neighbour's shares names it; either of the two may lie. Whoever is in most of such
         pairs goes first. Of a single pair one goes, and neither is asked again.
         """
-        pairs = {(node, peer) for node, reply in masked.items() for peer in reply.without & masked.keys()}
+        pairs = {
+            (node, peer) for node, reply in masked.items() for peer in reply.without & masked.keys()
+        }
         out: set[int] = set()
         while pairs:
             times = Counter(node for pair in pairs for node in pair)
@@ -175,7 +196,9 @@ class SecureSum:
         """
         needed = threshold(len(self.near[node]))
         if len(shares) < needed:
-            raise FleetError("too few devices are left for a secure sum", expected=needed, received=len(shares))
+            raise FleetError(
+                "too few devices are left for a secure sum", expected=needed, received=len(shares)
+            )
         for peers in _subsets(sorted(shares), needed):
             secret = _combined([shares[peer] for peer in peers])
             if secret is None or not fits(secret):
@@ -227,5 +250,7 @@ def _enough(devices: Any) -> Any:
         FleetError: they are too few.
     """
     if len(devices) < LEAST:
-        raise FleetError("too few devices are left for a secure sum", expected=LEAST, received=len(devices))
+        raise FleetError(
+            "too few devices are left for a secure sum", expected=LEAST, received=len(devices)
+        )
     return devices

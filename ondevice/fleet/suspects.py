@@ -21,7 +21,9 @@ class Suspects:
     def asked(self, devices: Collection[int], draw: np.random.Generator) -> list[int]:
         """Return which of the devices a round should ask: while there are suspects, without half of them."""
         suspects = sorted(self.devices & set(devices))
-        half = [suspects[place] for place in draw.permutation(len(suspects))[: -(-len(suspects) // 2)]]
+        half = [
+            suspects[place] for place in draw.permutation(len(suspects))[: -(-len(suspects) // 2)]
+        ]
         most = max(0, len(devices) - LEAST)
         return sorted(set(devices) - set(half[:most]))
 

@@ -133,8 +133,14 @@ class MasterAdamW:
             shape = tuple(parameter.shape)
             result[name] = merge(on_host.high, on_host.low, on_host.moments).view(shape).numpy()
             if self.count:
-                values = (on_host.moments.m.clone(), on_host.moments.v.abs())  # v's sign belongs to the master
-                result |= {f"{moment}/{name}": value.view(shape).numpy() for moment, value in zip(MOMENTS, values)}
+                values = (
+                    on_host.moments.m.clone(),
+                    on_host.moments.v.abs(),
+                )  # v's sign belongs to the master
+                result |= {
+                    f"{moment}/{name}": value.view(shape).numpy()
+                    for moment, value in zip(MOMENTS, values)
+                }
         return result
 
     @torch.no_grad()
@@ -145,7 +151,11 @@ class MasterAdamW:
             on_host = _moved(state, "cpu")
             assert on_host.high is not None and on_host.low is not None  # noqa: S101  a split state
             for moment, target in zip(MOMENTS, (on_host.moments.m, on_host.moments.v)):
-                stored = None if count is None else torch.from_numpy(_moment(arrays, moment, name).copy())
+                stored = (
+                    None
+                    if count is None
+                    else torch.from_numpy(_moment(arrays, moment, name).copy())
+                )
                 target.zero_() if stored is None else target.copy_(stored.view(-1))
             master = torch.from_numpy(arrays[name].copy()).float().view(-1)
             split_(master, on_host.high, on_host.low, on_host.moments)
@@ -184,5 +194,7 @@ def _moved(state: HostState, device: str) -> HostState:
 def _moment(arrays: dict[str, np.ndarray], moment: str, name: str) -> np.ndarray:
     value = arrays.get(f"{moment}/{name}")
     if value is None:
-        raise CheckpointError(f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint")
+        raise CheckpointError(
+            f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint"
+        )
     return value

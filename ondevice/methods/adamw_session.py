@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 class AdamWSession(PackingSession):
     """AdamW over `parameters`; the model's own layers run, with the tiled cross-entropy."""
 
-    def __init__(self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any) -> None:
-        self.loaded, self.family, self.config, self.parameters = loaded, loaded.family, config, parameters
+    def __init__(
+        self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any
+    ) -> None:
+        self.loaded, self.family, self.config, self.parameters = (
+            loaded,
+            loaded.family,
+            config,
+            parameters,
+        )
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         for parameter in parameters.values():
@@ -30,7 +37,12 @@ class AdamWSession(PackingSession):
         self.optimizers = open_adamw(parameters, config.learning_rate, config.weight_decay)
 
     def step_placed(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
@@ -42,12 +54,16 @@ class AdamWSession(PackingSession):
             some = slice(part, part + rows)
             settings = self.config.loss_tiles, self.config.answers
             places = None if places_BT is None else places_BT[some]
-            nll, _ = model_loss.row_nll(self.family, ids_BT[some], labels_BT[some], *settings, places)
+            nll, _ = model_loss.row_nll(
+                self.family, ids_BT[some], labels_BT[some], *settings, places
+            )
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
         for parameter in self.parameters.values():
-            if parameter.grad is None:  # an expert without a token: without a gradient AdamW would count other steps
+            if (
+                parameter.grad is None
+            ):  # an expert without a token: without a gradient AdamW would count other steps
                 parameter.grad = torch.zeros_like(parameter)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
@@ -59,7 +75,9 @@ class AdamWSession(PackingSession):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
+        return model_loss.evaluate(
+            self.family, ids, labels, self.config.loss_tiles, self.config.answers
+        )
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32, and the step."""

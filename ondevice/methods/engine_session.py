@@ -32,9 +32,13 @@ class EngineSession(Session):
         self.steps_done = 0
         self.arrays: dict[str, torch.Tensor] = {}  # of the last `state`, where they are views
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one AdamW step; its last updates run on while the next step begins."""
-        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", self.step_hint):
+        with memory_errors(
+            f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", self.step_hint
+        ):
             loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
         self.steps_done += 1
         return StepResult(loss, (loss,), overlap=self.report())
@@ -75,7 +79,9 @@ def steps_of(value: np.ndarray | None) -> int:
         CheckpointError: the checkpoint lacks it.
     """
     if value is None:
-        raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+        raise CheckpointError(
+            "the checkpoint lacks optimizer_step", hint="resume from an older checkpoint"
+        )
     return int(value[:1].item())
 
 

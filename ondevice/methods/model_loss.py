@@ -49,7 +49,11 @@ def row_nll(
     """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each; among
     `answers` alone where there are some. With `position_ids_RT` a row is a sequence of several."""
     return evaluate_hidden(
-        family, ids_RT, labels_RT, lambda h, y: method_token_nll(family, h, y, tiles, answers), position_ids_RT
+        family,
+        ids_RT,
+        labels_RT,
+        lambda h, y: method_token_nll(family, h, y, tiles, answers),
+        position_ids_RT,
     )
 
 

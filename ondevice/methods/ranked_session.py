@@ -46,7 +46,9 @@ class Leader(RankedSession):
     waiting: Literal["nobody", "folder", "files"] = "nobody"
     """The message of a checkpoint that is still due: its folder, to the others, or their files, to this rank."""
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one AdamW step on the rows of all ranks."""
         self.ranks.calls.broadcast(("step", (ids, labels, step, learning_rate)))
         return super().step(ids, labels, step, learning_rate)
@@ -90,7 +92,9 @@ class Leader(RankedSession):
             try:
                 if waiting == "folder":
                     self.ranks.files.broadcast(None)
-                elif waiting == "files":  # writing here failed: what the others say no longer matters
+                elif (
+                    waiting == "files"
+                ):  # writing here failed: what the others say no longer matters
                     self.ranks.files.every(None)
             except TrainingError:  # a rank is gone: the next step says so
                 pass
@@ -135,7 +139,9 @@ class Follower(RankedSession):
         self._end_writing()
         state = super().state()
         self.hold()
-        self.writer = threading.Thread(target=self._write, args=(state,), name="ondevice-checkpoint", daemon=True)
+        self.writer = threading.Thread(
+            target=self._write, args=(state,), name="ondevice-checkpoint", daemon=True
+        )
         self.writer.start()
         return state
 

@@ -32,7 +32,9 @@ def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_byt
     return max(mlp, attention) * activation_bytes
 
 
-def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int) -> int:
+def backward_bytes(
+    dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int
+) -> int:
     """Return the bytes that backpropagation keeps of all blocks, without checkpointing.
 
     A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
@@ -60,7 +62,12 @@ def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int, answers: int = 0) 
 
 
 def passes_bytes(
-    dims: ModelDims, config: EngineConfig, place: str, batch_size: int, length_tokens: int, vocab: int
+    dims: ModelDims,
+    config: EngineConfig,
+    place: str,
+    batch_size: int,
+    length_tokens: int,
+    vocab: int,
 ) -> dict[str, int]:
     """Return the bytes that the passes of the offload engines hold on the accelerator, by part: inputs of the layers,
     one layer's activations, logits.
@@ -72,18 +79,27 @@ def passes_bytes(
     item = 2 if config.compute == "bfloat16" else 4
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
-    kept = dims.layers * batch_size * length_tokens if place == "device" else INPUTS_ON_THE_WAY * tokens
+    kept = (
+        dims.layers * batch_size * length_tokens
+        if place == "device"
+        else INPUTS_ON_THE_WAY * tokens
+    )
     residual = batch_size * length_tokens * dims.hidden * item
     return {
         "kept inputs": kept * dims.hidden * item,
-        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
+        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers
+        + 3 * residual,
         "logits": min(tokens, config.loss_chunk_tokens) * vocab * (8 + item),
         # Several micro-batches are summed in float32: a layer's, or the head's.
-        "sums": 4 * max(dims.block_parameters, vocab * dims.hidden) * (rows < batch_size and item == 2),
+        "sums": 4
+        * max(dims.block_parameters, vocab * dims.hidden)
+        * (rows < batch_size and item == 2),
     }
 
 
-def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
+def forward_flops(
+    dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None
+) -> float:
     """Return operations of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is
     causal."""
     tokens = rows * length_tokens
@@ -99,11 +115,18 @@ def head_flops(dims: ModelDims, rows: float, length_tokens: int) -> float:
 
 def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> float:
     """Return operations of first-order training of all parameters where the backward pass computes each layer again."""
-    return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head_flops(dims, batch_size, length_tokens)
+    return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head_flops(
+        dims, batch_size, length_tokens
+    )
 
 
-def adapter_step_cost(dims: ModelDims, config: Any, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
+def adapter_step_cost(
+    dims: ModelDims, config: Any, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
     """Return work of a first-order step that trains an adapter alone; see `MethodSpec.step_cost`."""
     # The tiled loss computes the logits a second time in the backward pass; frozen weights need no gradients.
-    forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
+    forward, head = (
+        forward_flops(dims, batch_size, length_tokens),
+        head_flops(dims, batch_size, length_tokens),
+    )
     return StepCost(2 * forward + 3 * head, 2 * weight_bytes)

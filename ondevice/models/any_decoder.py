@@ -80,11 +80,15 @@ class AnyDecoder(Family):
         """Refuse with ModelError: a block may need more than the residual stream."""
         raise self.dims.unknown("computing one block alone")
 
-    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Refuse, as `block` does."""
         raise self.dims.unknown("computing one block alone")
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Run the model: [B, T, hidden] before the head, or the logits [B, T, vocab] where the head is more than that.
 
         Raises:
@@ -107,7 +111,9 @@ class AnyDecoder(Family):
 
         parts = [
             F.cross_entropy(wide(logits), labels, reduction="none", ignore_index=-100)
-            for logits, labels in zip(hidden_ND.split(LOSS_ROWS), labels_N.split(LOSS_ROWS), strict=True)
+            for logits, labels in zip(
+                hidden_ND.split(LOSS_ROWS), labels_N.split(LOSS_ROWS), strict=True
+            )
         ]
         return torch.cat(parts)
 
@@ -192,7 +198,11 @@ class AnyDecoder(Family):
             hook.remove()
         with torch.no_grad():
             hidden = base(input_ids=ids, use_cache=False)[0]
-            if len(seen) != 1 or seen[0].shape != hidden.shape or not torch.allclose(seen[0], hidden):
+            if (
+                len(seen) != 1
+                or seen[0].shape != hidden.shape
+                or not torch.allclose(seen[0], hidden)
+            ):
                 return False
             expected = head(hidden * (PROBE_LOGITS / logits.abs().max()))
         return bool((large - expected).abs().max() <= 1e-3 * PROBE_LOGITS)

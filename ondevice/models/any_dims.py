@@ -61,7 +61,9 @@ class AnyDims(ModelDims):
         shapes: dict[str, tuple[int, int]] = {}
         for linear in self.linears:
             name, shape = linear.target.rsplit(".", 1)[-1], (linear.inputs, linear.outputs)
-            shapes[name] = max(shapes.get(name, shape), shape, key=lambda sides: sides[0] * sides[1])
+            shapes[name] = max(
+                shapes.get(name, shape), shape, key=lambda sides: sides[0] * sides[1]
+            )
         return shapes
 
     def linear_shape(self, target: str) -> tuple[int, int]:
@@ -78,10 +80,14 @@ class AnyDims(ModelDims):
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError says why experts cannot be adapted."""
-        asked = [name for name in getattr(config, "target_modules", ()) if is_expert_parameter(name)]
+        asked = [
+            name for name in getattr(config, "target_modules", ()) if is_expert_parameter(name)
+        ]
         if asked and self.experts_refused:
             expected = ", ".join(self.linear_shapes)
-            raise ModelError(self.experts_refused, expected=expected, received=asked[0], hint="leave it out")
+            raise ModelError(
+                self.experts_refused, expected=expected, received=asked[0], hint="leave it out"
+            )
         return super().resolve_targets(config)
 
     @property
@@ -167,7 +173,11 @@ def find_blocks(model: Any) -> tuple[str, Any]:
     from torch import nn
 
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
     if not lists:
         raise ModelError(f"no list of blocks was found in a {model.config.model_type} model")
 
@@ -196,22 +206,32 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
         if any(part in CROSS_ATTENTION for part in path.split(".")):
             continue  # a decoder alone has no encoder to attend to
         linears.append(Linear(int(layer), path, *sides))
-    experts_found, experts_refused = _find_experts(blocks, str(config.get("model_type", text.model_type)))
+    experts_found, experts_refused = _find_experts(
+        blocks, str(config.get("model_type", text.model_type))
+    )
     guessed: list[str] = []
 
     def size(field: str, names: tuple[str, ...], guess: int) -> int:
         for name in (field, *names):
             if value := _number(text, name):
                 return value
-        guessed.append(f"guessed: {field} {guess}, which the configuration of {text.model_type} does not say")
+        guessed.append(
+            f"guessed: {field} {guess}, which the configuration of {text.model_type} does not say"
+        )
         return guess
 
     embedding = model.get_input_embeddings().weight
     hidden = size("hidden_size", ("n_embd", "d_model"), embedding.shape[1])
     heads = size("num_attention_heads", ("n_head", "num_heads"), max(1, hidden // 64))
     widest = max([hidden, *(linear.outputs for linear in linears)])
-    wide = size("intermediate_size", ("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), widest)
-    expert_numbers = sum(p.numel() for p in blocks.parameters() if p.ndim == 3 and p.shape[1] > 1 and p.shape[2] > 1)
+    wide = size(
+        "intermediate_size",
+        ("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
+        widest,
+    )
+    expert_numbers = sum(
+        p.numel() for p in blocks.parameters() if p.ndim == 3 and p.shape[1] > 1 and p.shape[2] > 1
+    )
     matrices = expert_numbers + sum(p.numel() for p in blocks.parameters() if p.ndim == 2)
     experts = next((n for field in EXPERTS if (n := _number(text, field))), 0)
     chosen = next((n for field in CHOSEN if (n := _number(text, field))), 1)
@@ -234,7 +254,9 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
         qkv_bias=False,
         rope_theta=0.0,
         norm_eps=0.0,
-        max_positions=size("max_position_embeddings", ("n_positions", "max_seq_len", "context_length"), 2048),
+        max_positions=size(
+            "max_position_embeddings", ("n_positions", "max_seq_len", "context_length"), 2048
+        ),
         rope_type="none",
         experts=experts if expert_numbers else 0,
         linears=tuple(linears),
@@ -252,7 +274,11 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
     """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
     linears, refused = [], ""
     for name, module in blocks.named_modules():
-        held = {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERT_PARAMETERS and p.ndim == 3}
+        held = {
+            key: p
+            for key, p in module.named_parameters(recurse=False)
+            if key in EXPERT_PARAMETERS and p.ndim == 3
+        }
         if not held or not name.endswith(".experts"):
             continue
         first = next(iter(held.values()))
@@ -260,7 +286,9 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
         ordered = list(held) == [key for key in EXPERT_PARAMETERS if key in held]
         if turned or getattr(module, "is_transposed", False) or not ordered:
             layout = "[experts, inputs, outputs]" if ordered else ", ".join(held)
-            refused = f"the experts of {family} models are stored as {layout}: no pairs go beside them"
+            refused = (
+                f"the experts of {family} models are stored as {layout}: no pairs go beside them"
+            )
             continue
         layer, _, path = name.partition(".")
         for key, p in held.items():

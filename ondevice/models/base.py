@@ -127,18 +127,24 @@ class Family:
         """Return the first block's input [B, T, hidden]: embedding rows, with positions where those are learned."""
         return rows
 
-    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
         import torch
 
-        like = torch.empty(0, device=device, dtype=dtype)  # transformers takes device and dtype from a tensor
+        like = torch.empty(
+            0, device=device, dtype=dtype
+        )  # transformers takes device and dtype from a tensor
         return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
 
     def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of block `i`, out of what `positions` gave."""
         return position[0], position[1]
 
-    def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def block(
+        self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
         """Compute block `i`: [B, T, hidden] -> [B, T, hidden].
 
         Args:
@@ -154,7 +160,9 @@ class Family:
         """Compute attention(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
         layer: Any = self.layer(i)
         normed = layer.input_layernorm(h)
-        return layer.self_attn(hidden_states=normed, position_embeddings=position, attention_mask=mask)[0]
+        return layer.self_attn(
+            hidden_states=normed, position_embeddings=position, attention_mask=mask
+        )[0]
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
         """Compute mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
@@ -213,9 +221,13 @@ class Family:
         from ondevice.nn.row_mask import of_rows, row_mask
 
         tables: Any = self.positions(h.shape[1], h.device, h.dtype)
-        return tuple(of_rows(table, position_ids) for table in tables), row_mask(position_ids, h.dtype)
+        return tuple(of_rows(table, position_ids) for table in tables), row_mask(
+            position_ids, h.dtype
+        )
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden].
 
         Args:
@@ -246,5 +258,7 @@ class Family:
 
     def _parent(self, target: str) -> str:
         if target not in self.linear_parents:
-            raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)
+            raise ModelError(
+                "unknown linear layer", expected=", ".join(self.linear_targets), received=target
+            )
         return self.linear_parents[target]

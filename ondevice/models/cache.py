@@ -114,11 +114,17 @@ def read_record(folder: Path, *, full: bool = False) -> Record:
             if size != expected["bytes"]:
                 expected_size = f"{expected['bytes']} bytes"
                 received = "no such file" if size is None else f"{size} bytes"
-                raise ModelError(f"{file} has changed", expected=expected_size, received=received, hint=hint)
+                raise ModelError(
+                    f"{file} has changed", expected=expected_size, received=received, hint=hint
+                )
             if full and (digest := sha256_file(file)) != expected["sha256"]:
-                raise ModelError(f"{file} has changed", expected=expected["sha256"], received=digest, hint=hint)
+                raise ModelError(
+                    f"{file} has changed", expected=expected["sha256"], received=digest, hint=hint
+                )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} is not a record of this version", received=str(error), hint=hint) from None
+        raise ModelError(
+            f"{path} is not a record of this version", received=str(error), hint=hint
+        ) from None
     return record
 
 

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
     from ondevice.models.base import ModelDims
 
 
-def choose_method(source: str, revision: str | None = None, target_name: str | None = None) -> tuple[str, str]:
+def choose_method(
+    source: str, revision: str | None = None, target_name: str | None = None
+) -> tuple[str, str]:
     """Return a method's name, and the sentence that says it was chosen.
 
     Args:
         source: of the model; of one that cannot be read nothing is known, and its own error comes later.
         target_name: of an export, whose program the method must have.
     """
-    preferred = sorted((spec for spec in methods() if spec.preference), key=lambda spec: spec.preference)
+    preferred = sorted(
+        (spec for spec in methods() if spec.preference), key=lambda spec: spec.preference
+    )
     if target_name is not None:
         kind = target(target_name).kind
         preferred = [spec for spec in preferred if kind in spec.programs]

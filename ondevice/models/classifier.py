@@ -49,7 +49,10 @@ class ClassifierDims(ModelDims):
     @property
     def block_parameters(self) -> int:
         """Parameters of one block: matrices and their biases, and two norms with theirs."""
-        return sum(inputs * outputs + outputs for inputs, outputs in self.linear_shapes.values()) + 4 * self.hidden
+        return (
+            sum(inputs * outputs + outputs for inputs, outputs in self.linear_shapes.values())
+            + 4 * self.hidden
+        )
 
     @property
     def parameters(self) -> int:
@@ -72,10 +75,15 @@ class Classifier(Family):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         refuse_quantised(config, where)
-        hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+        hidden, heads = (
+            read_size(config, "hidden_size", where),
+            read_size(config, "num_attention_heads", where),
+        )
         positions = config.get("position_embedding_type", "absolute")
         if positions not in ("absolute", None):
-            raise UnknownTrait(f"{where}: field 'position_embedding_type'", expected="absolute", received=positions)
+            raise UnknownTrait(
+                f"{where}: field 'position_embedding_type'", expected="absolute", received=positions
+            )
         labels, first = config.get("id2label"), int(config.get("pad_token_id", 1)) + 1
         return ClassifierDims(
             family=str(config["model_type"]),
@@ -137,7 +145,9 @@ class Classifier(Family):
         types = parts.token_type_embeddings.weight[0]
         return parts.LayerNorm(rows + types + parts.position_embeddings.weight[at])
 
-    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Blocks take no positions: two tensors [1, length, 0]."""
         import torch
 
@@ -152,7 +162,9 @@ class Classifier(Family):
         hidden.masked_fill_(ids == self.model.config.pad_token_id, torch.finfo(dtype).min)
         return hidden[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
 
-    def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def block(
+        self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
         left: Any = self.layer(i)(h, attention_mask=mask)
         return left[0] if isinstance(left, tuple) else left
 
@@ -160,11 +172,16 @@ class Classifier(Family):
         """Nothing: a block ends with its norm."""
         return h
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         if mask is not None or position_ids is not None:
             raise ModelError("an encoder computes one row a sequence", hint="leave --packing out")
         h = self.embed(ids)
-        mask, position = self.padding_mask(ids, h.dtype), self.positions(ids.shape[1], h.device, h.dtype)
+        mask, position = (
+            self.padding_mask(ids, h.dtype),
+            self.positions(ids.shape[1], h.device, h.dtype),
+        )
         for i in range(self.dims.layers):
             h = self.block(i, h, position, mask)
         return h
@@ -187,7 +204,9 @@ class Classifier(Family):
         from torch.nn.functional import cross_entropy
 
         at = (places_N >= 0).nonzero()[:, 0]
-        nll = cross_entropy(self.logits(hidden_ND[at])[:, answers_A], places_N[at], reduction="none")
+        nll = cross_entropy(
+            self.logits(hidden_ND[at])[:, answers_A], places_N[at], reduction="none"
+        )
         return _spread(nll, at, len(places_N))
 
     def linear(self, i: int, target: str) -> nn.Module:
@@ -211,4 +230,6 @@ def _refuse(target: str) -> NoReturn:
 
 def has_head(config: dict[str, Any]) -> bool:
     """Return True where the weights have a classification head."""
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return any(
+        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
+    )

@@ -45,12 +45,17 @@ def decoder_dims(
         UnknownTrait: the activation is not SiLU, or the rotary embedding's table depends on the length.
     """
     refuse_quantised(config, where)
-    hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+    hidden, heads = (
+        read_size(config, "hidden_size", where),
+        read_size(config, "num_attention_heads", where),
+    )
     kv_heads = read_size(config, "num_key_value_heads", where, heads)
     head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
     if heads % kv_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
-        raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
+        raise ModelError(
+            f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads
+        )
     wanted = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[traits.activation]
     field = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     if config.get(field, wanted) != wanted:
@@ -77,7 +82,14 @@ def decoder_dims(
     )
 
 
-_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
 _MOST = 10_000
 """Of layers or experts: each has an entry in lists that are made before the weights are looked at."""
 
@@ -93,7 +105,9 @@ def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDi
         for field in _COUNTS:
             value = values.get(field)
             if isinstance(value, (int, float)) and value > _MOST:
-                raise ModelError(f"{where}: field '{field}'", expected=f"{_MOST} at most", received=value)
+                raise ModelError(
+                    f"{where}: field '{field}'", expected=f"{_MOST} at most", received=value
+                )
     with well_formed(where, ModelError, hint="check config.json, or copy it again"):
         return family.dims_from_config(config, where)
 
@@ -114,11 +128,15 @@ def read_size(config: dict[str, Any], field: str, where: str, default: int | Non
     value = config.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: field '{field}'", expected="an integer of 1 or more", received=value)
+        raise ModelError(
+            f"{where}: field '{field}'", expected="an integer of 1 or more", received=value
+        )
     return value
 
 
-def _rope(config: dict[str, Any], where: str, types: tuple[str, ...], partial: bool) -> tuple[float, str]:
+def _rope(
+    config: dict[str, Any], where: str, types: tuple[str, ...], partial: bool
+) -> tuple[float, str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "full_attention" in rope:  # transformers 5 keeps one set for each kind of layer
         rope = rope["full_attention"]
@@ -126,7 +144,9 @@ def _rope(config: dict[str, Any], where: str, types: tuple[str, ...], partial: b
     if rope_type not in types:
         message = f"{where}: the rotary embedding's scaling is not supported"
         raise UnknownTrait(message, expected=", ".join(types), received=rope_type)
-    if not partial and config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+    if not partial and config.get(
+        "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)
+    ) not in (1.0, None):
         raise UnknownTrait(f"{where}: field 'partial_rotary_factor'", expected="1.0")
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
 
@@ -238,7 +258,9 @@ class ModelDims:
     def linear_list(self) -> tuple[Linear, ...]:
         """Every linear layer of every block, in order of the layers."""
         shapes = self.linear_shapes.items()
-        return tuple(Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes)
+        return tuple(
+            Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes
+        )
 
     @property
     def expert_list(self) -> tuple[Linear, ...]:
@@ -263,7 +285,9 @@ class ModelDims:
         targets = tuple(getattr(config, "target_modules", ()))
         names = [linear.target for linear in self.linear_list]
         if experts := [one.target for one in self.expert_list]:
-            asked = [target for target in targets if any(names_experts(name, target) for name in experts)]
+            asked = [
+                target for target in targets if any(names_experts(name, target) for name in experts)
+            ]
             if asked and not getattr(config, "adapts_experts", False):
                 raise ModelError(
                     f"{config.name} puts no pairs beside the matrices of experts",
@@ -271,7 +295,9 @@ class ModelDims:
                     received=asked[0],
                     hint=_adapting_experts(),
                 )
-            names += [name for name in experts if any(names_experts(name, target) for target in asked)]
+            names += [
+                name for name in experts if any(names_experts(name, target) for target in asked)
+            ]
         missing = [target for target in targets if not any(named(name, target) for name in names)]
         if not missing:
             return targets
@@ -346,7 +372,9 @@ class ModelDims:
     @property
     def matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
-        return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_shapes.values())
+        return self.layers * sum(
+            inputs * outputs for inputs, outputs in self.linear_shapes.values()
+        )
 
     @property
     def active_matrices(self) -> int:

@@ -38,13 +38,25 @@ class Gemma3Text(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        for field in (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ):
             if config.get(field):
-                raise UnknownTrait(f"{where}: field '{field}'", expected="null", received=config[field])
-        layers, hidden = read_size(config, "num_hidden_layers", where), read_size(config, "hidden_size", where)
+                raise UnknownTrait(
+                    f"{where}: field '{field}'", expected="null", received=config[field]
+                )
+        layers, hidden = (
+            read_size(config, "num_hidden_layers", where),
+            read_size(config, "hidden_size", where),
+        )
         if config.get("layer_types") is None:
             every = config.get("sliding_window_pattern") or PATTERN
-            types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+            types = [
+                "full_attention" if (i + 1) % every == 0 else "sliding_attention"
+                for i in range(layers)
+            ]
             config = {**config, "layer_types": types}
         config = {"sliding_window": WINDOW, "head_dim": 256, "num_key_value_heads": 4, **config}
         traits = BlockTraits(
@@ -55,18 +67,34 @@ class Gemma3Text(TraitFamily):
             score_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
             embedding_scale=hidden**0.5,
         )
-        bias, tied = bool(config.get("attention_bias")), bool(config.get("tie_word_embeddings", True))
+        bias, tied = (
+            bool(config.get("attention_bias")),
+            bool(config.get("tie_word_embeddings", True)),
+        )
         config = {**config, "tie_word_embeddings": tied}
-        return decoder_dims("gemma3_text", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+        return decoder_dims(
+            "gemma3_text", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits
+        )
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return what `Family.tiny_config` does: layers with a window of 12 tokens and such without take turns."""
-        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
-        own = {"head_dim": 24, "sliding_window": 12, "layer_types": types, "query_pre_attn_scalar": 20}
+        types = [
+            "full_attention" if i % 2 else "sliding_attention"
+            for i in range(sizes["num_hidden_layers"])
+        ]
+        own = {
+            "head_dim": 24,
+            "sliding_window": 12,
+            "layer_types": types,
+            "query_pre_attn_scalar": 20,
+        }
         rope = sizes.pop("rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e6}
         base = {"rope_type": "default", "rope_theta": 10000.0}
-        own["rope_parameters"] = {"full_attention": rope, "sliding_attention": base}  # one set for each kind of layer
+        own["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": base,
+        }  # one set for each kind of layer
         return {**own, **sizes}
 
     @classmethod
@@ -76,7 +104,9 @@ class Gemma3Text(TraitFamily):
         every = data.get("attention.sliding_window_pattern", PATTERN)
         theta = data.get("rope.freq_base_swa", 10000.0)
         # 27B, of 62 layers, scales by the width of the stream for each head; every other size by the head's own.
-        scalar = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_dim
+        scalar = (
+            config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_dim
+        )
         return {
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": data.need("attention.sliding_window"),
@@ -93,9 +123,15 @@ class Gemma3Text(TraitFamily):
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Return windows and the second rotary base."""
         windows, scale = dims.traits.windows, dims.traits.score_scale
-        every = next((i + 1 for i in range(dims.layers) if not dims.traits.window(i)), dims.layers + 1)
-        if not windows or any(bool(windows[i]) == ((i + 1) % every == 0) for i in range(dims.layers)):
-            raise ModelError("llama.cpp has a window in all layers but each so-and-so-many-th of this family")
+        every = next(
+            (i + 1 for i in range(dims.layers) if not dims.traits.window(i)), dims.layers + 1
+        )
+        if not windows or any(
+            bool(windows[i]) == ((i + 1) % every == 0) for i in range(dims.layers)
+        ):
+            raise ModelError(
+                "llama.cpp has a window in all layers but each so-and-so-many-th of this family"
+            )
         if abs(scale - dims.head_dim**-0.5) > 1e-6 * scale and dims.layers != 62:
             message = "llama.cpp scales the scores of this family by the size of a head"
             raise ModelError(message, expected=dims.head_dim, received=round(scale**-2))
@@ -112,7 +148,10 @@ class Gemma3Text(TraitFamily):
         """Compute cos and sin of layers that see all, then of those with a window, each [1, length, head_dim]."""
         import torch
 
-        like, at = torch.empty(0, device=device, dtype=dtype), torch.arange(length, device=device)[None]
+        like, at = (
+            torch.empty(0, device=device, dtype=dtype),
+            torch.arange(length, device=device)[None],
+        )
         rotary = self.model.model.rotary_emb
         kinds = [kind if kind in rotary.layer_types else rotary.layer_types[0] for kind in KINDS]
         return tuple(table for kind in kinds for table in rotary(like, at, kind))

@@ -38,7 +38,12 @@ def generate(
 
 
 def continue_ids(
-    loaded: LoadedModel, ids: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, seed: int = 0
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    *,
+    seed: int = 0,
 ) -> str:
     """Continue a prompt of token ids; arguments as for `generate`."""
     import torch
@@ -46,7 +51,9 @@ def continue_ids(
 
     if max_new_tokens < 1 or temperature < 0:
         received = f"max_new_tokens {max_new_tokens}, temperature {temperature}"
-        raise ConfigError("generation", expected="max_new_tokens >= 1 and temperature >= 0", received=received)
+        raise ConfigError(
+            "generation", expected="max_new_tokens >= 1 and temperature >= 0", received=received
+        )
     stops = loaded.model.generation_config.eos_token_id
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -61,7 +68,9 @@ def continue_ids(
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
         model: Any = loaded.model
-        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+        )
     return str(loaded.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
 
 

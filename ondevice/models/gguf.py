@@ -51,7 +51,9 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: as `read_gguf_dims`, or a tensor is missing, of another shape, or of an unknown type.
     """
-    from ondevice.models.gguf_tokenizer import write_tokenizer  # no run but a conversion has use for it
+    from ondevice.models.gguf_tokenizer import (
+        write_tokenizer,
+    )  # no run but a conversion has use for it
 
     reader = _open(path)
     data = Metadata(reader, path)
@@ -87,16 +89,25 @@ def _open(path: Path) -> GGUFReader:
         ) from None
 
 
-def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, path: Path, out: Path) -> None:
+def _write_weights(
+    reader: GGUFReader, family: type[Family], dims: ModelDims, path: Path, out: Path
+) -> None:
 
     shapes = family.weight_shapes(dims)
     parts = gguf_parts(family, dims, list(shapes), family.gguf_architecture)
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name not in _ROPE}
     for name, found in parts.items():
         if missing_parts := [part for part in found if part not in tensors]:
-            raise ModelError(f"{path} lacks a tensor", expected=name, received=f"no {missing_parts[0]}", hint=_AGAIN)
+            raise ModelError(
+                f"{path} lacks a tensor",
+                expected=name,
+                received=f"no {missing_parts[0]}",
+                hint=_AGAIN,
+            )
     for name in tensors.keys() - {part for found in parts.values() for part in found}:
-        raise ModelError(f"{path} has a tensor that a {family.model_type} model has not", received=name)
+        raise ModelError(
+            f"{path} has a tensor that a {family.model_type} model has not", received=name
+        )
 
     with (
         progress(f"converting {path.name} to float32", 4 * dims.parameters) as advance,
@@ -109,7 +120,9 @@ def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, pa
             weights = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
             if weights.shape != shape:
                 stored = ", ".join(parts[name])
-                raise ModelError(f"{path}: tensor '{stored}'", expected=shape, received=weights.shape)
+                raise ModelError(
+                    f"{path}: tensor '{stored}'", expected=shape, received=weights.shape
+                )
             weights = np.ascontiguousarray(family.gguf_tensor(name, weights, dims), dtype="<f4")
             file.write(weights.data)
             advance(weights.nbytes)
@@ -126,7 +139,11 @@ def _dequantised(tensor: ReaderTensor, path: Path) -> np.ndarray:
         hint = "use Q4_0 to Q8_0, a K-quant, an IQ-quant, F16, BF16 or F32"
         raise ModelError(message, received=kind, hint=hint) from None
     # llama.cpp keeps a row for one output as a vector.
-    return weights[None] if tensor.name.endswith("ffn_gate_inp_shexp.weight") and weights.ndim == 1 else weights
+    return (
+        weights[None]
+        if tensor.name.endswith("ffn_gate_inp_shexp.weight") and weights.ndim == 1
+        else weights
+    )
 
 
 def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
@@ -134,7 +151,11 @@ def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
     offset = 0
     for name, shape in shapes.items():
         size = 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -46,7 +46,9 @@ class Metadata:
     def __init__(self, reader: GGUFReader, path: Path) -> None:
         self.path = path
         self._reader = reader
-        self.shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors}
+        self.shapes = {
+            tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors
+        }
         self.architecture = str(self.general("general.architecture"))
 
     def general(self, key: str) -> Any:
@@ -62,7 +64,9 @@ class Metadata:
         try:
             return None if field is None else _short(field.contents())
         except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: metadata '{key}' is not UTF-8", received=str(error)) from None
+            raise ModelError(
+                f"{self.path}: metadata '{key}' is not UTF-8", received=str(error)
+            ) from None
 
     def need(self, key: str) -> Any:
         """Return the value of the architecture's key; ModelError if it is not there."""
@@ -75,7 +79,9 @@ class Metadata:
 
     def vector(self, name: str) -> np.ndarray:
         """Return a float32 tensor."""
-        return np.array(next(tensor.data for tensor in self._reader.tensors if tensor.name == name), np.float32)
+        return np.array(
+            next(tensor.data for tensor in self._reader.tensors if tensor.name == name), np.float32
+        )
 
 
 def read_config(data: Metadata, family: type[Family]) -> dict[str, Any]:
@@ -117,7 +123,9 @@ def read_config(data: Metadata, family: type[Family]) -> dict[str, Any]:
         message = f"{data.path}: rotates only a part of each head"
         raise ModelError(message, expected=config["head_dim"], received=rotated)
     if data.get("expert_count") and "num_experts" not in config:
-        raise ModelError(f"{data.path}: is a mixture of experts", expected=f"a dense {family.model_type} model")
+        raise ModelError(
+            f"{data.path}: is a mixture of experts", expected=f"a dense {family.model_type} model"
+        )
     return config
 
 
@@ -125,7 +133,11 @@ def _rope(data: Metadata) -> dict[str, Any]:
     rope = {"rope_theta": data.get("rope.freq_base", 10000.0), "rope_type": "default"}
     if "rope_freqs.weight" in data.shapes:
         return _llama3(data, rope)
-    kind = "longrope" if "rope_factors_long.weight" in data.shapes else data.get("rope.scaling.type", "none")
+    kind = (
+        "longrope"
+        if "rope_factors_long.weight" in data.shapes
+        else data.get("rope.scaling.type", "none")
+    )
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn", "longrope"):
@@ -153,8 +165,12 @@ def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
         smooth = np.clip((original / wave - LOW) / (HIGH - LOW), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-5):
             found = {"factor": _short(factor), "low_freq_factor": LOW, "high_freq_factor": HIGH}
-            return rope | found | {"rope_type": "llama3", "original_max_position_embeddings": original}
-    message = f"{data.path}: the rotary embedding's frequencies were changed by hand (tensor rope_freqs)"
+            return (
+                rope | found | {"rope_type": "llama3", "original_max_position_embeddings": original}
+            )
+    message = (
+        f"{data.path}: the rotary embedding's frequencies were changed by hand (tensor rope_freqs)"
+    )
     hint = "use the original safetensors model"
     raise ModelError(message, expected="no rope_freqs, or those of Llama 3's scaling", hint=hint)
 

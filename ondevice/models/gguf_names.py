@@ -23,14 +23,25 @@ def gguf_parts(
         ModelError: the architecture has no name for one of them.
         MissingPackageError: the package `gguf` is not installed.
     """
-    halves = {name: tuple(name.replace(_WHOLE, half) for half in _HALVES) for name in names if name.endswith(_WHOLE)}
-    found = gguf_names(family, dims, [part for name in names for part in halves.get(name, (name,))], architecture)
+    halves = {
+        name: tuple(name.replace(_WHOLE, half) for half in _HALVES)
+        for name in names
+        if name.endswith(_WHOLE)
+    }
+    found = gguf_names(
+        family, dims, [part for name in names for part in halves.get(name, (name,))], architecture
+    )
     # transformers gives the experts' tensors no suffix.
-    named = {part: name if name.endswith((".weight", ".bias")) else f"{name}.weight" for part, name in found.items()}
+    named = {
+        part: name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        for part, name in found.items()
+    }
     return {name: tuple(named[part] for part in halves.get(name, (name,))) for name in names}
 
 
-def gguf_names(family: type[Family], dims: ModelDims, names: list[str], architecture: str | None) -> dict[str, str]:
+def gguf_names(
+    family: type[Family], dims: ModelDims, names: list[str], architecture: str | None
+) -> dict[str, str]:
     """Map transformers' names to GGUF's; errors as `gguf_parts`."""
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -38,7 +49,9 @@ def gguf_names(family: type[Family], dims: ModelDims, names: list[str], architec
         raise missing("gguf") from None
     kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if kind is None:
-        raise ModelError(f"the installed package gguf does not know {architecture!r}", hint="pip install -U gguf")
+        raise ModelError(
+            f"the installed package gguf does not know {architecture!r}", hint="pip install -U gguf"
+        )
     table = get_tensor_name_map(kind, dims.layers)
     found = {name: table.get_name(name, (".weight", ".bias")) for name in names}
     for name, gguf_name in found.items():

@@ -33,7 +33,9 @@ _GPT2, _DIGITS = "GPT-2's words", "GPT-2's words, digits alone"
 WORDS = {
     **dict.fromkeys(["default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "granite-docling"], _GPT2),
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"], _DIGITS),
-    **dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "dbrx", "smaug-bpe"], LLAMA3),
+    **dict.fromkeys(
+        ["llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "dbrx", "smaug-bpe"], LLAMA3
+    ),
     **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"], QWEN2),
     **dict.fromkeys(["gpt-4o", "llama4"], _GPT4O),
     "tekken": _TEKKEN,
@@ -62,10 +64,19 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
     tokens = data.general("tokenizer.ggml.tokens")
     types = data.optional("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"{data.path}: tokenizer.ggml.token_type", expected=len(tokens), received=len(types))
+        raise ModelError(
+            f"{data.path}: tokenizer.ggml.token_type", expected=len(tokens), received=len(types)
+        )
     named = {"unk_token": data.optional("tokenizer.ggml.unknown_token_id")}
-    named |= {key.replace("_id", ""): config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    named = {key: tokens[number] for key, number in named.items() if number is not None and number < len(tokens)}
+    named |= {
+        key.replace("_id", ""): config.get(key)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    named = {
+        key: tokens[number]
+        for key, number in named.items()
+        if number is not None and number < len(tokens)
+    }
     if kind == "gpt2":
         name = str(data.optional("tokenizer.ggml.pre") or "default")
         if name not in WORDS:
@@ -90,8 +101,14 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
     made.save(str(folder / "tokenizer.json"))
     # The rules are all in tokenizer.json: a class of its own would put its rules in their place. The flag says that no
     # pattern is to be mended, which transformers else asks about at every large vocabulary.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
-    text = json.dumps(settings | {"fix_mistral_regex": False}, indent=2, sort_keys=True, ensure_ascii=False)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **named,
+    }
+    text = json.dumps(
+        settings | {"fix_mistral_regex": False}, indent=2, sort_keys=True, ensure_ascii=False
+    )
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     if template := data.optional("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -102,7 +119,9 @@ def _byte_level(data: Metadata, tokens: list[str], types: list[int], name: str) 
 
     merges = [tuple(pair.split(" ", 1)) for pair in data.general("tokenizer.ggml.merges")]
     vocab = _vocab(data, tokens)
-    merges = [pair for pair in merges if "".join(pair) in vocab and pair[0] in vocab and pair[1] in vocab]
+    merges = [
+        pair for pair in merges if "".join(pair) in vocab and pair[0] in vocab and pair[1] in vocab
+    ]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=name in _WHOLE))
     words = WORDS[name]
     if words in (_GPT2, _DIGITS):
@@ -111,28 +130,38 @@ def _byte_level(data: Metadata, tokens: list[str], types: list[int], name: str) 
             cut = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut])
     else:
         by_word = pre_tokenizers.Split(Regex(words), behavior="isolated")
-        cut = pre_tokenizers.Sequence([by_word, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        cut = pre_tokenizers.Sequence(
+            [by_word, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     made.pre_tokenizer = cut
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     return made
 
 
-def _sentencepiece(data: Metadata, tokens: list[str], types: list[int], unknown: str | None) -> Tokenizer:
+def _sentencepiece(
+    data: Metadata, tokens: list[str], types: list[int], unknown: str | None
+) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = data.general("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
-        raise ModelError(f"{data.path}: tokenizer.ggml.scores", expected=len(tokens), received=len(scores))
+        raise ModelError(
+            f"{data.path}: tokenizer.ggml.scores", expected=len(tokens), received=len(scores)
+        )
     vocab = _vocab(data, tokens)
-    whole = {token for token, kind in zip(tokens, types) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
+    whole = {
+        token for token, kind in zip(tokens, types) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    }
     merges = _merges(vocab, scores, whole)
     bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     made: Any = Tokenizer(bpe)
     prefix = data.optional("tokenizer.ggml.add_space_prefix")
     prefix = True if prefix is None else bool(prefix)
     spaces = [normalizers.Replace(" ", SPACE)]
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), *spaces] if prefix else spaces
+    )
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefix else back)
     return made
@@ -142,7 +171,9 @@ def _vocab(data: Metadata, tokens: list[str]) -> dict[str, int]:
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for number, token in enumerate(tokens) if vocab[token] != number)
-        raise ModelError(f"{data.path}: a token is there twice (tokenizer.ggml.tokens)", received=repr(twice))
+        raise ModelError(
+            f"{data.path}: a token is there twice (tokenizer.ggml.tokens)", received=repr(twice)
+        )
     return vocab
 
 
@@ -181,9 +212,13 @@ def _begin_and_end(made: Any, data: Metadata, named: dict[str, str], first: bool
     around = [token for token in (before, after) if token]
     if not around:
         if made.post_processor is None:
-            made.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+            made.post_processor = processors.TemplateProcessing(
+                single="$A", pair="$A $B:1", special_tokens=[]
+            )
         return
     single = [token for token in (before, "$A", after) if token]
     pair = [*single, *(f"{part}:1" for part in (before, "$B", after) if part)]
     ids = [(token, made.token_to_id(token)) for token in dict.fromkeys(around)]
-    made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+    made.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=ids
+    )

@@ -43,7 +43,11 @@ class Gpt2Dims(ModelDims):
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the methods that work."""
-        return self.linear_shapes[target] if target in self.linear_shapes else _refuse_replacing(target)
+        return (
+            self.linear_shapes[target]
+            if target in self.linear_shapes
+            else _refuse_replacing(target)
+        )
 
     @property
     def default_targets(self) -> tuple[str, ...]:
@@ -66,20 +70,35 @@ class Gpt2(Family):
 
     model_type = "gpt2"
     linear_targets = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    linear_parents = {"attn.c_attn": "attn", "attn.c_proj": "attn", "mlp.c_fc": "mlp", "mlp.c_proj": "mlp"}
+    linear_parents = {
+        "attn.c_attn": "attn",
+        "attn.c_proj": "attn",
+        "mlp.c_fc": "mlp",
+        "mlp.c_proj": "mlp",
+    }
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         refuse_quantised(config, where)
         hidden, heads = read_size(config, "n_embd", where), read_size(config, "n_head", where)
         if hidden % heads:
-            raise ModelError(f"{where}: field 'n_head'", expected=f"a divisor of n_embd ({hidden})", received=heads)
+            raise ModelError(
+                f"{where}: field 'n_head'",
+                expected=f"a divisor of n_embd ({hidden})",
+                received=heads,
+            )
         activation = config.get("activation_function", "gelu_new")
         if activation not in ACTIVATIONS:
             expected = ", ".join(ACTIVATIONS)
-            raise UnknownTrait(f"{where}: field 'activation_function'", expected=expected, received=activation)
+            raise UnknownTrait(
+                f"{where}: field 'activation_function'", expected=expected, received=activation
+            )
         if config.get("add_cross_attention"):
-            raise ModelError(f"{where}: field 'add_cross_attention'", expected="false: a decoder alone", received=True)
+            raise ModelError(
+                f"{where}: field 'add_cross_attention'",
+                expected="false: a decoder alone",
+                received=True,
+            )
         return Gpt2Dims(
             family="gpt2",
             layers=read_size(config, "n_layer", where),
@@ -112,7 +131,9 @@ class Gpt2(Family):
             "transformer.wte.weight": (dims.vocab, dims.hidden),
             "transformer.wpe.weight": (dims.max_positions, dims.hidden),
         }
-        norms = [f"transformer.h.{i}.{norm}" for i in range(dims.layers) for norm in ("ln_1", "ln_2")]
+        norms = [
+            f"transformer.h.{i}.{norm}" for i in range(dims.layers) for norm in ("ln_1", "ln_2")
+        ]
         for norm in [*norms, "transformer.ln_f"]:
             shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (dims.hidden,)
         for i in range(dims.layers):
@@ -151,7 +172,9 @@ class Gpt2(Family):
         at = torch.arange(length, device=rows.device) if position_ids is None else position_ids
         return rows + self.model.transformer.wpe(at)
 
-    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return blocks take no positions: two tensors [1, length, 0]."""
         import torch
 
@@ -184,7 +207,11 @@ class Gpt2(Family):
 
     def linear_name(self, i: int, target: str) -> str:
         """Return its full name in state dictionaries; ModelError for one that GPT-2 does not have."""
-        return f"transformer.h.{i}.{target}" if target in self.linear_targets else _refuse_replacing(target)
+        return (
+            f"transformer.h.{i}.{target}"
+            if target in self.linear_targets
+            else _refuse_replacing(target)
+        )
 
 
 def _refuse_replacing(target: str) -> NoReturn:

@@ -34,7 +34,9 @@ class Granite(TraitFamily):
             logit_scale=1.0 / factor("logits_scaling"),
         )
         bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-        return decoder_dims("granite", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+        return decoder_dims(
+            "granite", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits
+        )
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:

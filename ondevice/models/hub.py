@@ -48,20 +48,32 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=_FILES, ignore_patterns=_NOT, **_where(revision)))
+        return Path(
+            snapshot_download(
+                source, allow_patterns=_FILES, ignore_patterns=_NOT, **_where(revision)
+            )
+        )
     except Exception as error:
         raise _readable(error, source, revision) from error
 
 
 def _where(revision: str | None) -> dict[str, Any]:
-    return {"revision": revision, "local_files_only": not reachable(), "endpoint": os.environ.get("HF_ENDPOINT")}
+    return {
+        "revision": revision,
+        "local_files_only": not reachable(),
+        "endpoint": os.environ.get("HF_ENDPOINT"),
+    }
 
 
 def incomplete(error: ModelError, source: str, revision: str | None) -> ModelError:
     """Say of a snapshot that cannot be loaded what it lacks, and whether the cache or the hub has no more."""
     name = f"{source}@{revision}" if revision else source
     if reachable():
-        return ModelError(f"model {name} of the hub: {error.message}", expected=error.expected, received=error.received)
+        return ModelError(
+            f"model {name} of the hub: {error.message}",
+            expected=error.expected,
+            received=error.received,
+        )
     return ModelError(
         f"the hub cannot be reached, and its cache has only a part of model {name}",
         expected=error.expected,

@@ -19,7 +19,9 @@ class Llama(Family):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-        return decoder_dims("llama", config, where, qkv_bias=attention, o_bias=attention, mlp_bias=mlp)
+        return decoder_dims(
+            "llama", config, where, qkv_bias=attention, o_bias=attention, mlp_bias=mlp
+        )
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:

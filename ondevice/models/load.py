@@ -69,14 +69,18 @@ def load_model(
     """
     if not isinstance(source, (str, Path)):
         raise ModelError(
-            "a model is named by a text", expected="a hub id, a folder, ...", received=type(source).__name__
+            "a model is named by a text",
+            expected="a hub id, a folder, ...",
+            received=type(source).__name__,
         )
     source, torch_dtype, torch_device = str(source), _dtype(dtype), _device(device)
     if source.startswith(TINY_PREFIX):
         from ondevice.models.tiny import tiny_model
 
         loaded = tiny_model(source.removeprefix(TINY_PREFIX))
-        for parameter in loaded.model.parameters():  # not the rotary frequencies, which stay in float32
+        for (
+            parameter
+        ) in loaded.model.parameters():  # not the rotary frequencies, which stay in float32
             parameter.data = parameter.data.to(torch_dtype)
         _move(loaded.model, torch_device)
         _check_head(source, {}, loaded.dims, classes)
@@ -94,7 +98,9 @@ def load_model(
     # A type that is not ours may have no fused attention: transformers then takes what it has.
     attention, count = None if dims.whole else "sdpa", classes or dims.classes
     model = _load_weights(folder, torch_dtype, attention, count, new_head)
-    if has_own_head:  # transformers leaves the head untied where it differs, but not what its configuration says
+    if (
+        has_own_head
+    ):  # transformers leaves the head untied where it differs, but not what its configuration says
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
     _move(model, torch_device)
@@ -134,7 +140,9 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
 
     if has_head(config):
         if classes not in (None, dims.classes):
-            raise ModelError(f"{source} has a classification head", expected=dims.classes, received=classes)
+            raise ModelError(
+                f"{source} has a classification head", expected=dims.classes, received=classes
+            )
         return False
     if classes is None:
         raise ModelError(
@@ -146,7 +154,11 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
 
 
 def _load_weights(
-    folder: Path, dtype: torch.dtype, attention: str | None = "sdpa", classes: int = 0, new_head: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    attention: str | None = "sdpa",
+    classes: int = 0,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """Load a decoder, or with `classes` an encoder with its head; a new head is always the same random one."""
     try:
@@ -172,12 +184,18 @@ def _load_weights(
     except Exception as error:  # transformers, safetensors and torch each raise their own kinds
         kind = type(error).__name__
         message = f"{folder}: the weights cannot be read"
-        raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
-    model, report = result  # transformers fills a missing tensor with random numbers, and only reports it
+        raise ModelError(
+            message, received=f"{kind}: {error}", hint="copy the model again"
+        ) from error
+    model, report = (
+        result  # transformers fills a missing tensor with random numbers, and only reports it
+    )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         message = f"{folder}: tensor '{name}' does not fit config.json"
-        raise ModelError(message, expected=tuple(wanted), received=tuple(stored), hint="copy the model again")
+        raise ModelError(
+            message, expected=tuple(wanted), received=tuple(stored), hint="copy the model again"
+        )
     absent = sorted(report["missing_keys"])
     if new_head:
         from ondevice.models.classifier import HEAD
@@ -185,7 +203,9 @@ def _load_weights(
         absent = [name for name in absent if not name.startswith(HEAD)]
     if missing_names := absent:
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
-        raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
+        raise ModelError(
+            f"{folder}: the weights lack a tensor", received=received, hint="copy the model again"
+        )
     return model
 
 
@@ -230,5 +250,7 @@ def _device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         raise ModelError("unknown device", expected="auto, cpu or cuda", received=device) from None
     if result.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor")
+        raise ModelError(
+            "there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor"
+        )
     return result

@@ -34,7 +34,9 @@ class Mistral(TraitFamily):
         # A window that no sequence reaches hides nothing.
         windows = () if window is None or window >= positions else (window,) * layers
         traits = BlockTraits(windows=windows)
-        return decoder_dims("mistral", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits)
+        return decoder_dims(
+            "mistral", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits
+        )
 
 
 def _window(config: dict[str, Any], where: str) -> int | None:

@@ -68,7 +68,11 @@ class MoeDims(ModelDims):
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
-        return self.linear_shapes[target] if target in self.linear_shapes else _refuse_adapter(self.family, target)
+        return (
+            self.linear_shapes[target]
+            if target in self.linear_shapes
+            else _refuse_adapter(self.family, target)
+        )
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
@@ -85,7 +89,10 @@ class MoeDims(ModelDims):
 
     @property
     def active_matrices(self) -> int:
-        sparse, dense = self._sparse_matrices(self.active_experts), self._mlp(self.dense_intermediate)
+        sparse, dense = (
+            self._sparse_matrices(self.active_experts),
+            self._mlp(self.dense_intermediate),
+        )
         return super().matrices + self._of_blocks(sparse, dense)
 
     @property
@@ -111,7 +118,11 @@ class MoeDims(ModelDims):
     def _sparse_matrices(self, experts: int) -> int:
         """Count one block's parameters: `experts` of its experts, the shared one with its gate, and the router."""
         gates = self.hidden * (bool(self.shared_intermediate) + self.experts)
-        return experts * self._mlp(self.expert_intermediate) + self._mlp(self.shared_intermediate) + gates
+        return (
+            experts * self._mlp(self.expert_intermediate)
+            + self._mlp(self.shared_intermediate)
+            + gates
+        )
 
 
 class MoeFamily(Family):
@@ -122,7 +133,10 @@ class MoeFamily(Family):
     """
 
     linear_targets = ATTENTION
-    linear_parents: ClassVar[dict[str, str]] = {**Family.linear_parents, **dict.fromkeys(EXPERTS, "mlp")}
+    linear_parents: ClassVar[dict[str, str]] = {
+        **Family.linear_parents,
+        **dict.fromkeys(EXPERTS, "mlp"),
+    }
     llama_cpp_normalises: ClassVar[bool]
     """True where llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
     dims: MoeDims
@@ -149,12 +163,16 @@ class MoeFamily(Family):
         assert isinstance(dims, MoeDims)  # noqa: S101
         if dims.dense_layers:
             message = "llama.cpp has experts in every layer of this family"
-            raise ModelError(message, received=f"none in layers {', '.join(map(str, dims.dense_layers))}")
+            raise ModelError(
+                message, received=f"none in layers {', '.join(map(str, dims.dense_layers))}"
+            )
         normalised = bool(config.get("norm_topk_prob", cls.llama_cpp_normalises))
         if normalised != cls.llama_cpp_normalises:
             does = "normalises" if cls.llama_cpp_normalises else "does not normalise"
             message = f"llama.cpp {does} the weights of a token's experts"
-            raise ModelError(message, expected=not normalised, received=f"norm_topk_prob {normalised}")
+            raise ModelError(
+                message, expected=not normalised, received=f"norm_topk_prob {normalised}"
+            )
         keys = {"expert_count": dims.experts, "expert_used_count": dims.active_experts,
                 "expert_feed_forward_length": dims.expert_intermediate}  # fmt: skip
         shared = dims.shared_intermediate
@@ -164,7 +182,11 @@ class MoeFamily(Family):
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return what `Family.tiny_config` does, with 6 experts of which a token takes 2."""
         experts = {"num_experts": 6, "num_experts_per_tok": 2}
-        return {**experts, "moe_intermediate_size": max(8, sizes["intermediate_size"] // 4), **sizes}
+        return {
+            **experts,
+            "moe_intermediate_size": max(8, sizes["intermediate_size"] // 4),
+            **sizes,
+        }
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
@@ -189,7 +211,9 @@ class MoeFamily(Family):
         layer: Any = self.layer(i)
         return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
 
-    def mlp_of(self, i: int, x_ND: Tensor, pairs: Mapping[str, ExpertLora] = MappingProxyType({})) -> Tensor:
+    def mlp_of(
+        self, i: int, x_ND: Tensor, pairs: Mapping[str, ExpertLora] = MappingProxyType({})
+    ) -> Tensor:
         """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden].
 
         Gradients go through the weights that the router gives its choice, not through the choice.
@@ -219,30 +243,51 @@ class MoeFamily(Family):
     def _parent(self, target: str) -> str:
         if target in EXPERTS:
             return "mlp"
-        return super()._parent(target) if target in self.linear_targets else _refuse_adapter(self.dims.family, target)
+        return (
+            super()._parent(target)
+            if target in self.linear_targets
+            else _refuse_adapter(self.dims.family, target)
+        )
 
 
 def moe_dims(
-    base: ModelDims, config: dict[str, Any], where: str, *, experts: int, active: int, expert: int, shared: int
+    base: ModelDims,
+    config: dict[str, Any],
+    where: str,
+    *,
+    experts: int,
+    active: int,
+    expert: int,
+    shared: int,
 ) -> MoeDims:
     """Add what a configuration says of experts to a decoder's dimensions; the numbers are transformers' defaults.
 
     Raises:
         ModelError: a size is wrong, or no layer has experts.
     """
-    config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes this name
+    config = {
+        "num_experts": config.get("num_local_experts"),
+        **config,
+    }  # transformers 5 writes this name
     experts = read_size(config, "num_experts", where, experts)
     active = read_size(config, "num_experts_per_tok", where, active)
     if active > experts:
         expected = f"at most num_experts ({experts})"
-        raise ModelError(f"{where}: field 'num_experts_per_tok'", expected=expected, received=active)
+        raise ModelError(
+            f"{where}: field 'num_experts_per_tok'", expected=expected, received=active
+        )
     expert = read_size(config, "moe_intermediate_size", where, expert)
     shared = read_size(config, "shared_expert_intermediate_size", where, shared) if shared else 0
-    every, dense = read_size(config, "decoder_sparse_step", where, 1), config.get("mlp_only_layers") or ()
+    every, dense = (
+        read_size(config, "decoder_sparse_step", where, 1),
+        config.get("mlp_only_layers") or (),
+    )
     dense_layers = tuple(i for i in range(base.layers) if i in dense or (i + 1) % every)
     if len(dense_layers) == base.layers:
         kind = base.family.removesuffix("_moe")
-        raise ModelError(f"{where}: no layer has experts", expected=f"model_type {kind} for an ordinary decoder")
+        raise ModelError(
+            f"{where}: no layer has experts", expected=f"model_type {kind} for an ordinary decoder"
+        )
     values = {field.name: getattr(base, field.name) for field in fields(ModelDims)}
     # The width that one token passes through: plans count activations and operations from it.
     values |= {"experts": experts, "intermediate": active * expert + shared}

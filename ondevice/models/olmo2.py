@@ -30,21 +30,30 @@ class Olmo2(TraitFamily):
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         bias = bool(config.get("attention_bias"))
         traits = BlockTraits(norms=tuple(NORMS.items()), qk_norm_all=True)
-        return decoder_dims("olmo2", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+        return decoder_dims(
+            "olmo2", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits
+        )
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         """Refuse OLMo 3, whose files name the same architecture."""
         if window := data.get("attention.sliding_window"):
             hint = "use the original safetensors model"
-            raise ModelError(f"{data.path}: is OLMo 3", expected="no window", received=f"{window} tokens", hint=hint)
+            raise ModelError(
+                f"{data.path}: is OLMo 3",
+                expected="no window",
+                received=f"{window} tokens",
+                hint=hint,
+            )
         return {}
 
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Refuse a tied head, which llama.cpp does not look for in this family."""
         if dims.tied:
-            raise ModelError("llama.cpp wants an output head of its own in this family", received="a tied head")
+            raise ModelError(
+                "llama.cpp wants an output head of its own in this family", received="a tied head"
+            )
         return {}
 
     @classmethod

@@ -94,7 +94,9 @@ def open_model(
         family = family_for(dims.family, source)
     else:
         family = family_for(config.get("model_type"), where)
-        plain_config = {key: value for key, value in config.items() if not key.startswith("quantization")}
+        plain_config = {
+            key: value for key, value in config.items() if not key.startswith("quantization")
+        }
         dims = dims_of(family, plain_config, where)
     info = sources.resolve(source, revision, verify=verify)
     assert info.path is not None  # noqa: S101 - only `tiny:` sources have none
@@ -120,7 +122,12 @@ def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:
         return None
     mixed = [key for key in packing if key not in ("bits", "group_size", "mode")]
     bits, group = packing.get("bits"), packing.get("group_size")
-    if mixed or bits not in (4, 8) or group not in (32, 64, 128) or packing.get("mode", "affine") != "affine":
+    if (
+        mixed
+        or bits not in (4, 8)
+        or group not in (32, 64, 128)
+        or packing.get("mode", "affine") != "affine"
+    ):
         raise ModelError(
             f"{where}: the weights are packed in a way that is not supported",
             expected="mode affine, bits 4 or 8, group_size 32, 64 or 128, the same in every layer",
@@ -177,7 +184,9 @@ def trait_sentence(reason: UnknownTrait) -> str:
     return f"{words} ({reason.received}; known: {reason.expected})" if reason.received else words
 
 
-def load_tokenizer(source: str, revision: str | None = None, config: Any = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str, revision: str | None = None, config: Any = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `source`, with a padding token; ModelError as in `load_model`.
 
     Args:
@@ -203,21 +212,36 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
         tokenizer("a")  # some settings of a wrong type show only here
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
-        raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error
+        raise ModelError(
+            message, received=f"{type(error).__name__}: {error}", hint="copy it again"
+        ) from error
     values = sources.read_config(folder)
     nested = values.get("text_config")
-    if isinstance(nested, dict):  # a model that also reads images keeps its language model's sizes there
-        values = {**values, **{key: value for key, value in nested.items() if values.get(key) is None}}
+    if isinstance(
+        nested, dict
+    ):  # a model that also reads images keeps its language model's sizes there
+        values = {
+            **values,
+            **{key: value for key, value in nested.items() if values.get(key) is None},
+        }
     rows, ends = values.get("vocab_size", 0), values.get("eos_token_id")
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
-    message, hint = f"{folder}: the tokenizer is another model's", "copy the tokenizer's files of the base model"
+    message, hint = (
+        f"{folder}: the tokenizer is another model's",
+        "copy the tokenizer's files of the base model",
+    )
     if tokenizer.vocab_size > rows:
-        expected, received = f"at most {rows} tokens, as the embedding has", f"{tokenizer.vocab_size} tokens"
+        expected, received = (
+            f"at most {rows} tokens, as the embedding has",
+            f"{tokenizer.vocab_size} tokens",
+        )
         raise ModelError(message, expected=expected, received=received, hint=hint)
     if ends and min(ends) >= len(tokenizer):
         expected = f"the token {min(ends)}, which config.json names as eos_token_id"
         raise ModelError(message, expected=expected, received=f"{len(tokenizer)} tokens", hint=hint)
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:  # some add one that the model has no row for
+    if (
+        tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows
+    ):  # some add one that the model has no row for
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 

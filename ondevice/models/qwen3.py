@@ -19,11 +19,16 @@ class Qwen3(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        bias, layers = bool(config.get("attention_bias")), read_size(config, "num_hidden_layers", where)
+        bias, layers = (
+            bool(config.get("attention_bias")),
+            read_size(config, "num_hidden_layers", where),
+        )
         windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
         config = {"head_dim": 128, **config}
         traits = BlockTraits(norms=tuple(NORMS.items()), windows=windows)
-        return decoder_dims("qwen3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+        return decoder_dims(
+            "qwen3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits
+        )
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

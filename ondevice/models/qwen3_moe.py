@@ -23,7 +23,9 @@ class Qwen3Moe(MoeFamily):
         refuse_window(config, where)
         bias, traits = bool(config.get("attention_bias")), BlockTraits(norms=tuple(NORMS.items()))
         sizes = {"intermediate_size": 6144, "num_key_value_heads": 4, **config}
-        base = decoder_dims("qwen3_moe", sizes, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+        base = decoder_dims(
+            "qwen3_moe", sizes, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits
+        )
         return moe_dims(base, config, where, experts=128, active=8, expert=768, shared=0)
 
     @classmethod

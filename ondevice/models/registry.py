@@ -37,7 +37,10 @@ def families_with(linear: str) -> list[str]:
 
 def _family(model_type: str) -> type[Family] | None:
     """Return the family in the file of that name, importing no other file; None where there is none."""
-    if not model_type.isidentifier() or importlib.util.find_spec(f"ondevice.models.{model_type}") is None:
+    if (
+        not model_type.isidentifier()
+        or importlib.util.find_spec(f"ondevice.models.{model_type}") is None
+    ):
         return None
     family = getattr(importlib.import_module(f"ondevice.models.{model_type}"), "FAMILY", None)
     return family if family is not None and family.model_type == model_type else None
@@ -77,7 +80,11 @@ def classifier_for(config: dict[str, Any]) -> type[Family] | None:
 
 def family_for_gguf(architecture: str, where: str) -> type[Family]:
     """Return the family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
-    by_name = {family.gguf_architecture: family for family in families().values() if family.gguf_architecture}
+    by_name = {
+        family.gguf_architecture: family
+        for family in families().values()
+        if family.gguf_architecture
+    }
     if architecture not in by_name:
         raise ModelError(
             f"{where}: GGUF files of architecture {architecture!r} are not supported",

@@ -42,7 +42,9 @@ def sample(loaded: LoadedModel, ids: Sequence[int], **options: Any) -> Iterator[
     def feed(new: Sequence[int]) -> Tensor:
         nonlocal cache
         with torch.no_grad():
-            output = model(torch.tensor([list(new)], device=device), past_key_values=cache, use_cache=True)
+            output = model(
+                torch.tensor([list(new)], device=device), past_key_values=cache, use_cache=True
+            )
         cache = output.past_key_values
         return output.logits[0, -1].float().cpu()
 
@@ -84,7 +86,9 @@ def draw(
     given: Sequence[int] = ids
     for _ in range(max_new_tokens):
         logits = torch.as_tensor(feed(given))
-        token = int(logits.argmax()) if temperature == 0 else _draw(logits / temperature, top_p, drawn)
+        token = (
+            int(logits.argmax()) if temperature == 0 else _draw(logits / temperature, top_p, drawn)
+        )
         logs = torch.log_softmax(logits, -1)
         best = torch.topk(logs, top) if top else None
         pairs = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist()))

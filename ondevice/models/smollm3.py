@@ -29,14 +29,23 @@ class SmolLm3(TraitFamily):
         windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
         traits = BlockTraits(rotary=tuple(bool(use) for use in rotary), windows=windows)
         bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-        config = {"num_key_value_heads": 4, **config, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        return decoder_dims("smollm3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+        config = {
+            "num_key_value_heads": 4,
+            **config,
+            "tie_word_embeddings": config.get("tie_word_embeddings", True),
+        }
+        return decoder_dims(
+            "smollm3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits
+        )
 
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Refuse what llama.cpp does not know: it rotates all layers but each fourth, and has no windows."""
         if any(dims.traits.rotated(i) == ((i + 1) % 4 == 0) for i in range(dims.layers)):
-            raise ModelError("llama.cpp rotates all layers of this family but each fourth", received="other layers")
+            raise ModelError(
+                "llama.cpp rotates all layers of this family but each fourth",
+                received="other layers",
+            )
         return {}
 
     @classmethod

@@ -54,8 +54,12 @@ class SourceInfo:
 
 def weights_sha256(digests: dict[str, str]) -> str:
     """Hash `config.json` and the safetensors files among `digests` (name to SHA-256) into one digest."""
-    names = sorted(name for name in digests if name == "config.json" or name.endswith(".safetensors"))
-    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in names).encode()).hexdigest()
+    names = sorted(
+        name for name in digests if name == "config.json" or name.endswith(".safetensors")
+    )
+    return hashlib.sha256(
+        "".join(f"{name} {digests[name]}\n" for name in names).encode()
+    ).hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -118,10 +122,14 @@ def local_folder(source: str) -> Path | None:
         return path
     if path.is_file():
         raise ModelError(
-            f"{source} is a file", expected="a folder, or a .gguf file", received=path.suffix or "no suffix"
+            f"{source} is a file",
+            expected="a folder, or a .gguf file",
+            received=path.suffix or "no suffix",
         )
     if source.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(source):
-        raise ModelError(f"{source} does not exist", expected="a folder, a .gguf file, package:NAME or a hub id")
+        raise ModelError(
+            f"{source} does not exist", expected="a folder, a .gguf file, package:NAME or a hub id"
+        )
     return None
 
 
@@ -133,12 +141,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        return as_the_weights_are(read_object(path, ModelError, hint="copy the model again"), folder)
+        return as_the_weights_are(
+            read_object(path, ModelError, hint="copy the model again"), folder
+        )
     except FileNotFoundError:
         hint = "give the folder that `save_pretrained` wrote"
         if (folder / "adapter_config.json").is_file():
             hint = "this is an adapter: give its base model as the model"
-        raise ModelError(f"{folder} is no model", expected="config.json", received="no such file", hint=hint) from None
+        raise ModelError(
+            f"{folder} is no model", expected="config.json", received="no such file", hint=hint
+        ) from None
 
 
 def check_folder(folder: Path) -> None:
@@ -154,12 +166,18 @@ def check_folder(folder: Path) -> None:
             shards = sorted(set(read_json(index)["weight_map"].values()))
             places = [inside(folder, shard) for shard in shards]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} cannot be read", expected="a weight_map", received=str(error)) from None
+            raise ModelError(
+                f"{index} cannot be read", expected="a weight_map", received=str(error)
+            ) from None
         for shard, place in zip(shards, places, strict=True):
             if not place.is_file():
-                raise ModelError(f"{folder} lacks a part of the weights", expected=shard, hint="copy it again")
+                raise ModelError(
+                    f"{folder} lacks a part of the weights", expected=shard, hint="copy it again"
+                )
     elif not (folder / "model.safetensors").is_file():
-        pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+        pickled = [
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+        ]
         raise ModelError(
             f"{folder} has no safetensors weights",
             expected="model.safetensors",
@@ -184,11 +202,15 @@ def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         try:
             stored = {name: place.shape for name, place in read_header(path).tensors.items()}
         except (ValueError, OSError) as error:
-            raise ModelError(f"{path} is damaged", received=str(error), hint="copy the model again") from None
+            raise ModelError(
+                f"{path} is damaged", received=str(error), hint="copy the model again"
+            ) from None
         for name, shape in stored.items():
             if name in shapes and shape != shapes[name]:
                 message = f"{path}: tensor '{name}' does not fit config.json"
-                raise ModelError(message, expected=shapes[name], received=shape, hint="copy the model again")
+                raise ModelError(
+                    message, expected=shapes[name], received=shape, hint="copy the model again"
+                )
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -58,8 +58,13 @@ def find_stored(source: str) -> Stored:
     found = found or [model for model in models if model.source.partition("==")[0] == source]
     if len(found) != 1:
         raise ModelError(
-            f"{len(found)} models of the caches are named {source}" if found else f"no cache has the model {source}",
-            expected="one of " + (", ".join(model.source for model in found or models) or "none: the caches are empty"),
+            f"{len(found)} models of the caches are named {source}"
+            if found
+            else f"no cache has the model {source}",
+            expected="one of "
+            + (
+                ", ".join(model.source for model in found or models) or "none: the caches are empty"
+            ),
             received=source,
             hint="`ondevice models` lists them",
         )
@@ -91,7 +96,9 @@ def _converted() -> list[Stored]:
         except (OSError, ValueError, KeyError, TypeError):
             source = str(record.parent)
         folder = record.parent
-        models.append(Stored(source, folder.parent.name, _model_type(folder), _size(folder), folder))
+        models.append(
+            Stored(source, folder.parent.name, _model_type(folder), _size(folder), folder)
+        )
     return models
 
 
@@ -109,7 +116,9 @@ def _hub() -> list[Stored]:
     for repository in found.repos:
         if repository.repo_type != "model":
             continue
-        newest = max(repository.revisions, key=lambda revision: revision.last_modified, default=None)
+        newest = max(
+            repository.revisions, key=lambda revision: revision.last_modified, default=None
+        )
         folder = repository.repo_path if newest is None else newest.snapshot_path
         models.append(
             Stored(

@@ -63,7 +63,9 @@ class Ending:
     tokens: int = field(default=0)
 
 
-def pieces(tokens: Iterable[Token], tokenizer: Any, stop: Sequence[str], ending: Ending) -> Iterator[str]:
+def pieces(
+    tokens: Iterable[Token], tokenizer: Any, stop: Sequence[str], ending: Ending
+) -> Iterator[str]:
     """Yield the text of tokens as it becomes certain; `ending` is filled in."""
     text = Text(tokenizer, stop)
     for token in tokens:
@@ -82,4 +84,6 @@ def pieces(tokens: Iterable[Token], tokenizer: Any, stop: Sequence[str], ending:
 
 def _overlap(text: str, word: str) -> int:
     """Return how many letters at the end of `text` begin `word`."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0
+    )

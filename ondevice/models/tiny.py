@@ -80,7 +80,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -114,9 +116,13 @@ def _check(hidden: int, heads: int, kv_heads: int, vocab: int) -> None:
         expected = f"hidden a multiple of 32 and of twice the {heads} heads"
         raise ModelError("a tiny model's sizes do not fit", expected=expected, received=hidden)
     if heads % kv_heads:
-        raise ModelError("a tiny model's sizes do not fit", expected="kv_heads divides heads", received=kv_heads)
+        raise ModelError(
+            "a tiny model's sizes do not fit", expected="kv_heads divides heads", received=kv_heads
+        )
     if vocab < VOCABULARY:
-        raise ModelError("a tiny model's sizes do not fit", expected=f"vocab >= {VOCABULARY}", received=vocab)
+        raise ModelError(
+            "a tiny model's sizes do not fit", expected=f"vocab >= {VOCABULARY}", received=vocab
+        )
 
 
 def _config(
@@ -179,14 +185,18 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=rng)
             if parameter.ndim == 1:
-                scale = name.endswith("norm.weight") or (".ln_" in name and name.endswith(".weight"))
+                scale = name.endswith("norm.weight") or (
+                    ".ln_" in name and name.endswith(".weight")
+                )
                 parameter.copy_(0.1 * noise + (1.0 if scale else 0.0))
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
 
 
 def _digest(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256(repr(sorted(model.config.to_dict().items(), key=lambda item: item[0])).encode())
+    digest = hashlib.sha256(
+        repr(sorted(model.config.to_dict().items(), key=lambda item: item[0])).encode()
+    )
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
         digest.update(parameter.detach().numpy().tobytes())

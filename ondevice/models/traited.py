@@ -20,21 +20,29 @@ class TraitFamily(Family):
 
         table = self.embedding
         # transformers' module may multiply by itself; one that stands for a packed table does not.
-        rows = nn.functional.embedding(ids, table.weight) if isinstance(table, nn.Embedding) else table(ids)
+        rows = (
+            nn.functional.embedding(ids, table.weight)
+            if isinstance(table, nn.Embedding)
+            else table(ids)
+        )
         return self.place(rows)
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         scale = self.dims.traits.embedding_scale
         return rows if scale == 1.0 else rows * rows.new_tensor(scale)
 
-    def block(self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
+    def block(
+        self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None
+    ) -> Tensor:
         """Compute block `i`, as `Family.block` does."""
         layer: Any = self.layer(i)
         mask = self._mask(i, h, mask)
         left = layer(h, position_embeddings=self.layer_position(i, position), attention_mask=mask)
         return left[0] if isinstance(left, tuple) else left
 
-    def attention_branch(self, i: int, h: Tensor, position: Any, mask: Tensor | None = None) -> Tensor:
+    def attention_branch(
+        self, i: int, h: Tensor, position: Any, mask: Tensor | None = None
+    ) -> Tensor:
         """Compute attention with the norms and the factor that the block has around it, without the residual."""
         layer: Any = self.layer(i)
         place, mask = self.layer_position(i, position), self._mask(i, h, mask)
@@ -45,7 +53,9 @@ class TraitFamily(Family):
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
         """Compute the MLP with the norms and the factor around it, without the residual."""
         layer: Any = self.layer(i)
-        return self._branch(self._normed(layer, "after_mlp", layer.mlp(self._normed(layer, "before_mlp", h))))
+        return self._branch(
+            self._normed(layer, "after_mlp", layer.mlp(self._normed(layer, "before_mlp", h)))
+        )
 
     def _mask(self, i: int, h: Tensor, mask: Tensor | None) -> Tensor | None:
         """`mask`, and the window's of that layer where it hides something."""
@@ -77,7 +87,9 @@ def window_mask(h: Tensor, window: int) -> Tensor:
     seen = torch.ones(length, length, dtype=torch.bool, device=h.device)
     seen = seen.tril().triu(1 - window)
     least = torch.finfo(h.dtype).min
-    return torch.zeros(length, length, dtype=h.dtype, device=h.device).masked_fill(~seen, least)[None, None]
+    return torch.zeros(length, length, dtype=h.dtype, device=h.device).masked_fill(~seen, least)[
+        None, None
+    ]
 
 
 def sliding_windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
@@ -87,6 +99,10 @@ def sliding_windows(config: dict[str, Any], layers: int, where: str) -> tuple[in
         return ()
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
         expected = f"{layers} of sliding_attention and full_attention"
-        raise UnknownTrait(f"{where}: field 'layer_types'", expected=expected, received=", ".join(sorted(set(types))))
+        raise UnknownTrait(
+            f"{where}: field 'layer_types'",
+            expected=expected,
+            received=", ".join(sorted(set(types))),
+        )
     window = read_size(config, "sliding_window", where)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -98,7 +98,9 @@ def _words(name: str, traits: BlockTraits) -> str:
     return f"the activation {traits.activation}" if name == "activation" else WORDS[name]
 
 
-def check_traits(dims: Any, what: str, known: Collection[str] = (), length_tokens: int | None = None) -> None:
+def check_traits(
+    dims: Any, what: str, known: Collection[str] = (), length_tokens: int | None = None
+) -> None:
     """Refuse a block that has a trait which `what`, such as "method revffn", does not do.
 
     Args:
@@ -108,7 +110,9 @@ def check_traits(dims: Any, what: str, known: Collection[str] = (), length_token
     Raises:
         ModelError: naming the traits, and the methods that work.
     """
-    within = length_tokens is not None and length_tokens <= dims.traits.shortest_window(length_tokens)
+    within = length_tokens is not None and length_tokens <= dims.traits.shortest_window(
+        length_tokens
+    )
     unknown = dims.traits.beyond((*known, "windows") if within else known)
     if not unknown:
         return

@@ -63,7 +63,9 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
         float32 [N]; float64 of a float64 model.
     """
     active = (labels_N != IGNORE).nonzero().squeeze(1)
-    result = torch.zeros(labels_N.shape[0], dtype=wide(hidden_ND[:0]).dtype, device=hidden_ND.device)
+    result = torch.zeros(
+        labels_N.shape[0], dtype=wide(hidden_ND[:0]).dtype, device=hidden_ND.device
+    )
     if active.numel() == 0:
         return result
     nll = _TiledNll.apply(hidden_ND[active], weight_VD, labels_N[active], tiles)
@@ -74,7 +76,9 @@ class _TiledNll(torch.autograd.Function):
     """The online log-sum-exp forward; backward computes each tile's logits again instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
+    ) -> Tensor:
         target_N = (wide(hidden_ND) * wide(weight_VD[labels_N])).sum(-1)
         maximum = torch.full_like(target_N, float("-inf"))
         total = torch.zeros_like(target_N)
@@ -98,7 +102,9 @@ class _TiledNll(torch.autograd.Function):
         rows = torch.arange(labels_N.shape[0], device=labels_N.device)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
             logits = float32_logits(hidden_ND, weight_VD[low:high])
-            probability = (logits - logsumexp[:, None]).exp()  # softmax; minus 1 at the label is the gradient
+            probability = (
+                logits - logsumexp[:, None]
+            ).exp()  # softmax; minus 1 at the label is the gradient
             inside = (labels_N >= low) & (labels_N < high)
             probability[rows[inside], labels_N[inside] - low] -= 1.0
             scaled = (probability * grad_N[:, None]).to(hidden_ND.dtype)

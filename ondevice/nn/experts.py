@@ -39,10 +39,14 @@ def mixture(
     """
     count, chosen = experts_NK.shape
     flat = experts_NK.reshape(-1)
-    order = torch.argsort(flat, stable=True)  # stable: one order of the rows, and so the same bits every time
+    order = torch.argsort(
+        flat, stable=True
+    )  # stable: one order of the rows, and so the same bits every time
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
-    ends = torch.searchsorted(flat[order], torch.arange(gate_up_EFD.shape[0], device=flat.device), right=True)
+    ends = torch.searchsorted(
+        flat[order], torch.arange(gate_up_EFD.shape[0], device=flat.device), right=True
+    )
     rows = _Spread.apply(x_ND, order, inverse, chosen)
     gate, up = _adapted_linear(rows, gate_up_EFD, ends, pairs.get("gate_up_proj")).chunk(2, -1)
     out = _adapted_linear(activation(gate) * up, down_EDF, ends, pairs.get("down_proj"))
@@ -65,7 +69,9 @@ class ExpertLora(NamedTuple):
     def leaf(self) -> ExpertLora:
         """Return the same numbers as leaves of a graph."""
         return ExpertLora(
-            self.a_ERI.detach().requires_grad_(True), self.b_EOR.detach().requires_grad_(True), self.scale
+            self.a_ERI.detach().requires_grad_(True),
+            self.b_EOR.detach().requires_grad_(True),
+            self.scale,
         )
 
 
@@ -73,7 +79,9 @@ def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> ExpertLora:
     """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank * experts], in which
     the numbers of one rank lie together."""
     a_ERI = a.reshape(experts, -1, a.shape[-1])
-    return ExpertLora(a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale)
+    return ExpertLora(
+        a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale
+    )
 
 
 def peft_layout(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +103,9 @@ def pairs_of(experts: Any) -> tuple[Any, dict[str, ExpertLora]]:
     return experts, pairs
 
 
-def _adapted_linear(rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: ExpertLora | None) -> Tensor:
+def _adapted_linear(
+    rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: ExpertLora | None
+) -> Tensor:
     """Multiply rows as `grouped_linear` does, by W + scale B A where there is a pair, whose sum is not made."""
     out = grouped_linear(rows_MI, weight_EOI, ends_E)
     if pair is None:

@@ -59,7 +59,9 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
     return token_nll
 
 
-def labelled_only(loss: Callable[[Tensor, Tensor], Tensor], limit: int) -> Callable[[Tensor, Tensor], Tensor]:
+def labelled_only(
+    loss: Callable[[Tensor, Tensor], Tensor], limit: int
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Compute a fixed-shape loss on at most `limit` positions: the labelled ones, and some that count nothing.
 
     In a classification row only the answer is labelled, so the head then costs next to nothing.
@@ -70,8 +72,15 @@ def labelled_only(loss: Callable[[Tensor, Tensor], Tensor], limit: int) -> Calla
     """
 
     def limited(hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-        positions = (labels_N != IGNORE).to(torch.int32).topk(min(limit, labels_N.shape[0]), sorted=False).indices
+        positions = (
+            (labels_N != IGNORE)
+            .to(torch.int32)
+            .topk(min(limit, labels_N.shape[0]), sorted=False)
+            .indices
+        )
         nll = loss(hidden_ND[positions], labels_N[positions])
-        return torch.zeros(labels_N.shape[0], dtype=nll.dtype, device=nll.device).scatter(0, positions, nll)
+        return torch.zeros(labels_N.shape[0], dtype=nll.dtype, device=nll.device).scatter(
+            0, positions, nll
+        )
 
     return limited

@@ -49,7 +49,9 @@ class LoRALinear(nn.Module):
             ModelError: the shapes do not fit.
         """
         inputs, outputs = sides(linear)
-        device = next((p.device for p in linear.parameters()), None) or next(linear.buffers()).device
+        device = (
+            next((p.device for p in linear.parameters()), None) or next(linear.buffers()).device
+        )
         a_RI = torch.as_tensor(a).detach().to(device, torch.float32, copy=True)
         if b is None:
             b_OR = torch.zeros(outputs, rank, dtype=torch.float32, device=device)
@@ -57,7 +59,9 @@ class LoRALinear(nn.Module):
             b_OR = torch.as_tensor(b).detach().to(device, torch.float32, copy=True)
         for name, tensor, expected in (("A", a_RI, (rank, inputs)), ("B", b_OR, (outputs, rank))):
             if tuple(tensor.shape) != expected:
-                message = f"LoRA {name} does not fit a layer of {inputs} inputs and {outputs} outputs"
+                message = (
+                    f"LoRA {name} does not fit a layer of {inputs} inputs and {outputs} outputs"
+                )
                 raise ModelError(message, expected=expected, received=tuple(tensor.shape))
         linear.requires_grad_(False)
         return cls(linear, a_RI.contiguous(), b_OR.contiguous(), alpha)
@@ -110,7 +114,11 @@ class LoRALinear(nn.Module):
             )
         weight = (base.weight.float() + self.delta()).to(base.weight.dtype)
         linear = nn.Linear(
-            base.in_features, base.out_features, bias=base.bias is not None, device="meta", dtype=weight.dtype
+            base.in_features,
+            base.out_features,
+            bias=base.bias is not None,
+            device="meta",
+            dtype=weight.dtype,
         )
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if base.bias is not None:
@@ -128,4 +136,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def sides(linear: Any) -> tuple[int, int]:
     """Return (inputs, outputs) of a linear layer."""
-    return (linear.nx, linear.nf) if is_conv1d(linear) else (int(linear.in_features), int(linear.out_features))
+    return (
+        (linear.nx, linear.nf)
+        if is_conv1d(linear)
+        else (int(linear.in_features), int(linear.out_features))
+    )

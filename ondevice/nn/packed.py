@@ -33,7 +33,9 @@ def bitsandbytes() -> Any:
         MissingPackageError: it is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingPackageError("bitsandbytes is not installed", hint='pip install "ondevice-train[cuda]"')
+        raise MissingPackageError(
+            "bitsandbytes is not installed", hint='pip install "ondevice-train[cuda]"'
+        )
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from bitsandbytes import functional as bnb
 
@@ -179,7 +181,10 @@ class PackedLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if fn(self.weight).device != self.weight.device:
-            raise ModelError("packed weights stay on the device that they were loaded on", received="a move to another")
+            raise ModelError(
+                "packed weights stay on the device that they were loaded on",
+                received="a move to another",
+            )
         return self  # a change of dtype is for weights in full precision
 
     def extra_repr(self) -> str:
@@ -210,7 +215,12 @@ def unpack_model(family: Family) -> None:
         for target in family.linear_targets:
             packed = family.linear(layer, target)
             if isinstance(packed, PackedLinear):
-                plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+                plain = nn.Linear(
+                    packed.in_features,
+                    packed.out_features,
+                    bias=packed.bias is not None,
+                    device="meta",
+                )
                 plain.weight = nn.Parameter(packed.dense(), requires_grad=False)
                 plain.register_parameter("bias", packed.bias)
                 family.set_linear(layer, target, plain)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
 
 
-def quantize_model(family: Any, export: ExportConfig, loss_tiles: int, answers: tuple[int, ...] = ()) -> Any:
+def quantize_model(
+    family: Any, export: ExportConfig, loss_tiles: int, answers: tuple[int, ...] = ()
+) -> Any:
     """Quantise the frozen weights in place.
 
     Args:
@@ -49,7 +51,9 @@ def quantize_model(family: Any, export: ExportConfig, loss_tiles: int, answers: 
         return graph_token_nll(_quantize_8da4w(family, tiles))
     if export.loss == "op":
         weight = family.head_weight
-        return lambda hidden, labels: torch.ops.ondevice.linear_cross_entropy(hidden, weight, labels)
+        return lambda hidden, labels: torch.ops.ondevice.linear_cross_entropy(
+            hidden, weight, labels
+        )
     return graph_token_nll(weight_tiles(family.head_weight, tiles))
 
 
@@ -68,7 +72,10 @@ def _quantize_8da4w(family: Any, tiles: int) -> list[Tile]:
     """Torchao's 8da4w on every linear and on the head's tiles, int8 on the embedding; XNNPACK runs them."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
-    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
+    from torchao.quantization.quant_api import (
+        Int8DynamicActivationIntxWeightConfig,
+        IntxWeightOnlyConfig,
+    )
 
     head = family.head_weight.detach().clone()
     heads: list[tuple[int, nn.Linear]] = []
@@ -78,7 +85,10 @@ def _quantize_8da4w(family: Any, tiles: int) -> list[Tile]:
         heads.append((low, linear))
     container = nn.ModuleList([linear for _, linear in heads])
     family.embedding.padding_idx = None
-    linears = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))  # pyright: ignore[reportAttributeAccessIssue]
+    linears = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4,  # pyright: ignore[reportAttributeAccessIssue]
+        weight_granularity=PerGroup(32),
+    )
     embeddings = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     body = family.model.get_decoder()
     with warnings.catch_warnings():

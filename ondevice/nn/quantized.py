@@ -26,7 +26,9 @@ class Q4Linear(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
         self.register_buffer("mins", mins)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float().clone())
+        self.register_buffer(
+            "bias", None if linear.bias is None else linear.bias.detach().float().clone()
+        )
         self.group = group
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -49,7 +51,9 @@ class Q8Embedding(nn.Module):
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
         """Return cross-entropy with this table as the head; logits never exist."""
-        return torch.ops.ondevice.q8_linear_cross_entropy(hidden_ND, self.weight, self.scales, labels_N)
+        return torch.ops.ondevice.q8_linear_cross_entropy(
+            hidden_ND, self.weight, self.scales, labels_N
+        )
 
 
 def quantize_q4_model(family: Any) -> Q8Embedding:

@@ -12,6 +12,8 @@ def stochastic_round(out: Tensor, weight: Tensor, seed: int) -> Tensor:
     if out.dtype != torch.bfloat16:
         return out.copy_(weight)
     rng = torch.Generator(weight.device).manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, weight.shape, dtype=torch.int32, device=weight.device, generator=rng)
+    noise = torch.randint(
+        0, 1 << 16, weight.shape, dtype=torch.int32, device=weight.device, generator=rng
+    )
     bits = (weight.contiguous().view(torch.int32) + noise) & -(1 << 16)
     return out.copy_(bits.view(torch.float32))

@@ -41,7 +41,9 @@ class ActivationFile(Protocol):
 class Activations:
     """Inputs of all layers by (layer, micro-batch), in order: saved upwards, loaded downwards."""
 
-    def __init__(self, device: Device, timeline: Timeline, place: str, disk: ActivationFile | None) -> None:
+    def __init__(
+        self, device: Device, timeline: Timeline, place: str, disk: ActivationFile | None
+    ) -> None:
         self.device, self.timeline, self.place, self.disk = device, timeline, place, disk
         self.shape: tuple[int, int] = (0, 0)
         self.host: list[Tensor] = []
@@ -69,7 +71,9 @@ class Activations:
             size, pin = like.numel() * like.element_size(), self.device.type != "cpu"
             memory = self.disk.begin(count, size, min(count, ON_HOST * micro_batches), pin)
             self.host = [buffer.view(like.dtype) for buffer in memory]
-        self.ring = [(self.device.empty(like.numel(), like.dtype), None) for _ in range(min(count, AHEAD))]
+        self.ring = [
+            (self.device.empty(like.numel(), like.dtype), None) for _ in range(min(count, AHEAD))
+        ]
         self.bytes = len(self.host) * like.numel() * like.element_size()
 
     def save(self, layer: int, micro: int, h: Tensor) -> None:
@@ -96,7 +100,9 @@ class Activations:
         at = layer * self.micro_batches + micro
         if self.place == "device" or layer < 0 or at in self.arrived:
             return
-        while self.leaving:  # the host waits until all are in its memory, so no event is needed from here on
+        while (
+            self.leaving
+        ):  # the host waits until all are in its memory, so no event is needed from here on
             self._resolve()
         self.turn = (self.turn + 1) % len(self.ring)
         memory, used = self.ring[self.turn][0][: self.numel[at]], self.ring[self.turn][1]
@@ -108,7 +114,9 @@ class Activations:
         started = self.device.record("h2d")
         self.device.copy("h2d", memory, self._host(at)[: memory.numel()])
         event = self.device.record("h2d")
-        self.timeline.span("h2d", "activations", started, event, memory.numel() * memory.element_size())
+        self.timeline.span(
+            "h2d", "activations", started, event, memory.numel() * memory.element_size()
+        )
         self.arrived[at] = (self.turn, event)
         ahead = at - 2 * self.micro_batches
         if self.disk is not None and ahead >= 0:

@@ -69,9 +69,16 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
     flops = 2 * size**3 / _best(lambda: (a @ b, opened.synchronize()), 10)
     h2d = d2h = None
     if opened.type != "cpu":
-        host, device_buffer = opened.pinned(COPY_BYTES, torch.uint8), opened.empty(COPY_BYTES, torch.uint8)
-        h2d = COPY_BYTES / _best(lambda: (opened.copy("h2d", device_buffer, host), opened.synchronize()))
-        d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, device_buffer), opened.synchronize()))
+        host, device_buffer = (
+            opened.pinned(COPY_BYTES, torch.uint8),
+            opened.empty(COPY_BYTES, torch.uint8),
+        )
+        h2d = COPY_BYTES / _best(
+            lambda: (opened.copy("h2d", device_buffer, host), opened.synchronize())
+        )
+        d2h = COPY_BYTES / _best(
+            lambda: (opened.copy("d2h", host, device_buffer), opened.synchronize())
+        )
     parameters = UPDATE_NUMEL / _best(_update(config, opened.type))
     disk = None
     if config.disk_tier is not None:

@@ -84,11 +84,14 @@ class Clipping:
             return {}
         squares = self.now.squares
         return {
-            f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)], dtype=torch.float64) for u in self.units.all
+            f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)], dtype=torch.float64)
+            for u in self.units.all
         }
 
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
         norms = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.units.all)}
-        squares = {index: float(value[:1].item()) for index, value in norms.items() if value is not None}
+        squares = {
+            index: float(value[:1].item()) for index, value in norms.items() if value is not None
+        }
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})

@@ -20,13 +20,20 @@ def divide(cores: set[int], gpus: Sequence[str | None], system: Path = SYSTEM) -
         cores: that all ranks may use.
         gpus: the PCI address of each rank's GPU, such as `0000:17:00.0`; None where there is none.
     """
-    nodes = {int(path.name[4:]): cores & _cores(_read(path / "cpulist")) for path in system.glob(_NODES)}
-    near = [_number(_read(system / "bus/pci/devices" / gpu / "numa_node")) if gpu else None for gpu in gpus]
+    nodes = {
+        int(path.name[4:]): cores & _cores(_read(path / "cpulist")) for path in system.glob(_NODES)
+    }
+    near = [
+        _number(_read(system / "bus/pci/devices" / gpu / "numa_node")) if gpu else None
+        for gpu in gpus
+    ]
     known = len(nodes) > 1 and all(node is not None and nodes.get(node) for node in near)
     homes: list[int | None] = list(near) if known else [None] * len(gpus)
     parts = []
     for rank, home in enumerate(homes):
-        there = sorted(cores if home is None else nodes[home], key=lambda core: _place(core, system))
+        there = sorted(
+            cores if home is None else nodes[home], key=lambda core: _place(core, system)
+        )
         count, at = homes.count(home), homes[:rank].count(home)
         parts.append(there[len(there) * at // count : len(there) * (at + 1) // count])
     return parts
@@ -58,7 +65,11 @@ _NODES = "devices/system/node/node[0-9]*"
 def _place(core: int, system: Path) -> tuple[int, int, int]:
     """Threads of one physical core are neighbours."""
     topology = system / f"devices/system/cpu/cpu{core}/topology"
-    return _number(_read(topology / "physical_package_id")) or 0, _number(_read(topology / "core_id")) or 0, core
+    return (
+        _number(_read(topology / "physical_package_id")) or 0,
+        _number(_read(topology / "core_id")) or 0,
+        core,
+    )
 
 
 def _cores(text: str) -> set[int]:

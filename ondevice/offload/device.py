@@ -274,7 +274,9 @@ class _SlowCudaBus(_SlowBus):
             with self.device.on(lane):
                 torch.cuda._sleep(cycles)
         if whole_s > MEASURED_S:
-            self.running[lane].append((started, copied, self.device.record(lane), size_bytes, cycles))
+            self.running[lane].append(
+                (started, copied, self.device.record(lane), size_bytes, cycles)
+            )
 
     def _update_rates(self, lane: Lane) -> None:
         """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
@@ -290,7 +292,10 @@ class _SlowCudaBus(_SlowBus):
 def _measured(index: int) -> tuple[dict[Lane, float], float]:
     """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
     device = CudaDevice(index)
-    host, device_buffer = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
+    host, device_buffer = (
+        device.pinned(MEASURED_BYTES, torch.uint8),
+        device.empty(MEASURED_BYTES, torch.uint8),
+    )
 
     def seconds(lane: Lane, run: Callable[[], None]) -> float:
         run()  # the clock rises, and the bus wakes up
@@ -319,12 +324,16 @@ def memory_errors(doing: str, hint: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0].split(". GPU")[0]
-        raise DoesNotFitError(f"{doing} does not fit the accelerator", received=first, hint=hint) from error
+        raise DoesNotFitError(
+            f"{doing} does not fit the accelerator", received=first, hint=hint
+        ) from error
     except RuntimeError as error:  # the CPU's allocator has no error of its own
         if "can't allocate memory" not in str(error):
             raise
         first = str(error).splitlines()[0]
-        raise DoesNotFitError(f"{doing} does not fit the memory", received=first, hint=hint) from error
+        raise DoesNotFitError(
+            f"{doing} does not fit the memory", received=first, hint=hint
+        ) from error
 
 
 def open_device(name: str) -> Device:
@@ -341,5 +350,9 @@ def throttled(device: Device, gb_per_s: float | None) -> Device:
     """
     if gb_per_s is None:
         return device
-    slow = _SlowCudaBus(device, gb_per_s) if isinstance(device, CudaDevice) else _SlowBus(device, gb_per_s)
+    slow = (
+        _SlowCudaBus(device, gb_per_s)
+        if isinstance(device, CudaDevice)
+        else _SlowBus(device, gb_per_s)
+    )
     return cast("Device", slow)

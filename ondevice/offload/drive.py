@@ -163,7 +163,9 @@ class Drive:
         try:
             self._file, self.backend = _open(path, direct=backend != "buffered")
         except OSError as error:
-            raise StorageError(f"{path}: the offload file cannot be opened: {reason(error)}") from error
+            raise StorageError(
+                f"{path}: the offload file cannot be opened: {reason(error)}"
+            ) from error
 
     def move(self, chunk: torch.Tensor, offset: int, *, write: bool) -> int:
         """Move `chunk` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy in Python.

@@ -38,7 +38,9 @@ class OffloadEngine:
     config: EngineConfig
     passes: Passes
 
-    def __init__(self, family: Family, config: EngineConfig, device: str, ranks: Ranks = SINGLE) -> None:
+    def __init__(
+        self, family: Family, config: EngineConfig, device: str, ranks: Ranks = SINGLE
+    ) -> None:
         self.config, self.where, self.ranks = config, torch.device(device), ranks
         self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
         self.liger = use_liger(config, self.device.type)
@@ -75,7 +77,10 @@ class OffloadEngine:
         self.watch.check()
         now, spans, seen = time.perf_counter(), self.timeline.drain(), self.began is not None
         if self.began is not None:
-            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
+            self.spans, self.overlap = (
+                spans,
+                overlap(spans, now - self.began, self.config.bus_limit_gb_per_s),
+            )
         self.began = now if step else None
         return seen
 
@@ -87,7 +92,9 @@ class OffloadEngine:
         """
         count = int((labels[:, 1:] != IGNORE).sum())
         if not count:
-            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+            raise DataError(
+                "a batch has no token to learn from", hint="longer rows, or data.max_length_tokens"
+            )
         return count
 
     def _micro_batches(self, ids: np.ndarray) -> list[slice]:
@@ -98,5 +105,7 @@ class OffloadEngine:
 def host_threads(device: str, sharing: int = 1) -> int:
     """Return this process' part of the cores that `sharing` may use, but for two beside an accelerator: they feed
     it."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, processors // sharing - 2 * (device != "cpu"))

@@ -41,7 +41,9 @@ class CudaRecord:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # other threads go on
+            graph.capture_begin(
+                pool=self.pool, capture_error_mode="thread_local"
+            )  # other threads go on
             try:
                 run()
             finally:
@@ -81,7 +83,11 @@ class Graphs:
         self.shapes: set[torch.Size] = set()
 
     def run(
-        self, name: tuple[Any, ...], state: tuple[Any, ...] | None, inputs: tuple[Tensor, ...], compute: Compute
+        self,
+        name: tuple[Any, ...],
+        state: tuple[Any, ...] | None,
+        inputs: tuple[Tensor, ...],
+        compute: Compute,
     ) -> tuple[Tensor, ...]:
         """Run `compute(*inputs)`: tensors that are the caller's own.
 
@@ -96,7 +102,9 @@ class Graphs:
             known = self.known[(*name, shapes)] = _Known(state)
         if known.replay is None:
             outputs, known.runs = compute(*inputs), known.runs + 1
-            if known.runs > WARM and (not shapes or shapes[0] in self.shapes or len(self.shapes) < SHAPES):
+            if known.runs > WARM and (
+                not shapes or shapes[0] in self.shapes or len(self.shapes) < SHAPES
+            ):
                 self._make(self.record, known, inputs, outputs, compute)
             return outputs
         for target, source in zip(known.inputs, inputs, strict=True):
@@ -105,11 +113,20 @@ class Graphs:
         return tuple(out.clone() for out in known.outputs)
 
     def _make(
-        self, record: Record, known: _Known, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], compute: Compute
+        self,
+        record: Record,
+        known: _Known,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        compute: Compute,
     ) -> None:
         if inputs:
             self.shapes.add(inputs[0].shape)
-        known.inputs, known.outputs, known.compute = self._kept("in", inputs), self._kept("out", outputs), compute
+        known.inputs, known.outputs, known.compute = (
+            self._kept("in", inputs),
+            self._kept("out", outputs),
+            compute,
+        )
 
         def run() -> None:
             for target, value in zip(known.outputs, compute(*known.inputs), strict=True):
@@ -123,6 +140,8 @@ class Graphs:
         for number, x in enumerate(like):
             key = side, number, x.shape, x.dtype, x.device
             if key not in self.memory:
-                self.memory[key] = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+                self.memory[key] = torch.empty_like(
+                    x, memory_format=torch.contiguous_format, requires_grad=False
+                )
             buffers.append(self.memory[key])
         return tuple(buffers)

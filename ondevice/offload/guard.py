@@ -83,7 +83,9 @@ def watch(process: int) -> None:
                 limit_s, patience = float(seconds), Patience()
         elif patience.spent() > limit_s and waits_for:
             message = f"error: {waits_for}: {GONE}\n"
-            message += f"  received: this rank's process could do nothing for {patience.seconds:.1f} s\n"
+            message += (
+                f"  received: this rank's process could do nothing for {patience.seconds:.1f} s\n"
+            )
             print(f"{message}  try: {HINT}", file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)
             return

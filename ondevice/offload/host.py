@@ -74,7 +74,11 @@ def moments_bytes(numel: int, kind: str) -> int:
     """Return the bytes that `moments_in` needs."""
     each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
     scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
-    return sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each) + scales + 2 * FIELD_BYTES
+    return (
+        sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each)
+        + scales
+        + 2 * FIELD_BYTES
+    )
 
 
 def is_split(config: EngineConfig) -> bool:
@@ -95,18 +99,24 @@ class HostStore:
         self.native, self.split = native(config), is_split(config)
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
-        self.states = {unit.index: self._host_state(unit, config.moments_dtype) for unit in self.owned}
+        self.states = {
+            unit.index: self._host_state(unit, config.moments_dtype) for unit in self.owned
+        }
         if self.dtype == torch.bfloat16 and not self.split:
             largest = max((unit.numel for unit in self.owned), default=0)
             self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
 
     def _host_state(self, unit: Unit, moments: str) -> layer_adam.HostState:
         """Fill a unit's state from its parameters, and let go of their memory."""
-        master = torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
+        master = (
+            torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
+        )
         for piece in unit.pieces:
             master[piece.offset : piece.offset + piece.numel].copy_(piece.values)
         release(unit, self.dtype)
-        moment_buffers = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
+        moment_buffers = moments_in(
+            buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments
+        )
         seed = unit.index + (unit.low << 16)  # stochastic rounding: each share has its own numbers
         state = layer_adam.HostState(master, None, None, moment_buffers, seed)
         if self.split:
@@ -166,12 +176,23 @@ class HostStore:
 
     def _named(self, unit: Unit) -> dict[str, Tensor]:
         """The parts of a unit's state as a checkpoint has them; of a share without what fills it up."""
-        parts = {part: tensor[: extent(part, unit)[1]] for part, tensor in self._parts(unit).items()}
-        return {array_name(part, unit): tensor for part, tensor in parts.items() if len(tensor) or not unit.of}
+        parts = {
+            part: tensor[: extent(part, unit)[1]] for part, tensor in self._parts(unit).items()
+        }
+        return {
+            array_name(part, unit): tensor
+            for part, tensor in parts.items()
+            if len(tensor) or not unit.of
+        }
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
         state = self.state(unit)
-        parts = {"master": state.master, "high": state.high, "low": state.low, **state.moments.tensors()}
+        parts = {
+            "master": state.master,
+            "high": state.high,
+            "low": state.low,
+            **state.moments.tensors(),
+        }
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def load(self, arrays: Arrays) -> None:
@@ -190,7 +211,11 @@ class HostStore:
             target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
             low, count, size = extent(part, unit)
             value = arrays.get(f"{part}/{unit.key}")
-            if value is None or tuple(value.shape) != (size,) or value.dtype != target.numpy().dtype:
+            if (
+                value is None
+                or tuple(value.shape) != (size,)
+                or value.dtype != target.numpy().dtype
+            ):
                 raise CheckpointError(
                     f"the checkpoint does not fit: {part}/{unit.key}",
                     expected=f"{target.numpy().dtype} {[size]}",

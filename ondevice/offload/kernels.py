@@ -49,10 +49,17 @@ def patch_layers(family: Family) -> bool:
     module: Any = sys.modules[type(family.model).__module__]
     before = dict(vars(module))
     function(model=family.model, cross_entropy=False, fused_linear_cross_entropy=False)
-    for name, plain in before.items():  # liger also replaces what models made later are built of, on the CPU too
+    for (
+        name,
+        plain,
+    ) in before.items():  # liger also replaces what models made later are built of, on the CPU too
         liger = getattr(module, name)
         if liger is not plain:
-            setattr(module, name, _rotary(liger, getattr(plain, "plain", plain)) if name == ROTARY else plain)
+            setattr(
+                module,
+                name,
+                _rotary(liger, getattr(plain, "plain", plain)) if name == ROTARY else plain,
+            )
     return True
 
 
@@ -77,9 +84,14 @@ class LigerLoss:
         """Return the summed loss, float32; the gradient of the head is added to `grad_VD`."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
-        hidden, weight = self.hidden.detach().requires_grad_(True), weight_VD.detach().requires_grad_(True)
+        hidden, weight = (
+            self.hidden.detach().requires_grad_(True),
+            weight_VD.detach().requires_grad_(True),
+        )
         module: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
-        with torch.enable_grad():  # a caller may be in no_grad, as an autograd function's forward pass is
+        with (
+            torch.enable_grad()
+        ):  # a caller may be in no_grad, as an autograd function's forward pass is
             total = module(weight, hidden, self.labels)
             scaled = total * self.scale
         torch.autograd.backward(scaled)

@@ -23,8 +23,15 @@ class ChunkedLoss:
         grad_hidden: [N, hidden], the gradient of `hidden_ND`, after the gradients' pass.
     """
 
-    def __init__(self, hidden_ND: Tensor, labels_N: Tensor, scale: float, chunk_tokens: int) -> None:
-        self.hidden, self.labels, self.scale, self.chunk_tokens = hidden_ND, labels_N, scale, chunk_tokens
+    def __init__(
+        self, hidden_ND: Tensor, labels_N: Tensor, scale: float, chunk_tokens: int
+    ) -> None:
+        self.hidden, self.labels, self.scale, self.chunk_tokens = (
+            hidden_ND,
+            labels_N,
+            scale,
+            chunk_tokens,
+        )
         count = hidden_ND.shape[0]
         self.maximum = torch.full((count,), float("-inf"), device=hidden_ND.device)
         self.sum, self.target = torch.zeros_like(self.maximum), torch.zeros_like(self.maximum)
@@ -37,7 +44,11 @@ class ChunkedLoss:
         total = torch.zeros((), device=self.hidden.device)
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
-            hidden, active, at = self.hidden[chunk], self.active[chunk], self.labels[chunk].clamp(min=0)[:, None]
+            hidden, active, at = (
+                self.hidden[chunk],
+                self.active[chunk],
+                self.labels[chunk].clamp(min=0)[:, None],
+            )
             logits = float32_logits(hidden, weight_VD)
             logsumexp = logits.logsumexp(-1, keepdim=True)
             total += ((logsumexp - logits.gather(1, at))[:, 0] * active).sum()
@@ -67,10 +78,14 @@ class ChunkedLoss:
         logsumexp = self.maximum + self.sum.log()
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
-            probability = float32_logits(self.hidden[chunk], weight_vD).sub_(logsumexp[chunk, None]).exp_()
+            probability = (
+                float32_logits(self.hidden[chunk], weight_vD).sub_(logsumexp[chunk, None]).exp_()
+            )
             inside, at = self._inside(chunk, first, weight_vD.shape[0])
             probability.scatter_add_(1, at, -inside[:, None].float())
-            scaled = probability.mul_((self.active[chunk] * self.scale)[:, None]).to(self.hidden.dtype)
+            scaled = probability.mul_((self.active[chunk] * self.scale)[:, None]).to(
+                self.hidden.dtype
+            )
             self.grad_hidden[chunk].addmm_(scaled, weight_vD)
             grad_vD.addmm_(scaled.t(), self.hidden[chunk])
 

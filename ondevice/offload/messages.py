@@ -68,7 +68,9 @@ class Beat:
         """Why a rank, or the store's host, is taken for gone."""
         late_s = [patience.spent() for patience in self.seen]
         if self.failure is None and max(late_s) > self.limit_s:
-            return RuntimeError(f"rank {late_s.index(max(late_s))} gave no sign of life for {max(late_s):.1f} s")
+            return RuntimeError(
+                f"rank {late_s.index(max(late_s))} gave no sign of life for {max(late_s):.1f} s"
+            )
         return self.failure
 
     def check(self) -> None:
@@ -106,7 +108,9 @@ class Beat:
 class Messages:
     """Objects between the threads of all ranks that serve one topic, and say the same things in the same order."""
 
-    def __init__(self, topic: str, store: Any, world: int, rank: int, limit: timedelta, beat: Beat) -> None:
+    def __init__(
+        self, topic: str, store: Any, world: int, rank: int, limit: timedelta, beat: Beat
+    ) -> None:
         self.topic, self.store, self.world, self.rank, self.beat = topic, store, world, rank, beat
         self.group: Any = dist.new_group(backend="gloo", timeout=limit)
         self.count = 0
@@ -187,7 +191,11 @@ class Messages:
 
     def send_memory(self, target: int, memory: Tensor) -> None:
         with together():
-            for chunk in memory.contiguous().view(-1).view(torch.uint8).split(CHUNK_BYTES) if memory.numel() else ():
+            for chunk in (
+                memory.contiguous().view(-1).view(torch.uint8).split(CHUNK_BYTES)
+                if memory.numel()
+                else ()
+            ):
                 dist.send(chunk, target, group=self.group)
 
     def receive_memory(self, source: int, memory: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class Overdue:
                 continue
             error = TrainingError(
                 GONE,
-                received=str(lost).split(". ")[0][:300] if lost else f"no answer for {waited_s:.1f} s",
+                received=str(lost).split(". ")[0][:300]
+                if lost
+                else f"no answer for {waited_s:.1f} s",
                 hint=HINT,
             )
             self.watch.fail(doing, error)

@@ -128,7 +128,9 @@ class Passes:
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
-    def forward(self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
+    def forward(
+        self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray
+    ) -> list[Tensor]:
         """Return the last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
 
         `every` is what all ranks read together; `ids` itself where there is one.
@@ -156,7 +158,11 @@ class Passes:
                     self.activations.save(i, m, entered)
                 inputs = (entered, *self.masks[m])
                 with self._computing("forward", unit.name):
-                    (left,) = window.run("forward", i, None, position, inputs, forward) if keep else forward(*inputs)
+                    (left,) = (
+                        window.run("forward", i, None, position, inputs, forward)
+                        if keep
+                        else forward(*inputs)
+                    )
                 h[m] = left
             slot.used = self._end()
             if i + len(window.layers) < self.layers:
@@ -170,13 +176,20 @@ class Passes:
         """Return negative log likelihood of each row, float32 [B]."""
         if self.family.dims.classes:
             pairs = zip(h, labels, strict=True)
-            return torch.cat([self.family.class_nll(x[:, 0], self._upload(rows[:, 1])) for x, rows in pairs])
+            return torch.cat(
+                [self.family.class_nll(x[:, 0], self._upload(rows[:, 1])) for x, rows in pairs]
+            )
         scores = self._scores([self.family.final_norm(x) for x in h], labels, 1.0)
         self._score_tiles(scores)
-        nll = [score.tokens().view(len(rows), -1).sum(1) for score, rows in zip(scores, labels, strict=True)]
+        nll = [
+            score.tokens().view(len(rows), -1).sum(1)
+            for score, rows in zip(scores, labels, strict=True)
+        ]
         return torch.cat(nll)
 
-    def head(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
+    def head(
+        self, h: list[Tensor], labels: list[np.ndarray], scale: float
+    ) -> tuple[list[Tensor], Tensor]:
         """Return gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
@@ -186,7 +199,9 @@ class Passes:
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
         self._gate()
-        total, normed_gradients = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
+        total, normed_gradients = self._head_backward(
+            self._scores([x.detach() for x in normed], labels, scale)
+        )
         gradients: list[Tensor] = []
         self.rest_sums.begin(len(h))
         for x, normal, gradient in zip(entered, normed, normed_gradients, strict=True):
@@ -198,7 +213,9 @@ class Passes:
         self._end()
         return gradients, total
 
-    def _classify(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
+    def _classify(
+        self, h: list[Tensor], labels: list[np.ndarray], scale: float
+    ) -> tuple[list[Tensor], Tensor]:
         """Do as `head` does, for a classification head, one of the rest; the embedding gets no gradient here."""
         gradients, total = list[Tensor](), torch.zeros((), device=self.where)
         self._gate()
@@ -210,14 +227,18 @@ class Passes:
                 torch.autograd.backward(nll * scale)
                 self.rest_sums.add(self.window.rest_gradient.memory)
             total += nll.detach()
-            gradients.append(entered.grad if entered.grad is not None else torch.zeros_like(entered))
+            gradients.append(
+                entered.grad if entered.grad is not None else torch.zeros_like(entered)
+            )
         for tile in range(len(self.window.tiles)):
             leaving, _ = self.window.head_gradient_tile(tile)
             self.window.send_head(tile, leaving)
         self._end()
         return gradients, total
 
-    def backward(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
+    def backward(
+        self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]
+    ) -> None:
         """Go down through the layers; every unit's gradients leave as soon as they are there."""
         window, activations = self.window, self.activations
         position = self._positions(ids.shape[1])
@@ -275,7 +296,9 @@ class Passes:
         width = self.family.dims.hidden
         return self.window.arrive(shared).memory[: len(self.unique) * width].view(-1, width)[at]
 
-    def _send_embedding(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
+    def _send_embedding(
+        self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]
+    ) -> None:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
@@ -302,7 +325,9 @@ class Passes:
             return torch.zeros_like(gradient)
         return self._pick(ids, self.entering)
 
-    def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
+    def _scores(
+        self, normed: list[Tensor], labels: list[np.ndarray], scale: float
+    ) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
         scores = []
         for x, rows in zip(normed, labels, strict=True):
@@ -324,7 +349,9 @@ class Passes:
         """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
         window, single_tile = self.window, len(self.window.tiles) == 1
         fused: list[Any] = (
-            [LigerLoss(score.hidden, score.labels, score.scale) for score in scores] if self.liger else scores
+            [LigerLoss(score.hidden, score.labels, score.scale) for score in scores]
+            if self.liger
+            else scores
         )
         total = torch.zeros((), device=self.where)
         if not single_tile:

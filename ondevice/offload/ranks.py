@@ -52,7 +52,9 @@ class Ranks:
         sharing: ranks that may use the same cores as this one.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu"
+    ) -> None:
         self.rank, self.world, self.single = rank, world, world == 1
         self.sharing = 1
         self.steps: Any = None
@@ -71,14 +73,23 @@ class Ranks:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             self.beat = Beat(store, rank, world, limit)
             self.calls, self.files = (
-                Messages(topic, store, world, rank, limit, self.beat) for topic in ("calls", "files")
+                Messages(topic, store, world, rank, limit, self.beat)
+                for topic in ("calls", "files")
             )
-            self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            self.sums, self.results = (
+                dist.new_group(backend="gloo", timeout=limit) for _ in range(2)
+            )
             world_group = dist.group.WORLD
             # NCCL's own end of a wait ends the process without a word of the layer: ours comes before it.
-            self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit + GRACE)
+            self.steps = (
+                world_group
+                if device == "cpu"
+                else dist.new_group(backend="nccl", timeout=limit + GRACE)
+            )
             self._bind(device)
-            if device != "cpu":  # NCCL connects at the first call, which takes seconds: not within a step's time-out
+            if (
+                device != "cpu"
+            ):  # NCCL connects at the first call, which takes seconds: not within a step's time-out
                 dist.all_reduce(torch.zeros(1, device=device), group=self.steps)
                 torch.cuda.synchronize()
         atexit.register(self.close)
@@ -248,9 +259,16 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         return SINGLE, device
     kind = torch.device(device).type
     if kind == "cuda":
-        local, count = (int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), (_LOCAL, world)))
+        local, count = (
+            int(os.environ.get(name, value))
+            for name, value in (("LOCAL_RANK", rank), (_LOCAL, world))
+        )
         if torch.cuda.device_count() < count:
-            raise ConfigError("there are fewer GPUs than ranks", expected=count, received=torch.cuda.device_count())
+            raise ConfigError(
+                "there are fewer GPUs than ranks",
+                expected=count,
+                received=torch.cuda.device_count(),
+            )
         torch.cuda.set_device(local)
         device = f"cuda:{local}"
     return Ranks(rank, world, timeout_s, kind), device
@@ -258,4 +276,6 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
 
 def _even(bounds: Bounds) -> bool:
     """True where all parts are equally long: one call moves them, over all links at once."""
-    return bounds[1] > bounds[0] and all(b - a == bounds[1] - bounds[0] for a, b in pairwise(bounds))
+    return bounds[1] > bounds[0] and all(
+        b - a == bounds[1] - bounds[0] for a, b in pairwise(bounds)
+    )

@@ -101,7 +101,10 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
             sizes[lane] += size
     busy["disk"] = _covered([(start, end) for lane, _, start, end, _ in spans if lane == "disk"])
     computed = busy["forward"] + busy["backward"]
-    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")}}
+    groups = {
+        "compute": computed,
+        **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")},
+    }
     leaving = busy["d2h"] + max(busy["update"], busy["disk"])
     return Overlap(
         forward_s=busy["forward"],

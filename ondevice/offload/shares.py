@@ -50,7 +50,9 @@ def share(unit: Unit, rank: int, world: int) -> Unit:
         else:
             continue
         offset = first - low if count else 0
-        pieces.append(replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset))
+        pieces.append(
+            replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset)
+        )
     return replace(unit, pieces=tuple(pieces), numel=size, low=low, of=unit.numel)
 
 
@@ -136,6 +138,8 @@ class Pieces:
                 at = min(last, span.stop)
         if at < span.stop:
             raise CheckpointError(
-                f"the checkpoint lacks a part of {self.name}", expected=f"element {at}", hint="take an older checkpoint"
+                f"the checkpoint lacks a part of {self.name}",
+                expected=f"element {at}",
+                hint="take an older checkpoint",
             )
         return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, self.dtype), *found])

@@ -24,13 +24,30 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import StorageError
-from ondevice.offload.drive import BLOCK_BYTES, Backend, Drive, Meter, buffer, checksum, reason, reserve, round_up
+from ondevice.offload.drive import (
+    BLOCK_BYTES,
+    Backend,
+    Drive,
+    Meter,
+    buffer,
+    checksum,
+    reason,
+    reserve,
+    round_up,
+)
 
 CHUNK_BYTES = 8 << 20
 """One request; a record's chunks are spread over the threads, so that the drive has several to work on."""
 _RESUME = "resume from the last checkpoint"
 _TRAILER = struct.Struct("<8sIIQQ16s")
-_FIELDS = ("magic", "version", "record number", "generation", "payload length in bytes", "payload checksum")
+_FIELDS = (
+    "magic",
+    "version",
+    "record number",
+    "generation",
+    "payload length in bytes",
+    "payload checksum",
+)
 _MAGIC, _VERSION = b"ODTIER\r\n", 1
 
 
@@ -52,15 +69,22 @@ class Job:
         """Return the trailer block that belongs to what was moved."""
         sums = b"".join(self.checksums[start] for start in sorted(self.checksums))
         digest = hashlib.blake2b(sums, digest_size=16).digest()
-        fields = _TRAILER.pack(_MAGIC, _VERSION, self.record, self.generation, payload_bytes, digest)
+        fields = _TRAILER.pack(
+            _MAGIC, _VERSION, self.record, self.generation, payload_bytes, digest
+        )
         return fields.ljust(BLOCK_BYTES, b"\0")
 
     def compare(self, block: bytes) -> tuple[Any, ...] | None:
         """Compare the trailer that was read with `block`; return what differs: words, expected and received."""
         trailer = self.trailer.numpy().tobytes()
-        for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(trailer)):
+        for name, expected, received in zip(
+            _FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(trailer)
+        ):
             if expected != received:
-                show = [value.hex() if isinstance(value, bytes) else value for value in (expected, received)]
+                show = [
+                    value.hex() if isinstance(value, bytes) else value
+                    for value in (expected, received)
+                ]
                 return f"came back damaged or not as last written: its {name}", *show
         return None if trailer == block else ("came back with a damaged trailer",)
 
@@ -103,19 +127,25 @@ class TierFile:
         generations: Sequence[int] | None = None,
     ) -> None:
         if not sizes_bytes or min(sizes_bytes) < 1 or workers < 1:
-            raise ValueError(f"a tier file needs a thread and records of at least 1 byte: {workers}, {sizes_bytes}")
+            raise ValueError(
+                f"a tier file needs a thread and records of at least 1 byte: {workers}, {sizes_bytes}"
+            )
         if generations is not None and len(generations) != len(sizes_bytes):
             raise ValueError(f"{len(generations)} generations for {len(sizes_bytes)} records")
         self.path = Path(folder) / name
         self._sizes = tuple(sizes_bytes)
-        self._starts = tuple(accumulate((round_up(size) + BLOCK_BYTES for size in self._sizes), initial=0))
+        self._starts = tuple(
+            accumulate((round_up(size) + BLOCK_BYTES for size in self._sizes), initial=0)
+        )
         if generations is None:
             reserve(self.path, self._starts[-1])
         self._drive = Drive(self.path, backend)
         if (actual_bytes := self.path.stat().st_size) != self._starts[-1]:
             self._drive.close()
             message = f"{self.path}: not the offload file that was kept"
-            raise StorageError(message, expected=f"{self._starts[-1]} bytes", received=f"{actual_bytes} bytes")
+            raise StorageError(
+                message, expected=f"{self._starts[-1]} bytes", received=f"{actual_bytes} bytes"
+            )
         self._generations = list(generations or [0] * len(self._sizes))
         self._failed: dict[int, BaseException] = {}
         self._lines: list[deque[Job]] = [deque() for _ in self._sizes]
@@ -126,16 +156,26 @@ class TierFile:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Daemons: a thread that a dead drive holds must not keep the process from ending.
         titles = [f"tier {name} {number}" for number in range(workers)]
-        self._threads = [threading.Thread(target=self._work, name=title, daemon=True) for title in titles]
+        self._threads = [
+            threading.Thread(target=self._work, name=title, daemon=True) for title in titles
+        ]
         for thread in self._threads:
             thread.start()
 
     backend = property(lambda self: self._drive.backend, doc='"direct" or "buffered": see `Drive`.')
     bytes_read = property(lambda self: self._reads.moved, doc="Bytes read, trailers included.")
-    bytes_written = property(lambda self: self._writes.moved, doc="Bytes written, trailers included.")
-    read_s = property(lambda self: self._reads.seconds, doc="Seconds with a read under way, checks included.")
-    write_s = property(lambda self: self._writes.seconds, doc="Seconds with a write under way, checks included.")
-    generations = property(lambda self: tuple(self._generations), doc="Writes begun of each record; 0 is none.")
+    bytes_written = property(
+        lambda self: self._writes.moved, doc="Bytes written, trailers included."
+    )
+    read_s = property(
+        lambda self: self._reads.seconds, doc="Seconds with a read under way, checks included."
+    )
+    write_s = property(
+        lambda self: self._writes.seconds, doc="Seconds with a write under way, checks included."
+    )
+    generations = property(
+        lambda self: tuple(self._generations), doc="Writes begun of each record; 0 is none."
+    )
 
     def __enter__(self) -> TierFile:
         return self
@@ -223,9 +263,13 @@ class TierFile:
         flat = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous()
         if tensor.dtype != torch.uint8 or not flat or len(tensor) < wanted:
             got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
-            raise ValueError(f"record {record} needs a contiguous uint8 CPU tensor [at least {wanted}], not {got}")
+            raise ValueError(
+                f"record {record} needs a contiguous uint8 CPU tensor [at least {wanted}], not {got}"
+            )
         if tensor.data_ptr() % BLOCK_BYTES:
-            raise ValueError(f"record {record}: the tensor's address is not aligned to 4096; make it with buffer()")
+            raise ValueError(
+                f"record {record}: the tensor's address is not aligned to 4096; make it with buffer()"
+            )
         job = Job(record, tensor[:wanted], write)
         with self._changed:
             if self._closed:
@@ -249,13 +293,18 @@ class TierFile:
                 self._generations[job.record] += 1
             job.generation = self._generations[job.record]
         if runs and job.generation == 0:
-            job.error = StorageError(f"{self.path}: record {job.record} was never written", hint="write it first")
+            job.error = StorageError(
+                f"{self.path}: record {job.record} was never written", hint="write it first"
+            )
         elif not job.write:
             job.error = self._failed.get(job.record)
         if not runs or job.error:
             return self._end(job)
         stop = len(job.payload) + (0 if job.write else BLOCK_BYTES)
-        starts = [*range(0, len(job.payload), CHUNK_BYTES), *([] if job.write else [len(job.payload)])]
+        starts = [
+            *range(0, len(job.payload), CHUNK_BYTES),
+            *([] if job.write else [len(job.payload)]),
+        ]
         job.left = len(starts)
         for start, end in zip(starts, [*starts[1:], stop]):
             self._tasks.put(partial(self._chunk, job, start, end))
@@ -286,7 +335,9 @@ class TierFile:
         try:
             moved = self._drive.move(chunk, self._starts[job.record] + start, write=job.write)
         except OSError as error:
-            raise self._error(job, f"cannot be {_done(job)}: {reason(error)}", offset=start) from error
+            raise self._error(
+                job, f"cannot be {_done(job)}: {reason(error)}", offset=start
+            ) from error
         with self._changed:
             self._meter(job).moved += moved
         if moved != stop - start:
@@ -323,7 +374,9 @@ class TierFile:
     def _meter(self, job: Job) -> Meter:
         return self._writes if job.write else self._reads
 
-    def _error(self, job: Job, what: str, expected: Any = None, received: Any = None, *, offset: int) -> StorageError:
+    def _error(
+        self, job: Job, what: str, expected: Any = None, received: Any = None, *, offset: int
+    ) -> StorageError:
         place = f"{self.path}: record {job.record} at byte {self._starts[job.record] + offset} of the file"
         return StorageError(f"{place} {what}", expected=expected, received=received, hint=_RESUME)
 

@@ -41,7 +41,9 @@ class Transfers:
         self.expect: Callable[[str, Event], None] = lambda name, event: None
         """Called with what the ranks have begun together, and when it is done."""
 
-    def to_device(self, unit: Unit, target: Tensor, source: Tensor | None, used: Event | None) -> Event:
+    def to_device(
+        self, unit: Unit, target: Tensor, source: Tensor | None, used: Event | None
+    ) -> Event:
         """Fill `target` from `source`, if there is one, after `used`."""
         if used is not None:
             self.device.hold("h2d", used)
@@ -77,7 +79,12 @@ class Transfers:
         return self.together(unit, copied, lambda: self.ranks.gather(memory, bounds))
 
     def reduce(
-        self, unit: Unit, memory: Tensor, bounds: Bounds, computed: Event, square_to: Tensor | None = None
+        self,
+        unit: Unit,
+        memory: Tensor,
+        bounds: Bounds,
+        computed: Event,
+        square_to: Tensor | None = None,
     ) -> tuple[Tensor, Event]:
         """Sum `memory` over the ranks, after `computed`; return this rank's part, and when it is there.
 

@@ -112,7 +112,9 @@ def cut(family: Family) -> Units:
         for parameter in parameters:
             # In two units it would be moved and updated twice a step.
             if id(parameter) in seen:
-                raise ModelError(f"parameter {names[id(parameter)]} is used by two layers", hint="untie it first")
+                raise ModelError(
+                    f"parameter {names[id(parameter)]} is used by two layers", hint="untie it first"
+                )
             seen.add(id(parameter))
             shape = tuple(parameter.shape)
             pieces.append(Piece(names[id(parameter)], parameter, shape, offset, parameter.numel()))
@@ -120,10 +122,14 @@ def cut(family: Family) -> Units:
         numel = pieces[-1].offset + pieces[-1].numel if pieces else 0
         return Unit(index, name, kind, order, tuple(pieces), numel)
 
-    layers = tuple(unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count))
+    layers = tuple(
+        unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count)
+    )
     table, head = family.embedding.weight, family.head_weight
     if not isinstance(table, nn.Parameter):
-        raise ModelError("the embedding is no parameter", expected="nn.Parameter", received=type(table).__name__)
+        raise ModelError(
+            "the embedding is no parameter", expected="nn.Parameter", received=type(table).__name__
+        )
     tied = head is table or head.data_ptr() == table.data_ptr()
     tables = {id(table), id(head)}
     rest = [p for p in family.model.parameters() if id(p) not in seen and id(p) not in tables]
@@ -132,5 +138,7 @@ def cut(family: Family) -> Units:
     if tied:
         return Units(layers, small, embedding, embedding)
     if not isinstance(head, nn.Parameter):
-        raise ModelError("the output head is no parameter", expected="nn.Parameter", received=type(head).__name__)
+        raise ModelError(
+            "the output head is no parameter", expected="nn.Parameter", received=type(head).__name__
+        )
     return Units(layers, small, embedding, unit(count + 2, "head", "head", count, [head]))

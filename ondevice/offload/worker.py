@@ -50,9 +50,13 @@ class Watch:
         doing, error = self.failure
         if isinstance(error, OndeviceError):
             kind, received, hint = type(error), error.received, error.hint
-            raise kind(f"{doing}: {error.message}", expected=error.expected, received=received, hint=hint) from error
+            raise kind(
+                f"{doing}: {error.message}", expected=error.expected, received=received, hint=hint
+            ) from error
         message = f"{doing} failed: {type(error).__name__}: {error}"
-        raise TrainingError(message, hint="the last checkpoint is intact; resume from it") from error
+        raise TrainingError(
+            message, hint="the last checkpoint is intact; resume from it"
+        ) from error
 
     def until(self, done: Callable[[float], bool], doing: str) -> None:
         """Call `done(seconds)` until it says yes; it may block so long.
@@ -101,12 +105,16 @@ class Watch:
     def _overdue(self, doing: str) -> TrainingError:
         now, running = time.monotonic(), sorted(self.running.values(), key=lambda entry: entry[1])
         if running:
-            received = ", ".join(f"{name} running for {now - since:.1f} s" for name, since in running)
+            received = ", ".join(
+                f"{name} running for {now - since:.1f} s" for name, since in running
+            )
             hint = "a disk or a driver hangs; the last checkpoint is intact, resume from it"
         else:
             received = "no thread of the engine is at work"
             hint = "this is a fault of the engine: report it with the run's settings; the last checkpoint is intact"
-        return TrainingError(f"{doing} did not end within {self.timeout_s:g} s", received=received, hint=hint)
+        return TrainingError(
+            f"{doing} did not end within {self.timeout_s:g} s", received=received, hint=hint
+        )
 
 
 class Pool:

@@ -26,7 +26,11 @@ def measure(plan: Plan) -> Rates:
         names = ", ".join(spec.name for spec in methods() if spec.offloads)
         raise ConfigError("--calibrate is for methods that offload", expected=names)
     if not request.device.name.startswith("this"):
-        raise ConfigError("--calibrate measures this machine", expected="--device this", received=request.device.name)
+        raise ConfigError(
+            "--calibrate measures this machine",
+            expected="--device this",
+            received=request.device.name,
+        )
     from ondevice.offload.calibrate import calibrate
 
     return calibrate(request.method, request.device.torch_device)
@@ -40,7 +44,9 @@ def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
     spec = spec_of(request.method)
     assert spec.lanes is not None  # noqa: S101  `measure` refuses methods that do not offload
     lanes = spec.load(spec.lanes)
-    prediction = predict(lambda rows: lanes(request, rates, rows, flops_a_row * rows), request.batch_size)
+    prediction = predict(
+        lambda rows: lanes(request, rates, rows, flops_a_row * rows), request.batch_size
+    )
     return {"rates": asdict(rates), **prediction.to_dict()}
 
 
@@ -54,7 +60,10 @@ def recommend(plan: Plan, rates: Rates | None = None) -> dict[str, Any] | None:
 
 def describe(prediction: dict[str, Any]) -> list[str]:
     """Describe the result of `predict_step` in sentences."""
-    lanes = ", ".join(f"{lane} {prediction[f'{lane}_s']:.3g} s" for lane in ("compute", "h2d", "d2h", "update", "disk"))
+    lanes = ", ".join(
+        f"{lane} {prediction[f'{lane}_s']:.3g} s"
+        for lane in ("compute", "h2d", "d2h", "update", "disk")
+    )
     smallest = prediction["smallest_batch"]
     hidden = f"a batch of {smallest} or more" if smallest else "no batch up to 1024"
     return [

@@ -83,7 +83,9 @@ def _from_library() -> list[Gpu]:
             try:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 listed.append(Gpu(name, int(memory.total), int(memory.free)))
-            except pynvml.NVMLError:  # a Jetson shares its memory with the CPU, and the driver names none
+            except (
+                pynvml.NVMLError
+            ):  # a Jetson shares its memory with the CPU, and the driver names none
                 listed.append(Gpu(name, None, None))
         return listed
     finally:
@@ -91,7 +93,11 @@ def _from_library() -> list[Gpu]:
 
 
 def _from_tool() -> list[Gpu]:
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -129,7 +135,9 @@ def _container(root: Path = _CGROUP, own: str | None = None) -> tuple[int | None
         except (OSError, ValueError):
             continue
         if limit < 1 << 60:  # cgroup v1 says a number near 2^63 where there is no limit
-            droppable = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            droppable = sum(
+                int(line.split()[1]) for line in lines if line.startswith("inactive_file ")
+            )
             limits.append(limit)
             rooms.append(limit - max(0, used - droppable))
     return (min(limits), min(limits) - min(rooms)) if limits else (None, 0)
@@ -145,10 +153,16 @@ def _files(root: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
     names = [line.split(":", 2)[1:] for line in own.splitlines() if line.count(":") >= 2]
     for (limit_name, used_name), controller in zip(_LIMITS, ("", "memory"), strict=True):
         mounted = root / controller
-        path = next((name for controllers, name in names if controller in controllers.split(",")), "/")
+        path = next(
+            (name for controllers, name in names if controller in controllers.split(",")), "/"
+        )
         # In a container the path may be the host's, which does not lead anywhere here; the root always does.
         folder = mounted / path.strip("/")
-        inside = [one for one in (folder, *folder.parents) if one.is_relative_to(mounted) and ".." not in one.parts]
+        inside = [
+            one
+            for one in (folder, *folder.parents)
+            if one.is_relative_to(mounted) and ".." not in one.parts
+        ]
         for one in inside or [mounted]:
             yield one / limit_name, one / used_name
 
@@ -227,7 +241,9 @@ class Device:
     @property
     def flops_s(self) -> dict[str, float]:
         """Operations a second that a step reaches, by dtype; empty where not known."""
-        return {"float32": measured_rates()[0]} if self.listed_rates is None else self.listed_rates[0]
+        return (
+            {"float32": measured_rates()[0]} if self.listed_rates is None else self.listed_rates[0]
+        )
 
     @property
     def bandwidth_bytes_s(self) -> float | None:
@@ -244,7 +260,11 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and rates; bytes and operations a second."""
         fields = {name: value for name, value in self.__dict__.items() if name != "listed_rates"}
-        return {**fields, "bandwidth_bytes_s": self.bandwidth_bytes_s, "flops_s": dict(self.flops_s)}
+        return {
+            **fields,
+            "bandwidth_bytes_s": self.bandwidth_bytes_s,
+            "flops_s": dict(self.flops_s),
+        }
 
 
 def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry]:
@@ -253,14 +273,18 @@ def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry
     Raises:
         ConfigError: if the file cannot be read or an entry has an unknown key or a wrong value.
     """
-    table = _parse(resources.files("ondevice.planning").joinpath("devices.yaml").read_text(), "devices.yaml")
+    table = _parse(
+        resources.files("ondevice.planning").joinpath("devices.yaml").read_text(), "devices.yaml"
+    )
     if device_file is not None:
         path = Path(device_file)
         try:
             text = read_plain(path, 1 << 20).decode("utf-8")
         except (OSError, ValueError) as error:
             message = f"{path}: the device file cannot be read"
-            raise ConfigError(message, received=str(error), expected="a YAML file of devices") from None
+            raise ConfigError(
+                message, received=str(error), expected="a YAML file of devices"
+            ) from None
         table |= _parse(text, str(path))
     return table
 
@@ -313,13 +337,17 @@ def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
         values = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{where}: not YAML", received=str(error)) from None
-    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+    if not isinstance(values, dict) or not all(
+        isinstance(value, dict) for value in values.values()
+    ):
         raise ConfigError(
             f"{where}: expected a device name with its settings",
             expected="NAME: {description: ..., kind: ..., memory_gib: ..., usable_fraction: ..., rule: ...}",
             received=type(values).__name__,
         )
-    return {str(name): DeviceEntry.parse(value, f"{where}: {name}") for name, value in values.items()}
+    return {
+        str(name): DeviceEntry.parse(value, f"{where}: {name}") for name, value in values.items()
+    }
 
 
 def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
@@ -327,7 +355,10 @@ def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
         return {}
     bandwidth = entry.bandwidth_gb_s and entry.bandwidth_gb_s * 1e9 * entry.sustained
     flops = {dtype: rate * 1e12 * entry.sustained for dtype, rate in entry.tflops.items()}
-    return {"bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9, "listed_rates": (flops, bandwidth)}
+    return {
+        "bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9,
+        "listed_rates": (flops, bandwidth),
+    }
 
 
 def _this(name: str, device_file: Path | str | None) -> Device:
@@ -356,12 +387,15 @@ def _this(name: str, device_file: Path | str | None) -> Device:
 
 
 def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
-    entry = next((e for e in entries if e.gpu_name and e.gpu_name.lower() in gpu.name.lower()), None)
+    entry = next(
+        (e for e in entries if e.gpu_name and e.gpu_name.lower() in gpu.name.lower()), None
+    )
     shared = gpu.memory_bytes is None
     free = available_bytes() if gpu.free_bytes is None else gpu.free_bytes
     return Device(
         name=name,
-        description=f"this machine: {gpu.name}" + (", memory shared with the CPU" if shared else ""),
+        description=f"this machine: {gpu.name}"
+        + (", memory shared with the CPU" if shared else ""),
         kind="board" if shared else "gpu",
         memory_bytes=total_bytes() if gpu.memory_bytes is None else gpu.memory_bytes,
         usable_bytes=int(free * FREE_FRACTION),
@@ -407,7 +441,9 @@ def place(config: Any) -> Placement:
     """
     spec, backend = spec_of(config.method), backend_for(config.method, config.train.backend)
     device = "cpu" if backend == "mlx" else resolve_device(config.model.device)
-    if "WORLD_SIZE" not in os.environ:  # and torch, which knows of ranks, is not imported for what does without it
+    if (
+        "WORLD_SIZE" not in os.environ
+    ):  # and torch, which knows of ranks, is not imported for what does without it
         return Placement(spec, backend, device)
     from ondevice.offload.ranks import check_rows, launched
 
@@ -432,6 +468,7 @@ def resolve_device(name: str) -> str:
 
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu"
+            "model.device is cuda and no CUDA device is there",
+            hint="`ondevice doctor` says why; or use cpu",
         )
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -73,11 +73,17 @@ _REINSTALL = "pip install --force-reinstall --no-deps {}"
 KERNELS: dict[str, _Kernel] = {
     "torch-cpu": _Kernel(("torch",), _TORCH, _REINSTALL.format("torch")),
     "torch-cuda": _Kernel(
-        ("torch",), _TORCH, "nvidia-smi   (a driver that is older than torch's CUDA needs an update)"
+        ("torch",),
+        _TORCH,
+        "nvidia-smi   (a driver that is older than torch's CUDA needs an update)",
     ),
-    "transformers": _Kernel(("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"),
+    "transformers": _Kernel(
+        ("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"
+    ),
     "peft": _Kernel(("peft", "torch"), _TORCH, "pip install --upgrade peft"),
-    "executorch": _Kernel(("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"),
+    "executorch": _Kernel(
+        ("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"
+    ),
     "runtime-ops": _Kernel(("torch",), _TORCH, COMPILER_FIX),
     "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
     "qnn": _Kernel(
@@ -126,15 +132,21 @@ def doctor(
     """
     by_target = checks_by_target()
     if target is not None and target not in by_target:
-        raise ConfigError(f"unknown target '{target}'", expected=", ".join(by_target), received=target)
+        raise ConfigError(
+            f"unknown target '{target}'", expected=", ".join(by_target), received=target
+        )
     every = [*SYSTEM_CHECKS, *KERNELS]
     needed, useful = by_target[target] if target else ((), ())
     apart = () if jetson.model() else (*JETSON_CHECKS, "unified-memory")
-    wanted = (*ALWAYS, *needed, *useful) if target else [name for name in every if name not in apart]
+    wanted = (
+        (*ALWAYS, *needed, *useful) if target else [name for name in every if name not in apart]
+    )
     chosen = [name for name in every if name in wanted]
     if names is not None:
         if unknown := [name for name in names if name not in every]:
-            raise ConfigError("unknown check", expected=", ".join(every), received=", ".join(unknown))
+            raise ConfigError(
+                "unknown check", expected=", ".join(every), received=", ".join(unknown)
+            )
         chosen = list(names)
     checks = []
     for name in chosen:
@@ -151,7 +163,13 @@ def _training(working: set[str]) -> Check:
     places = [name for name, (needed, _) in MACHINES.items() if set(needed) <= working]
     if places:
         return Check("training", True, f"can train here: {', '.join(places)}", needed=True)
-    return Check("training", False, "nothing here can train", "pip install 'ondevice-train[torch]'", needed=True)
+    return Check(
+        "training",
+        False,
+        "nothing here can train",
+        "pip install 'ondevice-train[torch]'",
+        needed=True,
+    )
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -174,20 +192,33 @@ def _kernel(name: str) -> Outcome:
     if absent:
         return None, f"{' and '.join(absent)} not installed", kernel.install
     if name in ON_GPU and not gpus() and not jetson.model():
-        return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
+        return (
+            None,
+            "no GPU that the driver lists",
+            "install the NVIDIA driver, if this machine has a GPU",
+        )
     # In a process: a package that imports may still crash at its first kernel, and the doctor must go on.
     ok, detail, fix = run_kernel(python_command("-m", "ondevice.planning.kernels", name))
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
     release = jetson.release()
-    repair = JETPACK_6_REPAIRS.get(name, kernel.repair) if release and release[0] < 38 else kernel.repair
+    repair = (
+        JETPACK_6_REPAIRS.get(name, kernel.repair) if release and release[0] < 38 else kernel.repair
+    )
     return ok, detail, fix or repair or kernel.install
 
 
 def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:
     """Run a process that ends with `{"detail": ...}` or `{"error": ..., "fix": ...}`; it may crash."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return False, f"no answer in {timeout_s:g} s", ""
     except OSError as error:

@@ -31,7 +31,9 @@ PACKED = ("nf4", "int8")
 """Weights that PyTorch makes dense a matrix at a time; the other tensors keep the model's precision."""
 
 
-def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none", by_rows: bool = False) -> WeightBytes:
+def weight_bytes(
+    dims: ModelDims, dtype: str = "float32", quantize: str = "none", by_rows: bool = False
+) -> WeightBytes:
     """Count the bytes of a model's weights in `dtype`, or quantised as `ExportConfig.quantize` says.
 
     Args:
@@ -46,7 +48,9 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     linears, table, item = dims.matrices, dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
     vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
     if quantize == "none":
-        return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)
+        return WeightBytes(
+            linears * item, table * item, 0 if dims.tied else table * item, vectors * item
+        )
     rows = table + dims.vocab * 4
     if by_rows and quantize in ("int8", "q4", "8da8w"):
         outputs = dims.layers * sum(outputs for _, outputs in dims.linear_shapes.values())
@@ -55,7 +59,11 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
         return WeightBytes(packed, rows, 0 if dims.tied else rows, vectors * 4)
     if quantize in PACKED:
         outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
-        packed = int(linears * NF4_BITS / 8) if quantize == "nf4" else linears + dims.layers * outputs * 8
+        packed = (
+            int(linears * NF4_BITS / 8)
+            if quantize == "nf4"
+            else linears + dims.layers * outputs * 8
+        )
         return WeightBytes(packed, table * item, 0 if dims.tied else table * item, vectors * item)
     if quantize == "q4":
         return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
@@ -64,7 +72,9 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     if quantize == "w8":
         scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
         return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
-    raise ConfigError("unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize)
+    raise ConfigError(
+        "unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize
+    )
 
 
 def in_torch(weights: WeightBytes) -> WeightPlacement:
@@ -247,16 +257,33 @@ def plan(
         name, dims = str(model_source), read_dims(str(model_source), revision)
     elif not hasattr(model_source, "family"):
         message, received = "a model of the wrong type", type(model_source).__name__
-        raise ConfigError(message, expected="a hub id, a path, package:NAME, or a model's `dims`", received=received)
+        raise ConfigError(
+            message,
+            expected="a hub id, a path, package:NAME, or a model's `dims`",
+            received=received,
+        )
     else:
         name, dims = model_source.family, model_source
     target = find_device(device, device_file) if isinstance(device, str) else device
     if runtime == "executorch":
         export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
         if target.torch_device == "cuda" and isinstance(device, str) and device == "this":
-            target = find_device("this-cpu")  # here it is PyTorch that uses the GPU; ExecuTorch computes on the CPU
+            target = find_device(
+                "this-cpu"
+            )  # here it is PyTorch that uses the GPU; ExecuTorch computes on the CPU
     target = target.within(memory_limit_bytes)
-    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, target, evaluates, world)
+    request = Request(
+        dims,
+        method_config,
+        batch_size,
+        length_tokens,
+        dtype,
+        export,
+        runtime,
+        target,
+        evaluates,
+        world,
+    )
     return plan_request(name, request, rates)
 
 
@@ -265,7 +292,10 @@ PLAN_LENGTH_TOKENS = 128
 
 
 def plan_run(
-    config: RunConfig, placement: Placement, dims: ModelDims | None = None, rates: Rates | None = None
+    config: RunConfig,
+    placement: Placement,
+    dims: ModelDims | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """Estimate the run of a run file where it computes here, with what its method chooses; under `torchrun`, of each
     rank. `dims` are the model's, where it is loaded already, and `rates` the machine's, where they were measured.
@@ -371,7 +401,9 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
 
 def _in_blocks(request: Request) -> bool:
     """True for an ExecuTorch program of functions of one block."""
-    has_blocks = request.runtime == "executorch" and spec_of(request.method).memory_model.blocks is not None
+    has_blocks = (
+        request.runtime == "executorch" and spec_of(request.method).memory_model.blocks is not None
+    )
     return has_blocks and request.export is not None and request.export.program != "whole"
 
 
@@ -384,7 +416,9 @@ def _as_program(
     memory = spec_of(method).memory_model
     # On the runtime's own kernels the mapped file and the arenas are all.
     if memory.blocks is not None and _in_blocks(request):
-        working = memory.blocks(dims, method, request.batch_size, request.length_tokens, export.quantize)
+        working = memory.blocks(
+            dims, method, request.batch_size, request.length_tokens, export.quantize
+        )
         packed, tiles = (working.pop(part) for part in ("packed weights", "head tiles"))
         place = WeightPlacement(sum(weights), packed, tiles, sum(weights))
         notes.append("weights are mapped: the system may drop their pages and read them again")
@@ -392,15 +426,23 @@ def _as_program(
         place = WeightPlacement(sum(weights), 0, 0, sum(weights))
         working = memory.program(dims, method, request.batch_size, request.length_tokens)
     else:
-        place = target(export.target).place(dims, weights, export, method.loss_tiles, request.evaluates)
+        place = target(export.target).place(
+            dims, weights, export, method.loss_tiles, request.evaluates
+        )
     notes += place.notes
     if export.uses_ops and memory.program is None:
         notes.append("the program needs this project's ops in the runtime")
-    return place, working, BASELINE_BYTES["executorch", "app" if request.device.kind == "phone" else "python"]
+    return (
+        place,
+        working,
+        BASELINE_BYTES["executorch", "app" if request.device.kind == "phone" else "python"],
+    )
 
 
 def _retained(request: Request, working: dict[str, int]) -> int:
     """Estimate freed memory that the allocator keeps; a program's arena is planned and has none."""
     if request.runtime != "torch":
         return 0
-    return min(RETAINED_BYTES, sum(working.get(part, 0) for part in ("noise", "activations", "logits")))
+    return min(
+        RETAINED_BYTES, sum(working.get(part, 0) for part in ("noise", "activations", "logits"))
+    )

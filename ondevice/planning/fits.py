@@ -144,7 +144,9 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
         f"{'the memory limit' if limited else device.name}; {'' if limited else 'biggest '}parts: {listed}",
         expected=f"at most {size_text(plan.usable_bytes)} ({device.rule})",
         received=size_text(plan.total_bytes),
-        hint="; ".join([*options, "a higher --memory-limit" if limited else "--force to run anyway"]),
+        hint="; ".join(
+            [*options, "a higher --memory-limit" if limited else "--force to run anyway"]
+        ),
     )
 
 
@@ -212,7 +214,9 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
         yield
         return
     if plan.request.runtime == "mlx":
-        log.warning("--memory-limit was held against the plan; nothing holds MLX to it while it runs (a cgroup can)")
+        log.warning(
+            "--memory-limit was held against the plan; nothing holds MLX to it while it runs (a cgroup can)"
+        )
         yield
         return
     on_cpu = plan.request.device.torch_device == "cpu" or shared()
@@ -228,7 +232,9 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
         raise DoesNotFitError(
             f"an allocation beyond the memory limit was refused; planned: {parts_text(plan.parts, len(plan.parts))}",
             expected=f"at most {size_text(limit_bytes)} (--memory-limit)",
-            received=str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__,
+            received=str(error).strip().splitlines()[0][:200]
+            if str(error).strip()
+            else type(error).__name__,
             hint="a smaller batch or shorter rows, a higher --memory-limit; the run's last checkpoint is unharmed",
         ) from error
     finally:

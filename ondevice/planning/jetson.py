@@ -48,7 +48,9 @@ def model(root: Path = ROOT) -> str | None:
 
 def release(root: Path = ROOT) -> tuple[int, str] | None:
     """Read the major release of L4T and its revision from /etc/nv_tegra_release; None without one."""
-    match = re.search(r"# R(\d+) \(release\), REVISION: ([\d.]+)", read(root / "etc/nv_tegra_release") or "")
+    match = re.search(
+        r"# R(\d+) \(release\), REVISION: ([\d.]+)", read(root / "etc/nv_tegra_release") or ""
+    )
     return (int(match[1]), match[2]) if match else None
 
 
@@ -62,7 +64,11 @@ def board(root: Path = ROOT) -> Outcome:
     major, revision = l4t
     jetpack = JETPACK.get(major, "a JetPack that is not known here")
     detail = f"{name}, L4T R{major}.{revision}, {jetpack}"
-    return major >= 36, detail, "flash JetPack 6 or 7: older ones have no Python and CUDA that this package runs with"
+    return (
+        major >= 36,
+        detail,
+        "flash JetPack 6 or 7: older ones have no Python and CUDA that this package runs with",
+    )
 
 
 def swap(root: Path = ROOT) -> Outcome:
@@ -78,14 +84,23 @@ def swap(root: Path = ROOT) -> Outcome:
     listed = ", ".join(f"{size / 2**30:.1f} GiB on {kind}" for kind, size in sizes.items())
     if "disk" in sizes:
         return True, listed, ""
-    return None, f"{listed or 'no swap'}: nothing else that runs can be moved out of training's way", SWAP_FIX
+    return (
+        None,
+        f"{listed or 'no swap'}: nothing else that runs can be moved out of training's way",
+        SWAP_FIX,
+    )
 
 
 def power_mode(root: Path = ROOT) -> Outcome:
     """Report the power mode, and a faster one if the board has it."""
     if model(root) is None:
         return NOT_HERE
-    modes = dict(re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=([^\s>]+)\s*>", read(root / "etc/nvpmodel.conf") or ""))
+    modes = dict(
+        re.findall(
+            r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=([^\s>]+)\s*>",
+            read(root / "etc/nvpmodel.conf") or "",
+        )
+    )
     stats = from_jetson_stats() if root == ROOT else None
     name = stats.get("nvp model") if stats else None
     if name is None:
@@ -118,12 +133,20 @@ def clocks(root: Path = ROOT) -> Outcome:
             return True, f"GPU at {figures['gpu_mhz']:.0f} MHz (tegrastats)", ""
         return False, "the GPU's clock cannot be read", "sudo jetson_clocks --show"
     now, low, high = (_hertz(folder / name) for name in ("cur_freq", "min_freq", "max_freq"))
-    all_clocks = [int(word) for word in (read(folder / "available_frequencies") or "").split() if word.isdigit()]
+    all_clocks = [
+        int(word)
+        for word in (read(folder / "available_frequencies") or "").split()
+        if word.isdigit()
+    ]
     words = f"GPU at {now / 1e6:.0f} MHz, {low / 1e6:.0f} to {high / 1e6:.0f}"
     if all_clocks and max(all_clocks) > high:
         words += f" (the chip reaches {max(all_clocks) / 1e6:.0f}; the power mode caps it)"
     if low < high:
-        return True, f"{words}, {read(folder / 'governor') or 'unknown governor'}; sudo jetson_clocks holds it up", ""
+        return (
+            True,
+            f"{words}, {read(folder / 'governor') or 'unknown governor'}; sudo jetson_clocks holds it up",
+            "",
+        )
     return True, f"{words}, held", ""
 
 
@@ -155,7 +178,9 @@ def from_jetson_stats() -> dict[str, Any] | None:
 def tegrastats(timeout_s: float = 5.0) -> dict[str, float]:
     """Run NVIDIA's own tool for one line; empty where it is not there."""
     try:
-        with subprocess.Popen(["tegrastats", "--interval", "100"], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            ["tegrastats", "--interval", "100"], stdout=subprocess.PIPE, text=True
+        ) as process:
             timer = threading.Timer(timeout_s, process.kill)
             timer.start()
             try:
@@ -173,7 +198,10 @@ def parse_tegrastats(line: str) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, key in (("RAM", "memory"), ("SWAP", "swap")):
         if match := re.search(rf"{name} (\d+)/(\d+)MB", line):
-            figures[f"{key}_used_mib"], figures[f"{key}_total_mib"] = float(match[1]), float(match[2])
+            figures[f"{key}_used_mib"], figures[f"{key}_total_mib"] = (
+                float(match[1]),
+                float(match[2]),
+            )
     if match := re.search(r"GR3D_FREQ (\d+)%(?:@\[?(\d+))?", line):
         figures["gpu_percent"] = float(match[1])
         if match[2]:

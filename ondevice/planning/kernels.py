@@ -24,7 +24,9 @@ class WrongResult(Exception):
 def _expect_close(name: str, received: object, expected: object, tolerance: float) -> float:
     import numpy as np
 
-    difference = np.abs(np.asarray(received, dtype=np.float64) - np.asarray(expected, dtype=np.float64))
+    difference = np.abs(
+        np.asarray(received, dtype=np.float64) - np.asarray(expected, dtype=np.float64)
+    )
     error = float(difference.max() / np.abs(np.asarray(expected)).max())
     if not error <= tolerance:
         raise WrongResult(f"{name}: relative error {error:.3g}, expected at most {tolerance:g}")
@@ -73,7 +75,9 @@ def executorch() -> str:
     from executorch.runtime import Runtime
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    ).eval()
     x = torch.randn(4, 32)
     exported = torch.export.export(model, (x,))
     edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
@@ -86,7 +90,9 @@ def executorch() -> str:
         raise WrongResult("the runtime does not load the program")
     received = method.execute([x])[0].numpy()
     error = _expect_close("program", received, model(x).detach().numpy(), 1e-4)
-    return f"executorch {version('executorch')}, {delegates} XNNPACK delegate ran, error {error:.1e}"
+    return (
+        f"executorch {version('executorch')}, {delegates} XNNPACK delegate ran, error {error:.1e}"
+    )
 
 
 def runtime_ops() -> str:
@@ -98,7 +104,9 @@ def runtime_ops() -> str:
     torch_ops.register()
     seed, step = torch.tensor([7]), torch.tensor([3])
     received = torch.ops.ondevice.normal(seed, step, 0, 2, 10, 1000).numpy()
-    error = _expect_close("ondevice::normal", received, generator.normal(7, 3, 0, 2, 10, 1000), 1e-5)
+    error = _expect_close(
+        "ondevice::normal", received, generator.normal(7, 3, 0, 2, 10, 1000), 1e-5
+    )
     signs = torch.ops.ondevice.rademacher(seed, step, 0, 2, 64, 512).numpy()
     _expect_close("ondevice::rademacher", signs, generator.rademacher(7, 3, 0, 2, 64, 512), 0.0)
     return f"generator backend {torch_ops.generator_backend()}, error {error:.1e}"
@@ -119,7 +127,11 @@ def executorch_ops() -> str:
 
     load_executorch_ops()
     torch_ops.register()
-    names = {name for name in Runtime.get().operator_registry.operator_names if name.startswith("ondevice::")}
+    names = {
+        name
+        for name in Runtime.get().operator_registry.operator_names
+        if name.startswith("ondevice::")
+    }
     inputs = torch.tensor([7]), torch.tensor([3])
     program = to_edge_transform_and_lower(torch.export.export(Noise(), inputs)).to_executorch()
     method = Runtime.get().load_program(program.buffer).load_method("forward")
@@ -127,7 +139,9 @@ def executorch_ops() -> str:
         raise WrongResult("the runtime does not load a program with ondevice::normal")
     received = method.execute(list(inputs))[0].numpy()
     error = _expect_close("ondevice::normal", received, generator.normal(7, 3, 0, 2, 10, 500), 1e-5)
-    return f"{len(names)} kernels registered, ondevice::normal ran in the runtime, error {error:.1e}"
+    return (
+        f"{len(names)} kernels registered, ondevice::normal ran in the runtime, error {error:.1e}"
+    )
 
 
 def qnn() -> str:
@@ -143,7 +157,9 @@ def qnn() -> str:
         from executorch.runtime import Runtime
 
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+        ).eval()
         x = torch.randn(4, 32)
         spec = utils.generate_qnn_executorch_compiler_spec(
             QcomChipset.SM8650, utils.generate_htp_compiler_spec(use_fp16=True)
@@ -188,7 +204,12 @@ def bitsandbytes() -> str:
         linear.weight.data.copy_(weight.cpu())
         x = torch.randn(3, 128, device=device)
         y = linear.to(device)(x)
-        _expect_close(f"LinearNF4 on {device}", y.float().cpu().numpy(), (x @ back.float().t()).cpu().numpy(), 3e-2)
+        _expect_close(
+            f"LinearNF4 on {device}",
+            y.float().cpu().numpy(),
+            (x @ back.float().t()).cpu().numpy(),
+            3e-2,
+        )
     return f"bitsandbytes {version('bitsandbytes')}, NF4 kernel ran on {' and '.join(devices)}"
 
 

@@ -41,7 +41,9 @@ def own_memory(limit_bytes: int | None) -> Iterator[None]:
 
 def was_refused(error: BaseException) -> bool:
     """Return True for the error of an allocation that was refused."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     return bool(_REFUSED.search(str(error)))
 
@@ -50,6 +52,8 @@ def status_bytes(name: str) -> int:
     """Read a size in /proc/self/status, in bytes; 0 where there is none."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
-            return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0)
+            return next(
+                (int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0
+            )
     except OSError:
         return 0

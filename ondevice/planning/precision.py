@@ -21,11 +21,19 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
     dtype = config.model.dtype
     if key:
         dtype = getattr(config.method, key)
-        if dtype == "bfloat16" and placement.device == "cpu" and key not in config.method.model_fields_set:
+        if (
+            dtype == "bfloat16"
+            and placement.device == "cpu"
+            and key not in config.method.model_fields_set
+        ):
             if not has_bfloat16_units():
                 dtype = "float32"
-                sentences.append(f"this CPU has no bfloat16 units: --set method.{key}=bfloat16 asks for it anyway")
-            config = config.model_copy(update={"method": config.method.model_copy(update={key: dtype})})
+                sentences.append(
+                    f"this CPU has no bfloat16 units: --set method.{key}=bfloat16 asks for it anyway"
+                )
+            config = config.model_copy(
+                update={"method": config.method.model_copy(update={key: dtype})}
+            )
     return config, [*placement.precision(dtype), *sentences]
 
 

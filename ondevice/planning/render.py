@@ -72,7 +72,9 @@ def render(plan: Plan) -> RenderableType:
     table.add_column("share", justify="right")
     table.add_column("what it is", footer=f"of {size_text(plan.usable_bytes)} usable")
     for part, size in plan.parts.items():
-        table.add_row(part, size_text(size), f"{size / plan.total_bytes:.0%}", MEANING.get(part, ""))
+        table.add_row(
+            part, size_text(size), f"{size / plan.total_bytes:.0%}", MEANING.get(part, "")
+        )
     lines: list[RenderableType] = [table]
     if plan.host_parts:
         usable = plan.host_usable_bytes
@@ -88,14 +90,19 @@ def render(plan: Plan) -> RenderableType:
         lines.append(Text(f"fits, {size_text(plan.margin_bytes)} to spare", style="green"))
     else:
         # The device or the host may be too small; the larger lack is the one to repair first.
-        over = max(-plan.margin_bytes, plan.host_total_bytes - (plan.host_usable_bytes or plan.host_total_bytes))
+        over = max(
+            -plan.margin_bytes,
+            plan.host_total_bytes - (plan.host_usable_bytes or plan.host_total_bytes),
+        )
         lines.append(Text(f"does not fit: {size_text(over)} too much", style="bold red"))
         for words, other in alternatives(plan):
             verdict = "fits" if other.fits else "still too much"
             lines.append(Text(f"  try {words}: {size_text(other.total_bytes)}, {verdict}"))
     lines.append(Text(f"usable: {request.device.rule}", style="dim"))
     if plan.file_bytes:
-        file = f"program file about {size_text(plan.file_bytes)}; pages not read again cost no memory"
+        file = (
+            f"program file about {size_text(plan.file_bytes)}; pages not read again cost no memory"
+        )
         lines.append(Text(file, style="dim"))
     if plan.step_s is not None:
         lines.append(Text(f"about {_seconds(plan.step_s)} a step ({plan.step_basis})", style="dim"))
@@ -116,7 +123,9 @@ def render_checks(checks: Sequence[Check]) -> RenderableType:
         table.add_column(heading, justify="right" if heading == "s" else "left")
     lines: list[RenderableType] = [table]
     for check in checks:
-        mark, style = ("✓", "green") if check.ok else ("✗", "bold red") if check.failed else ("–", "dim")
+        mark, style = (
+            ("✓", "green") if check.ok else ("✗", "bold red") if check.failed else ("–", "dim")
+        )
         name = check.name + (" (needed)" if check.needed else "")
         detail = Text(check.detail, style="" if check.ok or check.failed else "dim")
         table.add_row(Text(mark, style=style), name, detail, f"{check.seconds:.1f}")
@@ -135,4 +144,6 @@ def _seconds(value: float) -> str:
         return f"{value / 60:,.0f} min"
     unit, shown = ("ms", value * 1e3) if value < 1 else ("s", value)
     digits = max(0, 1 - math.floor(math.log10(shown))) if shown > 0 else 0
-    return f"{round(shown, 1 - math.floor(math.log10(shown))) if shown > 0 else 0:.{digits}f} {unit}"
+    return (
+        f"{round(shown, 1 - math.floor(math.log10(shown))) if shown > 0 else 0:.{digits}f} {unit}"
+    )

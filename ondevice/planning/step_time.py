@@ -36,10 +36,14 @@ def step_time(request: Request, weight_bytes: int) -> StepTime:
     )
     flops_s = device.flops_s.get(cost.dtype if cost.dtype in device.flops_s else request.dtype)
     compute = None if flops_s is None else cost.flops / flops_s
-    memory = None if device.bandwidth_bytes_s is None else cost.moved_bytes / device.bandwidth_bytes_s
+    memory = (
+        None if device.bandwidth_bytes_s is None else cost.moved_bytes / device.bandwidth_bytes_s
+    )
     if compute is None:
         # Bandwidth alone is a bound, not an estimate.
-        return StepTime(cost.flops, None, "no rate of matrix products is known for this device and dtype")
+        return StepTime(
+            cost.flops, None, "no rate of matrix products is known for this device and dtype"
+        )
     if memory is not None and memory > compute:
         return StepTime(cost.flops, memory, "estimate: bound by memory bandwidth")
     return StepTime(cost.flops, compute, "estimate: bound by matrix products")

@@ -63,7 +63,11 @@ def model_cache() -> Outcome:
     cache = _cache()
     folder = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(folder, os.W_OK):
-        return False, f"{folder} is not writable", "set ONDEVICE_CACHE to a folder that you may write to"
+        return (
+            False,
+            f"{folder} is not writable",
+            "set ONDEVICE_CACHE to a folder that you may write to",
+        )
     names, size = [], 0
     for record in sorted((cache / "models").rglob(RECORD_NAME)):
         try:
@@ -85,13 +89,19 @@ def compiler() -> Outcome:
         path = find_compiler()
     except MissingPackageError as error:
         return None, error.message, COMPILER_FIX
-    program = "#include <vector>\nint main() { std::vector<int> v{1, 2}; return v[0] + v[1] - 3; }\n"
+    program = (
+        "#include <vector>\nint main() { std::vector<int> v{1, 2}; return v[0] + v[1] - 3; }\n"
+    )
     command = [path, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
-    done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, input=program, capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return False, f"{path} does not take C++20: {reason}", COMPILER_FIX
-    first = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    first = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
     return True, (first.stdout.splitlines() or [path])[0], ""
 
 
@@ -100,7 +110,9 @@ def adb() -> Outcome:
     path = shutil.which("adb")
     if path is None:
         return None, "adb not installed: `ondevice push` and `pull` need it", ADB_FIX
-    done = subprocess.run([path, "version"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [path, "version"], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.returncode == 0, (done.stdout.splitlines() or [path])[0], ADB_FIX
 
 

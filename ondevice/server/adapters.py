@@ -53,7 +53,9 @@ def copy_adapter(store: Store, source: Path, name: str) -> None:
             shutil.copyfile(source / file, partial / file)
 
 
-def insert_adapter(store: Store, name: str, title: str, job: str | None, model: str | None = None) -> None:
+def insert_adapter(
+    store: Store, name: str, title: str, job: str | None, model: str | None = None
+) -> None:
     """Insert the row of an adapter whose files are in place, inside a transaction; `model` is the job's own word for
     the base model, which the adapter's files may name by a folder."""
     folder = store.path("adapters", name)
@@ -74,7 +76,9 @@ def insert_adapter(store: Store, name: str, title: str, job: str | None, model: 
     )
 
 
-def list_adapters(store: Store, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+def list_adapters(
+    store: Store, limit: int, after: str | None = None
+) -> tuple[list[dict[str, Any]], bool]:
     """Return so many adapters behind `after`, the newest first, and if there are more; `active` marks the one in use.
 
     Raises:
@@ -113,7 +117,9 @@ def activate(store: Store, name: str) -> None:
     with store.transaction() as db:
         get_adapter(store, name)
         if active_adapter(store) != name:
-            db.execute("INSERT INTO activations (adapter, time_s) VALUES (?, ?)", (name, time.time()))
+            db.execute(
+                "INSERT INTO activations (adapter, time_s) VALUES (?, ?)", (name, time.time())
+            )
     link_active(store)
 
 
@@ -126,7 +132,9 @@ def roll_back(store: Store) -> str | None:
     with store.transaction() as db:
         row = store.row("SELECT number FROM activations ORDER BY number DESC LIMIT 1")
         if row is None:
-            raise BusyError("no adapter is active", expected="an active adapter", hint="activate one first")
+            raise BusyError(
+                "no adapter is active", expected="an active adapter", hint="activate one first"
+            )
         db.execute("DELETE FROM activations WHERE number = ?", (row["number"],))
     link_active(store)
     return active_adapter(store)
@@ -151,7 +159,11 @@ def remove_adapter(store: Store, name: str) -> None:
     with store.transaction(frees=True) as db:
         get_adapter(store, name)
         if active_adapter(store) == name:
-            raise BusyError("the adapter is active", expected="an adapter that is not in use", hint="roll back first")
+            raise BusyError(
+                "the adapter is active",
+                expected="an adapter that is not in use",
+                hint="roll back first",
+            )
         db.execute("DELETE FROM adapters WHERE id = ?", (name,))
         db.execute("DELETE FROM activations WHERE adapter = ?", (name,))
     store.discard("adapters", name)
@@ -174,7 +186,10 @@ def zipped(folder: Path, place: Path) -> Path:
     """Zip a folder's files into a new file in `place`, which the caller deletes; the same files give the same bytes."""
     descriptor, name = tempfile.mkstemp(suffix=".zip", dir=place)
     try:
-        with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        with (
+            os.fdopen(descriptor, "wb") as packed,
+            zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive,
+        ):
             for path in sorted(folder.iterdir()):
                 entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
                 entry.file_size = path.stat().st_size

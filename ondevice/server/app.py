@@ -73,7 +73,11 @@ STATUS: dict[type[OndeviceError], int] = {
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose errors are in the form of OpenAI's."""
 SCHEMES = {
-    "token": {"type": "http", "scheme": "bearer", "description": "A token of `ondevice serve token`."},
+    "token": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of `ondevice serve token`.",
+    },
     "session": {
         "type": "apiKey",
         "in": "cookie",
@@ -108,7 +112,10 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses={
-            "4XX": {"model": ErrorAnswer, "description": "Refused; the answer says why and what to try."},
+            "4XX": {
+                "model": ErrorAnswer,
+                "description": "Refused; the answer says why and what to try.",
+            },
             "507": {"model": ErrorAnswer, "description": "The disk has not enough room."},
         },
         generate_unique_id_function=lambda route: route.name,
@@ -161,14 +168,20 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
     """Answer an error, in the form that the path's clients read."""
-    return json_answer(status, error_body(status, values) if request.url.path in COMPLETIONS else values)
+    return json_answer(
+        status, error_body(status, values) if request.url.path in COMPLETIONS else values
+    )
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    first = error.errors()[0] if isinstance(error, RequestValidationError) and error.errors() else {}
+    first = (
+        error.errors()[0] if isinstance(error, RequestValidationError) and error.errors() else {}
+    )
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
-    text = received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
+    text = (
+        received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
+    )
     values = {
         "error": "ConfigError",
         "message": f"'{place}': {first.get('msg', 'cannot be read')}",
@@ -188,7 +201,9 @@ async def _plain(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = "the server stumbled; its log has the details"
-    return json_answer(500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None})
+    return json_answer(
+        500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None}
+    )
 
 
 _access_log = logging.getLogger("ondevice.access")
@@ -225,7 +240,9 @@ class Guard:
         tries: failed tries, counted here and where a token is exchanged for a session.
     """
 
-    def __init__(self, app: ASGIApp, daemon: Daemon, host: str, tls: bool, tries: security.Tries) -> None:
+    def __init__(
+        self, app: ASGIApp, daemon: Daemon, host: str, tls: bool, tries: security.Tries
+    ) -> None:
         self.app, self.daemon, self.host, self.tls, self.tries = app, daemon, host, tls, tries
         self.held_bytes = 0
 
@@ -250,7 +267,9 @@ class Guard:
                 await self._pass(scope, receive, answer)
         finally:
             route = scope.get("route")
-            path = getattr(route, "path", "") or ("/v1/..." if scope["path"].startswith("/v1") else "/")
+            path = getattr(route, "path", "") or (
+                "/v1/..." if scope["path"].startswith("/v1") else "/"
+            )
             self.daemon.metrics.request(scope["method"], path, status)
             seconds = time.perf_counter() - began
             _access_log.info("%s %s %d %.0f ms", scope["method"][:10], path, status, seconds * 1e3)
@@ -309,16 +328,36 @@ class Guard:
         host = headers.get("host", "")
         # A page elsewhere can point its own name at this address (DNS rebinding), and would then be same-origin.
         local = security.is_loopback(self.host)
-        if security.host_name(host) is None or (local and not security.is_own_name(host, self.host)):
-            return 421, "this server is not known by that name", "localhost", host[:200], "open http://127.0.0.1"
+        if security.host_name(host) is None or (
+            local and not security.is_own_name(host, self.host)
+        ):
+            return (
+                421,
+                "this server is not known by that name",
+                "localhost",
+                host[:200],
+                "open http://127.0.0.1",
+            )
         # For every method: a GET of another page must not act or tell either. A link to this page may be followed.
-        if not security.same_origin(host, headers) and not (scope["method"] in SAFE and self._is_visit(path, headers)):
-            return 403, "the request comes from another page", f"origin {host}", headers.get("origin", "")[:200]
+        if not security.same_origin(host, headers) and not (
+            scope["method"] in SAFE and self._is_visit(path, headers)
+        ):
+            return (
+                403,
+                "the request comes from another page",
+                f"origin {host}",
+                headers.get("origin", "")[:200],
+            )
         if scope["method"] not in SAFE:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             length = headers.get("content-length", "0")
             if kind not in TYPES and (kind or length != "0" or "transfer-encoding" in headers):
-                return 415, "the body is of a type that is not taken", " or ".join(TYPES), kind[:100] or "none"
+                return (
+                    415,
+                    "the body is of a type that is not taken",
+                    " or ".join(TYPES),
+                    kind[:100] or "none",
+                )
         # Before the token is checked: a body that is refused is never read.
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or int(length) > _limit(scope):
@@ -332,13 +371,18 @@ class Guard:
     def _is_visit(path: str, headers: Headers) -> bool:
         """True for a link that somebody follows to the page itself, which is the same for everybody."""
         asked = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
-        return asked == ("navigate", "document") and not path.startswith("/v1") and path != "/metrics"
+        return (
+            asked == ("navigate", "document") and not path.startswith("/v1") and path != "/metrics"
+        )
 
     def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
         if self._has_token(scope):
             return None
         address = (scope.get("client") or ("unknown", 0))[0]
-        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(scope, self.tls)
+        secret, session = (
+            headers.get("authorization", "").partition(" ")[2],
+            session_of(scope, self.tls),
+        )
         # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
         if refusal := self.tries.refusal(address):
             return refusal
@@ -347,8 +391,18 @@ class Guard:
         message = "the token is not known" if secret or session else "this server needs a token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
         if not security.has_tokens(self.daemon.store):
-            message, hint = security.NONE_LEFT, "`ondevice serve token` on the server's machine makes a new one"
-        return 401, message, "a token", "another" if secret or session else "none", hint, {"WWW-Authenticate": "Bearer"}
+            message, hint = (
+                security.NONE_LEFT,
+                "`ondevice serve token` on the server's machine makes a new one",
+            )
+        return (
+            401,
+            message,
+            "a token",
+            "another" if secret or session else "none",
+            hint,
+            {"WWW-Authenticate": "Bearer"},
+        )
 
     def _add_headers(self, scope: Scope, message: MutableMapping[str, Any]) -> None:
         headers = MutableHeaders(scope=message)
@@ -356,7 +410,9 @@ class Guard:
             headers[name] = value
         if self.tls:
             headers["Strict-Transport-Security"] = "max-age=31536000"
-        headers.setdefault("Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache")
+        headers.setdefault(
+            "Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache"
+        )
 
 
 def session_of(scope: Scope, tls: bool) -> str:

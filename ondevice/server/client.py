@@ -64,7 +64,11 @@ class Client(Transport):
 
     def models(self) -> list[dict[str, Any]]:
         """Return models that a job can name."""
-        return [row for row in self.ask("GET", "/v1/models")["data"] if row["kind"] not in ("adapter", "artifact")]
+        return [
+            row
+            for row in self.ask("GET", "/v1/models")["data"]
+            if row["kind"] not in ("adapter", "artifact")
+        ]
 
     def artifacts(self) -> list[dict[str, Any]]:
         """Return exported programs that a job can name."""
@@ -88,9 +92,13 @@ class Client(Transport):
 
     def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
         """Return rows as the model sees them, or `artifact`, by its own tokenizer."""
-        return self.ask("POST", f"/v1/datasets/{quote(dataset)}/preview", {"model": model, **options})
+        return self.ask(
+            "POST", f"/v1/datasets/{quote(dataset)}/preview", {"model": model, **options}
+        )
 
-    def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
+    def upload(
+        self, kind: str, path: str | Path, name: str | None = None, **options: Any
+    ) -> dict[str, Any]:
         """Send a file (rows; a zip) or a folder (as a zip) in parts; return `{"kind", "id"}` of the thing in the store.
 
         Args:
@@ -113,12 +121,16 @@ class Client(Transport):
         upload = self.ask("POST", "/v1/uploads", request)
         place, offset = f"/v1/uploads/{upload['id']}", 0
         with open(path, "rb") as file:
-            while offset < request["bytes"]:  # the daemon says how much has arrived, also after a lost answer
+            while (
+                offset < request["bytes"]
+            ):  # the daemon says how much has arrived, also after a lost answer
                 file.seek(offset)
                 part = file.read(PART_BYTES)
                 offset = self.ask("PUT", place, part, query={"offset": offset})["received_bytes"]
         patient = copy(self)
-        patient.timeout_s += request["bytes"] / CHECKED_BYTES_PER_S  # it says nothing before its check has ended
+        patient.timeout_s += (
+            request["bytes"] / CHECKED_BYTES_PER_S
+        )  # it says nothing before its check has ended
         return patient.ask("POST", f"{place}/finish")
 
     def plan(self, **job: Any) -> dict[str, Any]:
@@ -131,7 +143,9 @@ class Client(Transport):
         headers = {"Idempotency-Key": secrets.token_hex(16)}
         try:
             return self.ask("POST", "/v1/jobs", job, headers=headers)
-        except DeviceError:  # its answer may be lost, and the job made: with the same key it is made once
+        except (
+            DeviceError
+        ):  # its answer may be lost, and the job made: with the same key it is made once
             return self.ask("POST", "/v1/jobs", job, headers=headers)
 
     def jobs(self, *states: str) -> list[dict[str, Any]]:
@@ -175,7 +189,9 @@ class Client(Transport):
         failures, query = 0, {"follow": str(follow).lower()}
         while True:
             try:
-                for number, event in self._server_sent(f"/v1/jobs/{quote(job)}/events", query | {"after": after}):
+                for number, event in self._server_sent(
+                    f"/v1/jobs/{quote(job)}/events", query | {"after": after}
+                ):
                     after, failures = number, 0
                     yield {"id": number, **event}
                 if not follow or self.job(job)["state"] in ENDED:
@@ -184,11 +200,14 @@ class Client(Transport):
                 failures += 1
                 if failures > 10:
                     raise DeviceError(
-                        f"the daemon at {self.url} does not answer", hint="is it running? `ondevice serve`"
+                        f"the daemon at {self.url} does not answer",
+                        hint="is it running? `ondevice serve`",
                     ) from None
                 time.sleep(min(5.0, 0.2 * 2**failures))
 
-    def wait(self, job: str, timeout_s: float = float("inf"), poll_s: float = 0.2) -> dict[str, Any]:
+    def wait(
+        self, job: str, timeout_s: float = float("inf"), poll_s: float = 0.2
+    ) -> dict[str, Any]:
         """Wait for the end of a job, and return it.
 
         Raises:
@@ -197,7 +216,9 @@ class Client(Transport):
         deadline = time.monotonic() + timeout_s
         while (row := self.job(job))["state"] not in ENDED:
             if time.monotonic() > deadline:
-                raise BusyError(f"job {job} is {row['state']}", expected=f"its end in {timeout_s:g} s")
+                raise BusyError(
+                    f"job {job} is {row['state']}", expected=f"its end in {timeout_s:g} s"
+                )
             time.sleep(poll_s)
         return row
 
@@ -239,7 +260,10 @@ class Client(Transport):
             RefusedError: it failed, with the reason.
         """
         stage = ""
-        while (row := self.ask("GET", f"/v1/conversions/{quote(conversion)}"))["state"] in ("waiting", "running"):
+        while (row := self.ask("GET", f"/v1/conversions/{quote(conversion)}"))["state"] in (
+            "waiting",
+            "running",
+        ):
             if row["stage"] != stage:
                 told(stage := row["stage"])
             time.sleep(poll_s)
@@ -272,16 +296,30 @@ class Client(Transport):
         """Use what was in use before."""
         return self.ask("POST", "/v1/adapters/rollback")
 
-    def generate(self, model: str | None, prompt: str | list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    def generate(
+        self, model: str | None, prompt: str | list[dict[str, str]], **options: Any
+    ) -> dict[str, Any]:
         """Answer a prompt: the base model's answer is under `base`, the adapter's under `adapted`; `model` is None
         where `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
 
     def judge(
-        self, prompt: str | list[dict[str, str]], answer: str, liked: bool, *, model: str, adapter: str | None = None
+        self,
+        prompt: str | list[dict[str, str]],
+        answer: str,
+        liked: bool,
+        *,
+        model: str,
+        adapter: str | None = None,
     ) -> dict[str, Any]:
         """Keep a thumb, up or down, for an answer of a model; judged again, the same answer changes its thumb."""
-        values = {"prompt": prompt, "answer": answer, "liked": liked, "model": model, "adapter": adapter}
+        values = {
+            "prompt": prompt,
+            "answer": answer,
+            "liked": liked,
+            "model": model,
+            "adapter": adapter,
+        }
         return self.ask("POST", "/v1/thumbs", values)
 
     def thumbs(self, limit: int = 100) -> list[dict[str, Any]]:
@@ -298,7 +336,9 @@ class Client(Transport):
         """Forget a judgement."""
         self.ask("DELETE", f"/v1/thumbs/{quote(thumb)}")
 
-    def _upload_folder(self, kind: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    def _upload_folder(
+        self, kind: str, folder: Path, name: str, options: dict[str, Any]
+    ) -> dict[str, Any]:
         import tempfile
 
         with tempfile.TemporaryDirectory() as scratch:

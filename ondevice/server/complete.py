@@ -116,7 +116,11 @@ class _Parts:
     """The parts of an answer: its text as it becomes certain, and the tokens that end in it."""
 
     def __init__(self, loaded: LoadedModel, stop: Sequence[str], probabilities: bool) -> None:
-        self.tokenizer, self.text, self.probabilities = loaded.tokenizer, Text(loaded.tokenizer, stop), probabilities
+        self.tokenizer, self.text, self.probabilities = (
+            loaded.tokenizer,
+            Text(loaded.tokenizer, stop),
+            probabilities,
+        )
         self.waiting: list[tuple[int, dict[str, Any]]] = []
 
     def add(self, token: Token) -> dict[str, Any] | None:

@@ -65,7 +65,11 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self.server_state.enter(self):
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open", "wait, and try again")
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "too many connections are open",
+                "wait, and try again",
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.leave(self)
@@ -104,7 +108,9 @@ class Connection(H11Protocol):
         elif self._phase is h11.SEND_BODY and not self.flow.read_paused:
             deadline = self._since + SILENT_S + self._taken / SLOWEST_BYTES_S
             if now > min(deadline, self.heard + SILENT_S):
-                self._refuse_late(f"a body without a pause of {SILENT_S:g} s, {SLOWEST_BYTES_S} bytes a second or more")
+                self._refuse_late(
+                    f"a body without a pause of {SILENT_S:g} s, {SLOWEST_BYTES_S} bytes a second or more"
+                )
 
     def _note(self) -> None:
         """Begin the deadline of the next part of a request when one has arrived."""
@@ -117,10 +123,23 @@ class Connection(H11Protocol):
         if is_answered or (self._phase is h11.IDLE and not self._taken):
             self.drop()
         else:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time", "send it again", expected)
+            self._refuse(
+                HTTPStatus.REQUEST_TIMEOUT,
+                "the request did not arrive in time",
+                "send it again",
+                expected,
+            )
 
-    def _refuse(self, status: HTTPStatus, message: str, hint: str, expected: str | None = None) -> None:
-        values = {"error": "Refused", "message": message, "expected": expected, "received": None, "hint": hint}
+    def _refuse(
+        self, status: HTTPStatus, message: str, hint: str, expected: str | None = None
+    ) -> None:
+        values = {
+            "error": "Refused",
+            "message": message,
+            "expected": expected,
+            "received": None,
+            "hint": hint,
+        }
         body = json.dumps(values).encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

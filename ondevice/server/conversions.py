@@ -79,11 +79,14 @@ class Conversions:
 
     def start(self) -> None:
         """Tidy up after the daemon before, and work."""
-        cut = TrainingError("the daemon ended during the conversion", hint="convert again").to_dict()
+        cut = TrainingError(
+            "the daemon ended during the conversion", hint="convert again"
+        ).to_dict()
         try:
             with self.store.transaction() as db:
                 db.execute(
-                    "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
+                    "UPDATE conversions SET state = ?, error = ? WHERE state = ?",
+                    (FAILED, json.dumps(cut), RUNNING),
                 )
             self.tidy()
         except StorageError as error:  # a full disk: the housekeeping tries again
@@ -113,13 +116,18 @@ class Conversions:
             raise ConfigError(f"dtype for {form.name}", expected=expected, received=request.dtype)
         model = request.model or adapter["base_model"] or None
         if model is None and form.needs_model:
-            raise ConfigError("the adapter does not name its model", expected="a model of GET /v1/models")
+            raise ConfigError(
+                "the adapter does not name its model", expected="a model of GET /v1/models"
+            )
         if model is not None:
             locate_model(self.store, model)
         name = new_id("exit")
         with self.store.transaction() as db:
             query = "INSERT INTO conversions (id, adapter, form, model, dtype, state, created_s) VALUES (?,?,?,?,?,?,?)"
-            db.execute(query, (name, request.adapter, form.name, model, request.dtype, WAITING, time.time()))
+            db.execute(
+                query,
+                (name, request.adapter, form.name, model, request.dtype, WAITING, time.time()),
+            )
             self.store.clock.renew(f"exits/{name}")
         self._wake.set()
         return self.get(name)
@@ -137,14 +145,18 @@ class Conversions:
         """Return one; MissingError if there is none."""
         row = self.store.row("SELECT * FROM conversions WHERE id = ?", name)
         if row is None:
-            raise MissingError(f"there is no conversion {name}", hint="GET /v1/conversions lists them")
+            raise MissingError(
+                f"there is no conversion {name}", hint="GET /v1/conversions lists them"
+            )
         return _public(row)
 
     def file(self, name: str) -> Path:
         """Return the file to download; BusyError where there is none yet, or none any more."""
         conversion = self.get(name)
         if conversion["state"] != DONE:
-            raise BusyError(f"conversion {name} is {conversion['state']}", expected="one that is done")
+            raise BusyError(
+                f"conversion {name} is {conversion['state']}", expected="one that is done"
+            )
         return self.store.path("exits", name) / conversion["file"]
 
     def remove(self, name: str) -> None:
@@ -162,12 +174,19 @@ class Conversions:
     def tidy(self) -> None:
         """Forget what was made long ago, in the store's own time, and folders that no finished conversion has."""
         ended = self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, FAILED)
-        old = [(row["id"],) for row in ended if self.store.clock.age_s(f"exits/{row['id']}") > KEPT_S]
+        old = [
+            (row["id"],) for row in ended if self.store.clock.age_s(f"exits/{row['id']}") > KEPT_S
+        ]
         with self.store.transaction(frees=True) as db:
             db.executemany("DELETE FROM conversions WHERE id = ?", old)
-        folders = [*(self.store.root / "exits").iterdir()]  # first: one that is made now has its row already
+        folders = [
+            *(self.store.root / "exits").iterdir()
+        ]  # first: one that is made now has its row already
         known = {
-            row["id"] for row in self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING)
+            row["id"]
+            for row in self.store.rows(
+                "SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING
+            )
         }
         for folder in folders:
             if folder.name not in known and folder.name != self._present:
@@ -175,7 +194,9 @@ class Conversions:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            row = self.store.row("SELECT * FROM conversions WHERE state = ? ORDER BY number LIMIT 1", WAITING)
+            row = self.store.row(
+                "SELECT * FROM conversions WHERE state = ? ORDER BY number LIMIT 1", WAITING
+            )
             if row is None:
                 self._wake.wait()
                 self._wake.clear()
@@ -186,7 +207,10 @@ class Conversions:
                 self._convert(dict(row))
             except Exception as error:
                 _log.exception("conversion %s failed", row["id"])
-                self._fail(row["id"], TrainingError(f"the conversion failed: {type(error).__name__}: {error}"))
+                self._fail(
+                    row["id"],
+                    TrainingError(f"the conversion failed: {type(error).__name__}: {error}"),
+                )
             finally:
                 with self._turning:
                     self._present = None
@@ -208,7 +232,9 @@ class Conversions:
             )  # fmt: skip
             while True:
                 try:
-                    if not self._set(name, stage=next(parts)["stage"]):  # forgotten, maybe before it had a process
+                    if not self._set(
+                        name, stage=next(parts)["stage"]
+                    ):  # forgotten, maybe before it had a process
                         self.helper.interrupt()
                         parts.close()
                         self.store.discard("exits", name)
@@ -221,11 +247,17 @@ class Conversions:
                 packed = zipped(written, folder)
                 shutil.rmtree(written)
                 os.replace(packed, written := written.with_name(f"{written.name}.zip"))
-            values = {"report": json.dumps(report), "file": written.name, "bytes": written.stat().st_size}
+            values = {
+                "report": json.dumps(report),
+                "file": written.name,
+                "bytes": written.stat().st_size,
+            }
             if not self._set(name, state=DONE, stage="", **values):
                 self.store.discard("exits", name)  # it was forgotten meanwhile
         except (OndeviceError, OSError) as error:
-            self._fail(name, error if isinstance(error, OndeviceError) else TrainingError(str(error)))
+            self._fail(
+                name, error if isinstance(error, OndeviceError) else TrainingError(str(error))
+            )
 
     def _fail(self, name: str, error: OndeviceError) -> None:
         """Leave the reason, and nothing else. What waits stays so when the daemon stops; what ran is noted at its
@@ -238,7 +270,11 @@ class Conversions:
         """Change a row; return False if it is gone."""
         fields = ", ".join(f"{field} = ?" for field in values)
         with self.store.transaction(durable="state" in values) as db:
-            return bool(db.execute(f"UPDATE conversions SET {fields} WHERE id = ?", (*values.values(), name)).rowcount)
+            return bool(
+                db.execute(
+                    f"UPDATE conversions SET {fields} WHERE id = ?", (*values.values(), name)
+                ).rowcount
+            )
 
 
 def file_name(adapter: str, form: Form) -> str:

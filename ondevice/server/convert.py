@@ -94,7 +94,9 @@ def _without(error: OndeviceError, path: str, name: str) -> OndeviceError:
     return error
 
 
-def _check_room(model: str, dtype: str, merged: bool, place: Path, job: dict[str, Any] | None) -> None:
+def _check_room(
+    model: str, dtype: str, merged: bool, place: Path, job: dict[str, Any] | None
+) -> None:
     """Refuse what does not fit into memory beside the job, or onto the disk."""
     from ondevice.exits.check import PROMPTS
     from ondevice.models import read_dims
@@ -109,4 +111,6 @@ def _check_room(model: str, dtype: str, merged: bool, place: Path, job: dict[str
     need = int(weights / 4 * _BYTES.get(dtype, 2.0)) if merged else 0
     free = shutil.disk_usage(place).free
     if need + SPARE_BYTES > free:
-        raise StorageError("the disk has not enough room", expected=f"{need} bytes", received=f"{free} free")
+        raise StorageError(
+            "the disk has not enough room", expected=f"{need} bytes", received=f"{free} free"
+        )

@@ -48,11 +48,15 @@ class Daemon:
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
         self.rows = Helper("data")
-        self.plans = Helper("plan")  # another process: it loads frameworks, and a large file takes minutes to check
+        self.plans = Helper(
+            "plan"
+        )  # another process: it loads frameworks, and a large file takes minutes to check
         self.model = Helper("model")
         self.helpers = (self.rows, self.plans, self.model)
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
-        self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
+        self.supervisor = Supervisor(
+            self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0)
+        )
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
         self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
@@ -70,7 +74,10 @@ class Daemon:
                 self.store.clock.keep(at_once=True)
                 sweep(self.store)
                 link_active(self.store)
-            except (OndeviceError, OSError) as error:  # a full disk: only who is served can delete something
+            except (
+                OndeviceError,
+                OSError,
+            ) as error:  # a full disk: only who is served can delete something
                 _log.error("the store cannot be put in order now: %s", error)
             self.conversions.start()
         self.supervisor.start()
@@ -146,7 +153,10 @@ def sweep(store: Store) -> None:
     uploads.recover(store)
     store.clock.forget_missing()
     for kind in ("datasets", "adapters", "jobs"):
-        ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
+        ids, lost = (
+            {row["id"] for row in store.rows(f"SELECT id FROM {kind}")},
+            store.root / LOST / kind,
+        )
         for folder in [*lost.iterdir()] if lost.is_dir() else []:
             if store.clock.age_s(f"{LOST}/{kind}/{folder.name}") > LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -158,9 +168,13 @@ def sweep(store: Store) -> None:
                     lost.mkdir(parents=True, exist_ok=True, mode=0o700)
                     os.rename(folder, lost / folder.name)
                     store.clock.renew(f"{LOST}/{kind}/{folder.name}")  # its thirty days begin now
-                    _log.warning("%s/%s is not in the database: moved to %s", kind, folder.name, lost)
+                    _log.warning(
+                        "%s/%s is not in the database: moved to %s", kind, folder.name, lost
+                    )
                 except OSError as error:
-                    _log.warning("%s/%s is not in the database, and stays: %s", kind, folder.name, error)
+                    _log.warning(
+                        "%s/%s is not in the database, and stays: %s", kind, folder.name, error
+                    )
 
 
 def _locked(path: Path) -> int:
@@ -170,6 +184,7 @@ def _locked(path: Path) -> int:
     except BlockingIOError:
         os.close(file)
         raise BusyError(
-            f"{path.parent}: another daemon serves this store", hint="stop it, or choose another --store"
+            f"{path.parent}: another daemon serves this store",
+            hint="stop it, or choose another --store",
         ) from None
     return file

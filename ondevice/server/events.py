@@ -31,7 +31,15 @@ from ondevice.server.worker import ATTEMPT, RUN
 from ondevice.training.events import FILE_NAME
 
 CHUNK_BYTES = 1 << 20
-_FIGURES = ("loss", "tokens_per_s", "step_time_s", "eta_s", "learning_rate", "peak_memory_bytes", "peak_device_bytes")
+_FIGURES = (
+    "loss",
+    "tokens_per_s",
+    "step_time_s",
+    "eta_s",
+    "learning_rate",
+    "peak_memory_bytes",
+    "peak_device_bytes",
+)
 
 
 def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
@@ -101,12 +109,18 @@ def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
             progress.setdefault("first_loss", event.get("loss"))
         case "evaluate":
             progress["evaluation"] = {
-                key: value for key, value in event.items() if key not in ("event", "time_s") and value is not None
+                key: value
+                for key, value in event.items()
+                if key not in ("event", "time_s") and value is not None
             }
         case "checkpoint":
             progress["checkpoint_step"] = event.get("step", 0)
         case "finish":
-            progress |= {key: event[key] for key in ("tokens_per_s", "step_time_s") if event.get(key) is not None}
+            progress |= {
+                key: event[key]
+                for key in ("tokens_per_s", "step_time_s")
+                if event.get(key) is not None
+            }
             progress |= {"final_loss": event.get("final_loss"), "eta_s": 0.0}
 
 
@@ -115,7 +129,9 @@ def _read(path: Any, offset: int) -> bytes:
         with open(path, "rb") as file:
             file.seek(offset)
             content = file.read(CHUNK_BYTES)
-            while b"\n" not in content and (rest := file.read(CHUNK_BYTES)):  # a line of any length gets through
+            while b"\n" not in content and (
+                rest := file.read(CHUNK_BYTES)
+            ):  # a line of any length gets through
                 content += rest
             return content
     except FileNotFoundError:
@@ -161,7 +177,9 @@ class Channel:
         missing = self.last - last
         if missing > len(self.frames):
             return None
-        return b"".join(self.frames[index] for index in range(len(self.frames) - missing, len(self.frames)))
+        return b"".join(
+            self.frames[index] for index in range(len(self.frames) - missing, len(self.frames))
+        )
 
 
 class Hub:
@@ -268,13 +286,25 @@ class Hub:
 
     def _has_ended(self, job: str, last: int) -> bool:
         """True if event `last` is the newest and says that the job has ended; a deleted job has ended too."""
-        row = self.store.row("SELECT id, kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job)
+        row = self.store.row(
+            "SELECT id, kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job
+        )
         if row is None:
             return True
-        return row["id"] == last and row["kind"] == "job" and json.loads(row["data"])["state"] in ENDED
+        return (
+            row["id"] == last and row["kind"] == "job" and json.loads(row["data"])["state"] in ENDED
+        )
 
 
-_STEP = ("step", "time_s", "loss", "learning_rate", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes")
+_STEP = (
+    "step",
+    "time_s",
+    "loss",
+    "learning_rate",
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "peak_device_bytes",
+)
 _EVALUATE = ("step", "time_s", "loss", "accuracy", "f1", "exact_match", "best")
 
 
@@ -311,7 +341,10 @@ def curve(store: Store, job: str, points: int) -> list[dict[str, Any]]:
 
 def _point(event: dict[str, Any]) -> dict[str, Any]:
     kind = event["event"]
-    return {"event": kind, **{key: event.get(key) for key in (_STEP if kind == "step" else _EVALUATE)}}
+    return {
+        "event": kind,
+        **{key: event.get(key) for key in (_STEP if kind == "step" else _EVALUATE)},
+    }
 
 
 def _data(store: Store, job: str, ids: Sequence[int]) -> Iterator[str]:
@@ -319,5 +352,7 @@ def _data(store: Store, job: str, ids: Sequence[int]) -> Iterator[str]:
     for begin in range(0, len(ids), 500):
         part = ids[begin : begin + 500]
         marks = ",".join("?" * len(part))
-        for row in store.rows(f"SELECT data FROM events WHERE job = ? AND id IN ({marks})", job, *part):
+        for row in store.rows(
+            f"SELECT data FROM events WHERE job = ? AND id IN ({marks})", job, *part
+        ):
             yield row["data"]

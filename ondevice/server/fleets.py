@@ -118,7 +118,9 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     """
     path = root / FOLDER / f"{name}.json"
     if not ID.fullmatch(name) or ".." in name:
-        raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
+        raise ConfigError(
+            "no such name", expected="small letters, digits, '.', '_' and '-'", received=name
+        )
     if seat is not None:
         with private():  # it names this machine's rows and its key
             atomic_write(path, seat.model_dump_json(indent=1) + "\n")
@@ -138,7 +140,9 @@ class Fleets(threading.Thread):
         clock: local time, seconds.
     """
 
-    def __init__(self, root: Path, busy: Callable[[], bool], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, root: Path, busy: Callable[[], bool], clock: Callable[[], float] = time.time
+    ) -> None:
         super().__init__(name="fleets", daemon=True)
         self.folder, self.busy, self.clock = root / FOLDER, busy, clock
         self.running: dict[str, Running] = {}
@@ -166,7 +170,9 @@ class Fleets(threading.Thread):
             try:
                 found[path.stem] = Seat.parse(read_object(path, ConfigError), str(path))
             except (OSError, ValueError, OndeviceError) as error:
-                self.running.setdefault(path.stem, Running()).why = f"the seat cannot be read: {error}"
+                self.running.setdefault(
+                    path.stem, Running()
+                ).why = f"the seat cannot be read: {error}"
         return found
 
     def turn(self) -> None:
@@ -181,7 +187,9 @@ class Fleets(threading.Thread):
             if process is not None and process.poll() is not None:
                 if not running.stopping:
                     running.not_before = now + AGAIN_S
-                    running.why = self._last_line(name) or f"it ended with status {process.returncode}"
+                    running.why = (
+                        self._last_line(name) or f"it ended with status {process.returncode}"
+                    )
                 running.process, running.stopping = None, 0.0
             refusal = self._refusal(seat, running)
             if refusal:
@@ -195,7 +203,11 @@ class Fleets(threading.Thread):
             return "outside its window"
         if self.busy():
             return "a job runs"
-        if running.process is not None and seat.memory_bytes and own_bytes(running.process.pid) > seat.memory_bytes:
+        if (
+            running.process is not None
+            and seat.memory_bytes
+            and own_bytes(running.process.pid) > seat.memory_bytes
+        ):
             running.not_before = time.monotonic() + AGAIN_S
             return "it used more memory than its limit"
         return ""
@@ -204,7 +216,9 @@ class Fleets(threading.Thread):
         own = self.folder / name
         own.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = own / "device.log"
-        with open(path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb") as log:
+        with open(
+            path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb"
+        ) as log:
             running.process = subprocess.Popen(
                 python_command("-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

@@ -55,7 +55,9 @@ def answer(
     return answers
 
 
-def hold(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
+def hold(
+    model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None
+) -> LoadedModel:
     """Return the model that is asked, loaded; it stays, and takes the place of the one before.
 
     Args:
@@ -69,7 +71,9 @@ def hold(model: str | None, artifact: str | None, tokens: int, job: dict[str, An
     return _loaded["loaded"]
 
 
-def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str) -> dict[str, int]:
+def needs(
+    dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str
+) -> dict[str, int]:
     """Estimate the bytes by part of answering a prompt of at most `tokens`, the answer included."""
     from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES
 
@@ -103,7 +107,9 @@ def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) ->
     )
 
 
-def _open(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
+def _open(
+    model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None
+) -> LoadedModel:
     """Plan, where a job runs, and load."""
     from ondevice.models import load_model, read_dims
     from ondevice.planning.devices import resolve_device
@@ -120,7 +126,9 @@ def _open(model: str | None, artifact: str | None, tokens: int, job: dict[str, A
     return load_model(source, dtype=dtype, device=device)
 
 
-def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device: str) -> LoadedModel:
+def _open_artifact(
+    folder: Path, tokens: int, job: dict[str, Any] | None, device: str
+) -> LoadedModel:
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.registry import target, targets
     from ondevice.models import ModelDims, SourceInfo
@@ -139,7 +147,10 @@ def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device
     packed = folder / "model"
     if job is not None:
         dtype = json.loads((packed / "config.json").read_text(encoding="utf-8"))["dtype"]
-        weights, dims = (packed / FILE_NAME).stat().st_size, ModelDims.from_manifest(manifest.model.dims)
+        weights, dims = (
+            (packed / FILE_NAME).stat().st_size,
+            ModelDims.from_manifest(manifest.model.dims),
+        )
         parts = needs(dims, weights, dtype, tokens, device)
         if manifest.quantize != "none":
             parts["dense matrix"] = 2 * max(a * b for a, b in dims.linear_shapes.values())
@@ -154,7 +165,11 @@ def _dtype(source: str) -> str:
     from ondevice.models.source import TINY_PREFIX, config_of
 
     config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
-    return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
+    return (
+        "bfloat16"
+        if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
+        else "float32"
+    )
 
 
 def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:

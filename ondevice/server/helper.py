@@ -185,7 +185,11 @@ class Helper:
         """Return the next line; what has arrived behind it is kept for the next call."""
         if process.stdout is None:
             raise OSError("no pipe")
-        deadline, content, source = time.monotonic() + self.timeout_s, bytearray(self._ahead), process.stdout.fileno()
+        deadline, content, source = (
+            time.monotonic() + self.timeout_s,
+            bytearray(self._ahead),
+            process.stdout.fileno(),
+        )
         waiting = select.poll()
         while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
@@ -256,10 +260,17 @@ def validate(file: str, task: str | None, columns: dict[str, str] | None = None)
     from ondevice.data.reading import check_rows
     from ondevice.data.records import FROM_OUTSIDE
 
-    checked = check_rows(file, task=task, columns=columns, limits=FROM_OUTSIDE, most_problems=PROBLEMS, alive=_alive)
+    checked = check_rows(
+        file, task=task, columns=columns, limits=FROM_OUTSIDE, most_problems=PROBLEMS, alive=_alive
+    )
     name = Path(file).name
     problems = [problem.to_dict() | {"file": name} for problem in checked.problems]
-    return {"format": checked.format, "rows": checked.rows, "bad_rows": checked.bad_rows, "problems": problems}
+    return {
+        "format": checked.format,
+        "rows": checked.rows,
+        "bad_rows": checked.bad_rows,
+        "problems": problems,
+    }
 
 
 def preview(
@@ -292,7 +303,14 @@ def preview(
         file, task=task, columns=named, limits=FROM_OUTSIDE, most_records=PREVIEW_ROWS, alive=_alive
     )  # fmt: skip
     shown = preview_rows(
-        read, tokenizer, max_length_tokens, train_on_prompt, rows, PROBLEMS, strict_columns, vocabulary
+        read,
+        tokenizer,
+        max_length_tokens,
+        train_on_prompt,
+        rows,
+        PROBLEMS,
+        strict_columns,
+        vocabulary,
     )
     return shown.to_dict() | {"file": Path(file).name}
 
@@ -348,7 +366,10 @@ CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "preview": (preview, TOKENIZER_BYTES),
     "check_model": (check_model, TOKENIZER_BYTES),
     "choose": (choose, TOKENIZER_BYTES),
-    "generate": (generate, None),  # these three load a model, and are held against the memory that is free
+    "generate": (
+        generate,
+        None,
+    ),  # these three load a model, and are held against the memory that is free
     "complete": (complete, None),
     "convert": (convert, None),
 }
@@ -366,12 +387,16 @@ def serve(source: Any, target: Any) -> None:
         try:
             with own_memory(None if limit is None else at_start_bytes + limit):
                 value = call(**question["arguments"])
-                answer = {"value": _send_parts(value, target) if isinstance(value, Generator) else value}
+                answer = {
+                    "value": _send_parts(value, target) if isinstance(value, Generator) else value
+                }
         except OndeviceError as error:
             answer = {"error": error.to_dict()}
         except Exception as error:
             if limit is not None and was_refused(error):
-                _send(target, {"error": _too_large(question["call"], limit).to_dict(), "ends": True})
+                _send(
+                    target, {"error": _too_large(question["call"], limit).to_dict(), "ends": True}
+                )
                 return
             answer = {"error": _unexpected(question["call"], error).to_dict()}
         _send(target, answer)

@@ -23,7 +23,11 @@ ARTIFACT = "artifact:"
 """Before an artifact's id where a model is asked for."""
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
 _SECTIONS = ("method", "train", "data", "model")
-_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}
+_OURS = {
+    "model": ("source",),
+    "data": ("path", "eval_path"),
+    "train": ("out", "memory_limit_bytes"),
+}
 """Keys of a run file that the store fills in: a job that could set a path would read and write anywhere."""
 TASK_NAME = r"^[\w -]*$"
 """The name of a task: a path of a template would be one of the server's files."""
@@ -115,7 +119,9 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     from ondevice.api.runfile import RunConfig
 
     if (spec.model is None) == (spec.artifact is None):
-        raise ConfigError("a job has a model or an artifact", expected="one of them", received="both or none")
+        raise ConfigError(
+            "a job has a model or an artifact", expected="one of them", received="both or none"
+        )
     _check_sections(spec.config)
     ours: dict[str, Any] = {"data.path": dataset_file(store, spec.dataset), "train.out": out}
     if spec.eval_dataset is not None:
@@ -131,7 +137,9 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     config: dict[str, Any] = json.loads(json.dumps(spec.config))
     for section in ("model", "data", "train"):
         if not isinstance(config.setdefault(section, {}), dict):
-            raise ConfigError(f"'{section}' is no section", expected="an object", received=repr(config[section]))
+            raise ConfigError(
+                f"'{section}' is no section", expected="an object", received=repr(config[section])
+            )
     for key, value in ours.items():
         section, name = key.split(".")
         config[section][name] = value
@@ -147,9 +155,16 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
 def with_method(spec: JobSpec, choose: Callable[[], str]) -> JobSpec:
     """Return a job of a model with its method named: `choose` asks which takes the model, in another process."""
     method = spec.config.get("method", {})
-    if spec.model is None or spec.artifact is not None or not isinstance(method, dict) or "name" in method:
+    if (
+        spec.model is None
+        or spec.artifact is not None
+        or not isinstance(method, dict)
+        or "name" in method
+    ):
         return spec
-    return spec.model_copy(update={"config": {**spec.config, "method": {"name": choose(), **method}}})
+    return spec.model_copy(
+        update={"config": {**spec.config, "method": {"name": choose(), **method}}}
+    )
 
 
 def method_name(config: dict[str, Any]) -> str:
@@ -199,7 +214,11 @@ def _check_sections(config: dict[str, Any]) -> None:
     """Refuse what the store fills in, under its own name or hidden in a key with dots."""
     for section, values in config.items():
         if section not in _SECTIONS:
-            reason = "a job does not export" if section == "export" else f"'{section}' is no section of a job"
+            reason = (
+                "a job does not export"
+                if section == "export"
+                else f"'{section}' is no section of a job"
+            )
             raise ConfigError(reason, expected=", ".join(_SECTIONS), received=section)
         for key in values if isinstance(values, dict) else ():
             if key in _OURS.get(section, ()):
@@ -215,7 +234,9 @@ def _check_sections(config: dict[str, Any]) -> None:
                 raise ConfigError("a job takes a task by its name", expected="a task of GET /v1/settings",
                                   received=str(values[key])[:80])  # fmt: skip
             if "." in key:
-                raise ConfigError("a key has a dot", expected=f"a setting of '{section}'", received=repr(key))
+                raise ConfigError(
+                    "a key has a dot", expected=f"a setting of '{section}'", received=repr(key)
+                )
 
 
 def _check_method(values: Any) -> None:
@@ -237,7 +258,9 @@ def _check_values(config: dict[str, Any]) -> None:
     Raises:
         ValueError: text that is no Unicode, a number that is not finite or beyond 64 bits, lists in lists in lists.
     """
-    waiting: list[tuple[Any, int]] = [(config, 0)]  # no recursion, which a hostile depth would overflow
+    waiting: list[tuple[Any, int]] = [
+        (config, 0)
+    ]  # no recursion, which a hostile depth would overflow
     while waiting:
         value, depth = waiting.pop()
         if depth > _DEEPEST:
@@ -281,14 +304,22 @@ def list_models(store: Store) -> list[dict[str, Any]]:
             files = [path for path in folder.rglob("*") if path.is_file()]
             about = _config(Path(source)) if Path(source).is_dir() else {"model_type": "gguf"}
             models.append(
-                {"id": folder.name, "kind": "folder", "bytes": sum(path.stat().st_size for path in files), **about}
+                {
+                    "id": folder.name,
+                    "kind": "folder",
+                    "bytes": sum(path.stat().st_size for path in files),
+                    **about,
+                }
             )
     for name in KNOWN:
         if (folder := find_cached(f"package:{name}")) is not None:
             size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-            models.append({"id": f"package:{name}", "kind": "package", "bytes": size, **_config(folder)})
+            models.append(
+                {"id": f"package:{name}", "kind": "package", "bytes": size, **_config(folder)}
+            )
     return models + [
-        {"id": f"tiny:{name}", "kind": "random", "bytes": 0, "model_type": name} for name in sorted(families())
+        {"id": f"tiny:{name}", "kind": "random", "bytes": 0, "model_type": name}
+        for name in sorted(families())
     ]
 
 
@@ -357,4 +388,8 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    return {key: config[key] for key in names if isinstance(config, dict) and isinstance(config.get(key), int | str)}
+    return {
+        key: config[key]
+        for key in names
+        if isinstance(config, dict) and isinstance(config.get(key), int | str)
+    }

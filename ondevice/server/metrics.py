@@ -93,7 +93,10 @@ def _gpus() -> list[dict[str, Any]]:
             values: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
             for key, read in (
                 ("memory_used_bytes", lambda h=handle: int(pynvml.nvmlDeviceGetMemoryInfo(h).used)),
-                ("memory_total_bytes", lambda h=handle: int(pynvml.nvmlDeviceGetMemoryInfo(h).total)),
+                (
+                    "memory_total_bytes",
+                    lambda h=handle: int(pynvml.nvmlDeviceGetMemoryInfo(h).total),
+                ),
                 ("temperature_c", lambda h=handle: float(pynvml.nvmlDeviceGetTemperature(h, 0))),
                 ("power_w", lambda h=handle: pynvml.nvmlDeviceGetPowerUsage(h) / 1000),
             ):
@@ -152,13 +155,19 @@ class Metrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures, machine = self.to_dict(), system(self.daemon.store.root)
-        yield GaugeMetricFamily("ondevice_uptime_seconds", "Since the daemon began.", figures["uptime_s"])
-        yield GaugeMetricFamily("ondevice_event_streams", "Open streams of events.", figures["event_streams"])
+        yield GaugeMetricFamily(
+            "ondevice_uptime_seconds", "Since the daemon began.", figures["uptime_s"]
+        )
+        yield GaugeMetricFamily(
+            "ondevice_event_streams", "Open streams of events.", figures["event_streams"]
+        )
         jobs = GaugeMetricFamily("ondevice_jobs", "Jobs by state.", labels=["state"])
         for state, count in figures["jobs"].items():
             jobs.add_metric([state], count)
         yield jobs
-        requests = CounterMetricFamily("ondevice_requests", "Answered requests.", labels=["method", "path", "status"])
+        requests = CounterMetricFamily(
+            "ondevice_requests", "Answered requests.", labels=["method", "path", "status"]
+        )
         for (method, path, status), count in list(self.requests.items()):  # others count meanwhile
             requests.add_metric([method, path, str(status)], count)
         yield requests
@@ -172,9 +181,13 @@ class Metrics:
             if running.get(name) is not None:
                 yield GaugeMetricFamily(f"ondevice_running_{name}", about, running[name])
         for name in ("memory_available_bytes", "disk_free_bytes", "swap_used_bytes", "load"):
-            yield GaugeMetricFamily(f"ondevice_machine_{name}", name.replace("_", " "), machine[name])
+            yield GaugeMetricFamily(
+                f"ondevice_machine_{name}", name.replace("_", " "), machine[name]
+            )
         for name, unit in (("temperatures_c", "celsius"), ("power_w", "watts")):
-            family = GaugeMetricFamily(f"ondevice_machine_{unit}", name.replace("_", " "), labels=["sensor"])
+            family = GaugeMetricFamily(
+                f"ondevice_machine_{unit}", name.replace("_", " "), labels=["sensor"]
+            )
             for sensor, value in machine[name].items():
                 family.add_metric([sensor], value)
             yield family

@@ -64,9 +64,13 @@ class Question(Documented):
         """Raise ConfigError for a field that cannot be honoured."""
         for name, value in (self.model_extra or {}).items():
             if name in _REFUSED and value not in _REFUSED[name]:
-                raise ConfigError(f"'{name}' cannot be honoured here", expected=_REFUSED[name][-1], received=value)
+                raise ConfigError(
+                    f"'{name}' cannot be honoured here", expected=_REFUSED[name][-1], received=value
+                )
         if len(self.stops) > 4 or not all(self.stops):
-            raise ConfigError("'stop'", expected="at most four texts, none empty", received=self.stop)
+            raise ConfigError(
+                "'stop'", expected="at most four texts, none empty", received=self.stop
+            )
 
     @property
     def stops(self) -> list[str]:
@@ -98,7 +102,11 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return it as a chat template takes it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -134,9 +142,16 @@ class TextQuestion(Question):
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) != 1:
-                raise ConfigError("'prompt'", expected="one prompt a request", received=f"{len(prompt)} prompts")
+                raise ConfigError(
+                    "'prompt'", expected="one prompt a request", received=f"{len(prompt)} prompts"
+                )
             prompt = prompt[0]
-        return {"prompt": prompt, "max_new_tokens": self.max_tokens or 16, "top": self.logprobs, **self.options()}
+        return {
+            "prompt": prompt,
+            "max_new_tokens": self.max_tokens or 16,
+            "top": self.logprobs,
+            **self.options(),
+        }
 
 
 class Answer:
@@ -157,16 +172,30 @@ class Answer:
 
     def whole(self, parts: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
         """Build the answer of a request that does not stream."""
-        text, tokens = "".join(part["text"] for part in parts), [token for part in parts for token in part["tokens"]]
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(tokens), "finish_reason": end["finish"]}
+        text, tokens = (
+            "".join(part["text"] for part in parts),
+            [token for part in parts for token in part["tokens"]],
+        )
+        content = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self.chat
+            else {"text": text}
+        )
+        choice = {
+            "index": 0,
+            **content,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": end["finish"],
+        }
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": [choice], "usage": self._usage(end)}
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yield what stands before a streamed answer: whose turn it is."""
         if self.chat:
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
+            yield self._chunk(
+                {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None
+            )
 
     def part(self, part: dict[str, Any]) -> dict[str, Any]:
         """Build the piece of a part."""
@@ -182,12 +211,20 @@ class Answer:
 
     def _chunk(self, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": [{"index": 0, **content, "finish_reason": finish}]}
+        return {
+            **self.head,
+            "object": kind,
+            "choices": [{"index": 0, **content, "finish_reason": finish}],
+        }
 
     def _usage(self, end: dict[str, Any]) -> dict[str, int]:
         answered = end["completion_tokens"]
         total = self.prompt_tokens + answered
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": answered, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": answered,
+            "total_tokens": total,
+        }
 
     def _logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self.probabilities:
@@ -201,7 +238,9 @@ class Answer:
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -225,7 +264,11 @@ def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = "model_not_found" if status == 404 else values["error"]
     told = [values["message"]]
-    told += [f"{word}: {values[word]}" for word in ("expected", "received") if values.get(word) is not None]
+    told += [
+        f"{word}: {values[word]}"
+        for word in ("expected", "received")
+        if values.get(word) is not None
+    ]
     told += [f"try: {values['hint']}"] if values.get("hint") else []
     own = {"message": "; ".join(map(str, told)), "type": kind, "code": code, "param": None}
     return {"error": {**values, **own}}

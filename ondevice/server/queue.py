@@ -21,7 +21,9 @@ from typing import Any, Literal
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server.store import MissingError, Store, new_id
 
-State = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"]
+State = Literal[
+    "queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"
+]
 Outcome = Literal["finished", "interrupted", "crashed", "refused"]
 """How a worker ended: all steps done; stopped with its state saved; died; an error that trying again cannot cure."""
 
@@ -123,9 +125,16 @@ class Queue:
         clock: Callable[[], float] = time.time,
         elapsed: Callable[[], float] | None = None,
     ) -> None:
-        self.store, self.changed, self.clock, self.elapsed = store, changed, clock, elapsed or store.clock.now
+        self.store, self.changed, self.clock, self.elapsed = (
+            store,
+            changed,
+            clock,
+            elapsed or store.clock.now,
+        )
 
-    def create(self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None) -> Job:
+    def create(
+        self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None
+    ) -> Job:
         """Create a job at the end of the jobs of its priority.
 
         Args:
@@ -140,7 +149,9 @@ class Queue:
                 if (made := self.made(*key)) is not None:
                     return made
                 elapsed = self.elapsed()
-                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (elapsed - KEY_S, key[0]))
+                db.execute(
+                    "DELETE FROM keys WHERE created_s < ? OR key = ?", (elapsed - KEY_S, key[0])
+                )
                 db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, elapsed))
             db.execute(
                 "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'queued', ?, ?, ?)",
@@ -181,7 +192,9 @@ class Queue:
         in pages."""
         return self.page(states, limit=None)[0]
 
-    def page(self, states: Sequence[str], limit: int | None, after: str | None = None) -> tuple[list[Job], bool]:
+    def page(
+        self, states: Sequence[str], limit: int | None, after: str | None = None
+    ) -> tuple[list[Job], bool]:
         """Return so many jobs behind the job `after`, of all or of those in `states`, and if there are more: what runs
         and waits first, in the order it will run; then the newest.
 
@@ -189,12 +202,16 @@ class Queue:
             ConfigError: `after` is not in this list.
         """
         where = f"state IN ({','.join('?' * len(states))})" if states else "1"
-        rows, more = self.store.page("jobs", _ORDER, limit, after, where=where, values=states, columns=_COLUMNS)
+        rows, more = self.store.page(
+            "jobs", _ORDER, limit, after, where=where, values=states, columns=_COLUMNS
+        )
         return [Job.of(row) for row in rows], more
 
     def counts(self) -> dict[str, int]:
         """Count the jobs in each state."""
-        counts: dict[str, int] = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
+        counts: dict[str, int] = dict.fromkeys(
+            ("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0
+        )
         return counts | dict(self.store.rows("SELECT state, COUNT(*) FROM jobs GROUP BY state"))  # type: ignore[arg-type]
 
     def needing(self, kind: str, name: str) -> str | None:
@@ -230,7 +247,9 @@ class Queue:
 
     def claim(self) -> Job | None:
         """Take the next job to run it: it is `running` when this returns."""
-        with self.store.transaction() as db:  # chosen and marked in one, so that two never take the same
+        with (
+            self.store.transaction() as db
+        ):  # chosen and marked in one, so that two never take the same
             job = self.next()
             if job is None:
                 return None
@@ -274,7 +293,9 @@ class Queue:
         self.changed(job)
         return self.get(job)
 
-    def change(self, job: str, *, priority: int | None = None, spec: dict[str, Any] | None = None) -> Job:
+    def change(
+        self, job: str, *, priority: int | None = None, spec: dict[str, Any] | None = None
+    ) -> Job:
         """Set another priority, or other settings of the queue (window, limits) in `spec`.
 
         Raises:
@@ -283,7 +304,11 @@ class Queue:
         with self.store.transaction() as db:
             row = self.get(job)
             if row.state in ("cancelled", "done"):
-                raise BusyError(f"the job is {row.state}", expected="a job that has not ended", received=row.state)
+                raise BusyError(
+                    f"the job is {row.state}",
+                    expected="a job that has not ended",
+                    received=row.state,
+                )
             db.execute(
                 "UPDATE jobs SET priority = ?, spec = ? WHERE id = ?",
                 (row.priority if priority is None else priority, json.dumps(spec or row.spec), job),
@@ -304,7 +329,9 @@ class Queue:
             row, now = self.get(job), self.clock()
             state = AFTER[outcome].get(row.state)
             if state is None:
-                raise BusyError(f"the job is {row.state}", expected=" or ".join(ACTIVE), received=row.state)
+                raise BusyError(
+                    f"the job is {row.state}", expected=" or ".join(ACTIVE), received=row.state
+                )
             crashes, crashed_at, wait_s = row.crashes, row.crashed_at_step, 0.0
             if outcome == "crashed":
                 # A new checkpoint is progress: only crashes without one between them use up the retries.
@@ -336,7 +363,10 @@ class Queue:
 
     def recover(self) -> list[Job]:
         """Mark the active jobs as interrupted when the daemon starts: their workers died with the one before."""
-        return [self.ended(job.id, "interrupted", reason="the daemon was restarted") for job in self.list(*ACTIVE)]
+        return [
+            self.ended(job.id, "interrupted", reason="the daemon was restarted")
+            for job in self.list(*ACTIVE)
+        ]
 
     def delete(self, job: str) -> None:
         """Forget a job that has ended; its folder is the caller's to remove.
@@ -348,7 +378,9 @@ class Queue:
             with self.store.transaction() as db:
                 row = self.get(job)
                 if row.state not in ENDED:
-                    raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
+                    raise BusyError(
+                        f"the job is {row.state}", expected="an ended job", hint="cancel it first"
+                    )
                 db.execute("DELETE FROM jobs WHERE id = ?", (job,))
             self._delete_events(job)
 
@@ -365,16 +397,26 @@ class Queue:
 
     def _delete_events(self, job: str) -> None:
         """Delete in parts: all at once, SQLite would first write as much as they take, and the disk may be full."""
-        while (first := self.store.row("SELECT MIN(id) FROM events WHERE job = ?", job)) and first[0] is not None:
+        while (first := self.store.row("SELECT MIN(id) FROM events WHERE job = ?", job)) and first[
+            0
+        ] is not None:
             with self.store.transaction(frees=True) as db:
-                db.execute("DELETE FROM events WHERE job = ? AND id < ?", (job, first[0] + DELETED_AT_ONCE))
+                db.execute(
+                    "DELETE FROM events WHERE job = ? AND id < ?", (job, first[0] + DELETED_AT_ONCE)
+                )
 
-    def _say(self, job: str, state: str, reason: str, now: float, error: dict[str, Any] | None = None) -> None:
+    def _say(
+        self, job: str, state: str, reason: str, now: float, error: dict[str, Any] | None = None
+    ) -> None:
         event = {"event": "job", "time_s": now, "state": state, "reason": reason}
         self.store.add_events(job, [event | ({"error": error} if error else {})])
 
 
-_PAST = {"pause": "paused by the user", "resume": "resumed by the user", "cancel": "cancelled by the user"}
+_PAST = {
+    "pause": "paused by the user",
+    "resume": "resumed by the user",
+    "cancel": "cancelled by the user",
+}
 
 
 def in_window(spec: dict[str, Any], now_s: float) -> bool:

@@ -41,9 +41,15 @@ def check(store: Store, secret: str, kind: str = "token") -> str | None:
     parts = secret.split("_", 2)
     name = parts[1] if len(parts) == 3 else ""
     row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
-    expected = row["sha256"] if row is not None else _digest("")  # compared all the same, so that time tells no id
+    expected = (
+        row["sha256"] if row is not None else _digest("")
+    )  # compared all the same, so that time tells no id
     same = hmac.compare_digest(expected, _digest(secret))
-    if row is None or not same or (row["expires_s"] is not None and row["expires_s"] < store.clock.now()):
+    if (
+        row is None
+        or not same
+        or (row["expires_s"] is not None and row["expires_s"] < store.clock.now())
+    ):
         return None
     return str(row["id"])
 
@@ -77,7 +83,9 @@ def revoke(store: Store, token: str) -> None:
     with store.transaction() as db:
         query = "UPDATE tokens SET kind = ?, sha256 = '' WHERE id = ? AND kind = 'token'"
         if not db.execute(query, (REVOKED, token)).rowcount:
-            raise MissingError(f"there is no token {token}", hint="`ondevice serve token --list` lists them")
+            raise MissingError(
+                f"there is no token {token}", hint="`ondevice serve token --list` lists them"
+            )
         db.execute("DELETE FROM tokens WHERE parent = ?", (token,))
 
 
@@ -176,14 +184,23 @@ class Tries:
         if not wait_s:
             return None
         headers = {"Retry-After": str(int(wait_s) + 1)}
-        return 429, "too many wrong tokens", f"a pause of {wait_s:.0f} s", "another try", "wait", headers
+        return (
+            429,
+            "too many wrong tokens",
+            f"a pause of {wait_s:.0f} s",
+            "another try",
+            "wait",
+            headers,
+        )
 
     def failed(self, address: str) -> None:
         """Count a failed try."""
         key = network_of(address)
         self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
         self._failed.move_to_end(key)
-        while len(self._failed) > self.KEPT:  # an attacker with many addresses must not fill the memory
+        while (
+            len(self._failed) > self.KEPT
+        ):  # an attacker with many addresses must not fill the memory
             self._failed.popitem(last=False)
 
     def _recent(self, address: str) -> deque[float]:
@@ -202,7 +219,9 @@ def network_of(address: str) -> str:
     return address if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
 
 
-def _create(store: Store, kind: str, prefix: str, name: str, expires_s: float | None, parent: str | None) -> str:
+def _create(
+    store: Store, kind: str, prefix: str, name: str, expires_s: float | None, parent: str | None
+) -> str:
     number = secrets.token_hex(6)
     secret = f"{prefix}_{number}_{secrets.token_urlsafe(32)}"
     with store.transaction() as db:

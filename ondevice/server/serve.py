@@ -67,10 +67,14 @@ def serve(
     except ImportError as error:
         raise missing(error) from None
     if (tls_cert is None) != (tls_key is None):
-        raise ConfigError("one TLS file is given", expected="--tls-cert and --tls-key", received="one of them")
+        raise ConfigError(
+            "one TLS file is given", expected="--tls-cert and --tls-key", received="one of them"
+        )
     for path in filter(None, (tls_cert, tls_key)):
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner")
+            raise ConfigError(
+                f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner"
+            )
     os.umask(0o077)  # data and tokens are this user's alone
     daemon = Daemon(store or default_store())
     ensure_guarded(daemon.store, host)
@@ -109,7 +113,9 @@ def serve(
             return await super().on_tick(counter)
 
         async def startup(self, sockets: list[Any] | None = None) -> None:
-            if tls_cert is not None:  # before it a connection is not one of the crowd; asyncio's own limit is a minute
+            if (
+                tls_cert is not None
+            ):  # before it a connection is not one of the crowd; asyncio's own limit is a minute
                 loop: Any = asyncio.get_running_loop()
                 loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)
             await super().startup(sockets)
@@ -120,7 +126,9 @@ def serve(
     try:
         sock = config.bind_socket()
     except SystemExit:
-        raise ConfigError(f"{host}:{port} is taken, or is no address of this machine", hint="--port 0") from None
+        raise ConfigError(
+            f"{host}:{port} is taken, or is no address of this machine", hint="--port 0"
+        ) from None
     scheme, bound = "https" if tls_cert else "http", sock.getsockname()[1]
     name = f"[{host}]" if ":" in host else host
     address = f"{scheme}://{name}:{bound}"
@@ -151,7 +159,8 @@ def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
 def missing(error: ImportError) -> MissingPackageError:
     """Build the error for an absent `serve` extra."""
     return MissingPackageError(
-        f"the daemon needs a package that is not installed: {error.name}", hint="pip install 'ondevice-train[serve]'"
+        f"the daemon needs a package that is not installed: {error.name}",
+        hint="pip install 'ondevice-train[serve]'",
     )
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 LOG_BYTES, LOG_FILES = 2 << 20, 5
 WORKER_LOG_BYTES = 4 << 20
-_SECRET = re.compile(r"odt_[A-Za-z0-9]+_[A-Za-z0-9_-]+|ods_[A-Za-z0-9]+_[A-Za-z0-9_-]+|(?i:bearer)\s+\S+")
+_SECRET = re.compile(
+    r"odt_[A-Za-z0-9]+_[A-Za-z0-9_-]+|ods_[A-Za-z0-9]+_[A-Za-z0-9_-]+|(?i:bearer)\s+\S+"
+)
 
 
 class Redact(logging.Filter):
@@ -134,7 +136,11 @@ def _own(pid: int) -> int:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
+    return sum(
+        int(line.split()[1]) << 10
+        for line in lines
+        if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:"))
+    )
 
 
 class Cgroup:
@@ -169,7 +175,9 @@ class Cgroup:
             self.folder = self._home / job
             self.folder.mkdir(exist_ok=True)
             (self.folder / "memory.max").write_text(str(limit_bytes))
-            if (self.folder / "memory.swap.max").is_file():  # a job that swaps instead of failing would slow all else
+            if (
+                self.folder / "memory.swap.max"
+            ).is_file():  # a job that swaps instead of failing would slow all else
                 (self.folder / "memory.swap.max").write_text("0")
             (self.folder / "cgroup.procs").write_text(str(pid))
         except OSError:

@@ -147,7 +147,9 @@ class Store:
             hint = "choose another --store, or restore this one from a copy"
             if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVE_BYTES:
                 hint = f"the disk is full: free {RESERVE_BYTES >> 20} MiB of it, and start again"
-            raise StorageError(f"{self.root}: the store cannot be opened: {error}", hint=hint) from None
+            raise StorageError(
+                f"{self.root}: the store cannot be opened: {error}", hint=hint
+            ) from None
 
     def discard(self, kind: str, name: str) -> None:
         """Remove the folder of a thing that the database no longer knows.
@@ -169,7 +171,11 @@ class Store:
             ConfigError: `name` is no name of a thing in a store.
         """
         if kind not in FOLDERS or not ID.fullmatch(name) or ".." in name:
-            raise MissingError("no such name", expected="small letters, digits, '.', '_' and '-'", received=repr(name))
+            raise MissingError(
+                "no such name",
+                expected="small letters, digits, '.', '_' and '-'",
+                received=repr(name),
+            )
         return self.root / kind / name
 
     @property
@@ -192,7 +198,9 @@ class Store:
         return connection
 
     @contextmanager
-    def transaction(self, *, durable: bool = True, frees: bool = False) -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, *, durable: bool = True, frees: bool = False
+    ) -> Iterator[sqlite3.Connection]:
         """Run a block all or nothing; nobody else writes meanwhile. Inside another transaction it is a part of that.
 
         Args:
@@ -209,13 +217,17 @@ class Store:
                 yield connection
             return
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        connection.execute("BEGIN IMMEDIATE")  # the write lock now: taken at the first write, it could fail half-way
+        connection.execute(
+            "BEGIN IMMEDIATE"
+        )  # the write lock now: taken at the first write, it could fail half-way
         try:
             yield connection
             connection.execute("COMMIT")
         except sqlite3.OperationalError as error:
             self._roll_back(connection)
-            raise StorageError(f"{self.root}: the store cannot be written: {error}", hint="free some space") from None
+            raise StorageError(
+                f"{self.root}: the store cannot be written: {error}", hint="free some space"
+            ) from None
         except BaseException:
             self._roll_back(connection)
             raise
@@ -269,7 +281,9 @@ class Store:
         for event in events:
             last += 1
             text = json.dumps(event, separators=(",", ":"), allow_nan=False)
-            self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (job, last, event["event"], text))
+            self.connection.execute(
+                "INSERT INTO events VALUES (?, ?, ?, ?)", (job, last, event["event"], text)
+            )
         return last
 
     def events(self, job: str, after: int = 0, limit: int = 500) -> list[tuple[int, str, str]]:

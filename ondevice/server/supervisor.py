@@ -19,7 +19,13 @@ from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resol
 from ondevice.server.queue import ACTIVE, Job, Outcome, Queue, in_window
 from ondevice.server.service import Cgroup, own_bytes, trim
 from ondevice.server.store import Store
-from ondevice.server.worker_process import Running, judge, over_memory, reported_error, start_process
+from ondevice.server.worker_process import (
+    Running,
+    judge,
+    over_memory,
+    reported_error,
+    start_process,
+)
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -41,7 +47,11 @@ class Supervisor(threading.Thread):
     """
 
     def __init__(
-        self, store: Store, queue: Queue, python: str = sys.executable, make_room: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        queue: Queue,
+        python: str = sys.executable,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.store, self.queue, self.python, self.make_room = store, queue, python, make_room
@@ -75,7 +85,9 @@ class Supervisor(threading.Thread):
             self.beat = time.monotonic()
             try:
                 self._tick()
-            except Exception:  # a full disk, for example: a dead supervisor would leave its worker unwatched
+            except (
+                Exception
+            ):  # a full disk, for example: a dead supervisor would leave its worker unwatched
                 _log.exception("the supervisor stumbled, and goes on")
                 time.sleep(1.0)
             self._wake.wait(POLL_S if self.running else IDLE_S)
@@ -85,7 +97,9 @@ class Supervisor(threading.Thread):
         if self.running is not None:
             self._watch(self.running)
         elif not self._ending.is_set():
-            for lost in self.queue.list(*ACTIVE):  # its start went wrong, and could not be written down
+            for lost in self.queue.list(
+                *ACTIVE
+            ):  # its start went wrong, and could not be written down
                 self.queue.ended(lost.id, "crashed", reason="the job has no worker")
             if (job := self.queue.claim()) is not None:
                 self._start(job)
@@ -100,7 +114,9 @@ class Supervisor(threading.Thread):
             values = {
                 "attempt": job.attempt,
                 "config": config.model_dump(mode="json"),
-                "artifact": str(artifact_folder(self.store, spec.artifact)) if spec.artifact else None,
+                "artifact": str(artifact_folder(self.store, spec.artifact))
+                if spec.artifact
+                else None,
                 "adapter": str(adapter_folder(self.store, spec.adapter)) if spec.adapter else None,
                 "force": spec.force,
             }
@@ -126,7 +142,9 @@ class Supervisor(threading.Thread):
             return
         self._enforce(running)
         trim(self.store.path("jobs", running.job) / "worker.log")
-        follow(self.store, self.queue, running.job, running.ran_s)  # last: a full disk stops it, and no limit
+        follow(
+            self.store, self.queue, running.job, running.ran_s
+        )  # last: a full disk stops it, and no limit
 
     def _enforce(self, running: Running) -> None:
         """Hold the worker to its limits, and to what was asked of its job."""
@@ -167,7 +185,9 @@ class Supervisor(threading.Thread):
             if self.cgroup.folder is not None:
                 (self.cgroup.folder / "memory.max").write_text(str(limit or "max"))
         except OSError as error:
-            _log.warning("job %s: the memory limit holds from its next start: %s", running.job, error)
+            _log.warning(
+                "job %s: the memory limit holds from its next start: %s", running.job, error
+            )
 
     def _ended(self, running: Running, code: int) -> None:
         """Write down how a worker ended. What fails here, as on a full disk, is tried again at the next turn."""
@@ -187,26 +207,49 @@ class Supervisor(threading.Thread):
         follow(self.store, self.queue, running.job, running.ran_s)
         folder = self.store.path("jobs", running.job)
         outcome, error = judge(code, running, reported_error(folder))
-        reason = "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
+        reason = (
+            "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
+        )
         try:
-            done = register_outcome(self.store, running.job, folder) if outcome == "finished" else lambda job: None
+            done = (
+                register_outcome(self.store, running.job, folder)
+                if outcome == "finished"
+                else lambda job: None
+            )
         except (OndeviceError, OSError) as failure:
             problem = _as_error(failure, "the adapter cannot be kept")
-            outcome, error, reason, done = "crashed", problem.to_dict(), problem.message, lambda job: None
+            outcome, error, reason, done = (
+                "crashed",
+                problem.to_dict(),
+                problem.message,
+                lambda job: None,
+            )
         rest_s = max(0.0, running.ran_s - self.queue.get(running.job).ran_s)
-        job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done)
-        if error and error.get("error") == BusyError.__name__:  # the worker before still holds the folder: soon again
+        job = self.queue.ended(
+            running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done
+        )
+        if (
+            error and error.get("error") == BusyError.__name__
+        ):  # the worker before still holds the folder: soon again
             with self.store.transaction() as db:
                 again_s = self.queue.elapsed() + BUSY_WAIT_S
-                db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (again_s, job.id))
+                db.execute(
+                    "UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (again_s, job.id)
+                )
         _log.info("job %s: ended with %d, now %s %s", job.id, code, job.state, reason)
 
 
 def remove_job(store: Store, queue: Queue, job: str) -> None:
     """Forget an ended job and remove its folder; its adapters stay."""
-    queue.delete(job)  # first: a folder that is left after a kill is swept, a row without one would fail
+    queue.delete(
+        job
+    )  # first: a folder that is left after a kill is swept, a row without one would fail
     store.discard("jobs", job)
 
 
 def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
-    return error if isinstance(error, OndeviceError) else StorageError(f"{message}: {error.strerror or error}")
+    return (
+        error
+        if isinstance(error, OndeviceError)
+        else StorageError(f"{message}: {error.strerror or error}")
+    )

@@ -114,19 +114,29 @@ def unit(
     Raises:
         ConfigError: a path or host that cannot stand in a unit.
     """
-    words = python_command("-m", "ondevice", "serve", "--host", host, "--port", str(port), python=python)
+    words = python_command(
+        "-m", "ondevice", "serve", "--host", host, "--port", str(port), python=python
+    )
     files = {"tls-cert": tls_cert, "tls-key": tls_key}
     # A DynamicUser cannot read root's key: systemd hands over a copy, in a folder of the service's own.
-    credentials = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}
+    credentials = {
+        name: str(Path(path).absolute()) for name, path in files.items() if path is not None
+    }
     words += [word for name in credentials for word in (f"--{name}", f"{CREDENTIALS}/{name}")]
-    bad = [path for path in credentials.values() if any(character in path for character in "\n\r\0:")]
+    bad = [
+        path for path in credentials.values() if any(character in path for character in "\n\r\0:")
+    ]
     if bad := bad + [word for word in words if any(character in word for character in "\n\r\0")]:
         raise ConfigError("a unit cannot hold this", expected="one line", received=repr(bad[0]))
     command = " ".join(
-        word if word.startswith(CREDENTIALS) else shlex.quote(word).replace("%", "%%").replace("$", "$$")
+        word
+        if word.startswith(CREDENTIALS)
+        else shlex.quote(word).replace("%", "%%").replace("$", "$$")
         for word in words
     )
-    loads = "".join(f"LoadCredential={name}:{path.replace('%', '%%')}\n" for name, path in credentials.items())
+    loads = "".join(
+        f"LoadCredential={name}:{path.replace('%', '%%')}\n" for name, path in credentials.items()
+    )
     return _UNIT.format(
         command=command,
         credentials=loads,

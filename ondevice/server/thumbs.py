@@ -18,7 +18,12 @@ PAGE_ROWS = 500
 
 
 def judge(
-    store: Store, prompt: str | list[dict[str, str]], answer: str, liked: bool, model: str, adapter: str | None
+    store: Store,
+    prompt: str | list[dict[str, str]],
+    answer: str,
+    liked: bool,
+    model: str,
+    adapter: str | None,
 ) -> dict[str, Any]:
     """Keep a judgement; return its row. The same answer judged again is the same row, with the newer thumb."""
     kept = _whole(json.dumps(prompt, ensure_ascii=False))
@@ -35,7 +40,9 @@ def judge(
     return _row(store.row("SELECT * FROM thumbs WHERE id = ?", name))
 
 
-def list_thumbs(store: Store, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
+def list_thumbs(
+    store: Store, limit: int, after: str | None = None
+) -> tuple[list[dict[str, Any]], bool]:
     """Return so many judged answers behind `after`, the newest first, and if there are more.
 
     Raises:
@@ -56,9 +63,15 @@ def lines(store: Store) -> Iterator[bytes]:
     """Yield all judged answers as JSON lines, in the order they were first judged: `prompt` (text, or turns with
     role and content), `completion`, `label` (true for thumbs up), `model`, `adapter`."""
     last = 0
-    while rows := store.rows("SELECT * FROM thumbs WHERE number > ? ORDER BY number LIMIT ?", last, PAGE_ROWS):
+    while rows := store.rows(
+        "SELECT * FROM thumbs WHERE number > ? ORDER BY number LIMIT ?", last, PAGE_ROWS
+    ):
         for row in rows:
-            values = {"prompt": json.loads(row["prompt"]), "completion": row["answer"], "label": bool(row["liked"])}
+            values = {
+                "prompt": json.loads(row["prompt"]),
+                "completion": row["answer"],
+                "label": bool(row["liked"]),
+            }
             values |= {"model": row["model"], "adapter": row["adapter"]}
             yield json.dumps(values, ensure_ascii=False).encode() + b"\n"
         last = rows[-1]["number"]

@@ -36,10 +36,16 @@ class Transport:
         self.url = url or os.environ.get("ONDEVICE_URL") or DEFAULT_URL
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("the daemon's address cannot be read", expected=DEFAULT_URL, received=self.url)
+            raise ConfigError(
+                "the daemon's address cannot be read", expected=DEFAULT_URL, received=self.url
+            )
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._token = token or os.environ.get("ONDEVICE_TOKEN") or ""
-        self._context = ssl.create_default_context(cafile=None if ca is None else str(ca)) if self._tls else None
+        self._context = (
+            ssl.create_default_context(cafile=None if ca is None else str(ca))
+            if self._tls
+            else None
+        )
         self.timeout_s = timeout_s
 
     def ask(
@@ -63,7 +69,9 @@ class Transport:
         with self._answer(*request) as response:
             return response.read()
 
-    def _server_sent(self, path: str, query: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _server_sent(
+        self, path: str, query: dict[str, Any]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the events of a stream, each with its id."""
         with self._answer("GET", path, query=query) as response:
             number, data = 0, ""
@@ -94,14 +102,20 @@ class Transport:
         """
         connection = self._connect()
         try:
-            headers = {**(more or {}), **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
+            headers = {
+                **(more or {}),
+                **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            }
             if isinstance(body, bytes):
                 headers["Content-Type"] = "application/octet-stream"
             elif body is not None:
                 headers["Content-Type"], body = "application/json", json.dumps(body).encode()
             parameters = {key: value for key, value in (query or {}).items() if value is not None}
             connection.request(
-                method, path + (f"?{urlencode(parameters, doseq=True)}" if parameters else ""), body, headers
+                method,
+                path + (f"?{urlencode(parameters, doseq=True)}" if parameters else ""),
+                body,
+                headers,
             )
             response = connection.getresponse()
             if response.status >= 400:
@@ -119,7 +133,9 @@ class Transport:
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._context is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self.timeout_s, context=self._context)
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self.timeout_s, context=self._context
+            )
         return http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
 
 
@@ -130,11 +146,19 @@ def refusal(status: int, content: bytes) -> RefusedError:
         values = json.loads(content)
         values["message"]
     except (ValueError, KeyError, TypeError):
-        values = {"message": f"the daemon answered with {status}", "received": content[:200].decode(errors="replace")}
+        values = {
+            "message": f"the daemon answered with {status}",
+            "received": content[:200].decode(errors="replace"),
+        }
     error = RefusedError(
-        values["message"], expected=values.get("expected"), received=values.get("received"), hint=values.get("hint")
+        values["message"],
+        expected=values.get("expected"),
+        received=values.get("received"),
+        hint=values.get("hint"),
     )
     kind = getattr(errors, str(values.get("error")), ConfigError)
-    error.exit_code = kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
+    error.exit_code = (
+        kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
+    )
     error.status, error.problems = status, tuple(values.get("problems") or ())
     return error

@@ -24,7 +24,16 @@ DIRECTORY_BYTES = 5
 """Place of the directory's length in what zipfile reads of a zip's end."""
 ENTRY_BYTES = 1024
 """The most that a file takes in that list: 46 bytes, its name, and what packers write beside it."""
-BY_THE_WAY = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes", ".gitignore", "LICENSE", "NOTICE", "README")
+BY_THE_WAY = (
+    ".DS_Store",
+    "Thumbs.db",
+    "desktop.ini",
+    ".gitattributes",
+    ".gitignore",
+    "LICENSE",
+    "NOTICE",
+    "README",
+)
 MAX_RATIO = 200
 """Times that a file may be larger than its packed form; safetensors and text stay far below."""
 _CHUNK_BYTES = 1 << 20
@@ -36,7 +45,9 @@ _DAMAGED = (
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
 
 
-def unpack(source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | None = None) -> list[str]:
+def unpack(
+    source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | None = None
+) -> list[str]:
     """Unpack a zip into an empty folder; return the names of its files.
 
     One folder at the top that holds everything is left out, so that a zip of a folder is the folder.
@@ -63,7 +74,9 @@ def unpack(source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | No
             total = sum(entry.file_size for entry in entries)
             if room_bytes is not None and total > room_bytes:
                 raise StorageError(
-                    "the disk has not enough room", expected=f"{total} bytes", received=f"{max(0, room_bytes)} to spare"
+                    "the disk has not enough room",
+                    expected=f"{total} bytes",
+                    received=f"{max(0, room_bytes)} to spare",
                 )
             names = _without_top(names)
             left = limit_bytes
@@ -72,7 +85,10 @@ def unpack(source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | No
     except OndeviceError:
         raise
     except (*_DAMAGED, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, None):  # of the disk, not of the zip
+        if isinstance(error, OSError) and error.errno not in (
+            errno.EINVAL,
+            None,
+        ):  # of the disk, not of the zip
             raise StorageError(f"the zip cannot be unpacked: {error.strerror}") from None
         raise ArtifactError(
             "the zip cannot be read",
@@ -105,16 +121,27 @@ def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
     name = entry.orig_filename if "\0" in entry.orig_filename else entry.filename
     path = PurePosixPath(name)
     kind = entry.external_attr >> 16
-    if "\\" in name or path.is_absolute() or not path.parts or not all(map(_PART.fullmatch, path.parts)):
+    if (
+        "\\" in name
+        or path.is_absolute()
+        or not path.parts
+        or not all(map(_PART.fullmatch, path.parts))
+    ):
         raise ArtifactError(
             f"the zip holds a name that leads elsewhere or cannot be used: {name[:200]!r}",
             expected="plain names below one folder: letters, digits, '.', '_', '-'",
             received=name[:200],
         )
     if kind and not stat.S_ISREG(kind) and stat.S_IFMT(kind):
-        raise ArtifactError(f"{name}: only plain files may be uploaded", expected="a file", received="a link or device")
+        raise ArtifactError(
+            f"{name}: only plain files may be uploaded",
+            expected="a file",
+            received="a link or device",
+        )
     if len(path.parts) > MAX_DEPTH:
-        raise ArtifactError(f"{name}: too many folders", expected=f"at most {MAX_DEPTH}", received=len(path.parts))
+        raise ArtifactError(
+            f"{name}: too many folders", expected=f"at most {MAX_DEPTH}", received=len(path.parts)
+        )
     if path.suffix.lower() not in SUFFIXES:
         raise ArtifactError(
             f"{name}: files of this kind cannot be uploaded",
@@ -123,27 +150,38 @@ def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
             hint="weights as safetensors: pickled ones can run any code when they are read",
         )
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ArtifactError(f"{name} is packed in a way that is not read", expected="stored or deflated")
+        raise ArtifactError(
+            f"{name} is packed in a way that is not read", expected="stored or deflated"
+        )
     if entry.flag_bits & 1:
         raise ArtifactError(f"{name} is encrypted", expected="a zip without a password")
     return path
 
 
-def _check_all(entries: list[zipfile.ZipInfo], names: list[PurePosixPath], limit_bytes: int) -> None:
+def _check_all(
+    entries: list[zipfile.ZipInfo], names: list[PurePosixPath], limit_bytes: int
+) -> None:
     if not entries:
         raise ArtifactError("the zip is empty", expected="files", received="none")
     if len(entries) > MAX_FILES:
-        raise ArtifactError("the zip has too many files", expected=f"at most {MAX_FILES}", received=len(entries))
+        raise ArtifactError(
+            "the zip has too many files", expected=f"at most {MAX_FILES}", received=len(entries)
+        )
     lower = [str(name).lower() for name in names]  # on some disks A and a are one file
     if len(set(lower)) < len(lower):
         twice = next(name for name in lower if lower.count(name) > 1)
         raise ArtifactError(f"the zip holds {twice} twice", expected="each name once")
     total = sum(entry.file_size for entry in entries)
     if total > limit_bytes:
-        raise ArtifactError("the zip is too large unpacked", expected=f"at most {limit_bytes} bytes", received=total)
+        raise ArtifactError(
+            "the zip is too large unpacked", expected=f"at most {limit_bytes} bytes", received=total
+        )
     for entry in entries:
         if entry.file_size > MAX_RATIO * max(entry.compress_size, 1 << 12):
-            raise ArtifactError(f"{entry.filename} is packed suspiciously small", received=f"{entry.file_size} bytes")
+            raise ArtifactError(
+                f"{entry.filename} is packed suspiciously small",
+                received=f"{entry.file_size} bytes",
+            )
 
 
 def _without_top(names: list[PurePosixPath]) -> list[PurePosixPath]:
@@ -159,12 +197,16 @@ def _write(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: i
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)
     except (FileExistsError, NotADirectoryError):
-        raise ArtifactError(f"{entry.filename} is a file and a folder in the zip", expected="one of both") from None
+        raise ArtifactError(
+            f"{entry.filename} is a file and a folder in the zip", expected="one of both"
+        ) from None
     written = 0
     with open(path, "wb") as file, archive.open(entry) as source, storage_errors(path):
         while chunk := source.read(_CHUNK_BYTES):
             written += len(chunk)
             if written > min(left, entry.file_size):
-                raise ArtifactError(f"{entry.filename} is larger than the zip says", expected=entry.file_size)
+                raise ArtifactError(
+                    f"{entry.filename} is larger than the zip says", expected=entry.file_size
+                )
             file.write(chunk)
     return written

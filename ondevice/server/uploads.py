@@ -40,7 +40,12 @@ from ondevice.server.unpack import unpack
 
 Kind = Literal["dataset", "model", "artifact", "adapter"]
 GIB = 1 << 30
-LIMITS: dict[Kind, int] = {"dataset": 2 * GIB, "model": 64 * GIB, "artifact": 64 * GIB, "adapter": 4 * GIB}
+LIMITS: dict[Kind, int] = {
+    "dataset": 2 * GIB,
+    "model": 64 * GIB,
+    "artifact": 64 * GIB,
+    "adapter": 4 * GIB,
+}
 PART_BYTES = 8 << 20
 SPARE_BYTES = 256 << 20
 """Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
@@ -99,7 +104,9 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     """
     if request.bytes > LIMITS[request.kind]:
         limit = f"at most {LIMITS[request.kind]} bytes"
-        raise ConfigError(f"a {request.kind} of this size is refused", expected=limit, received=request.bytes)
+        raise ConfigError(
+            f"a {request.kind} of this size is refused", expected=limit, received=request.bytes
+        )
     if request.kind == "dataset" and Path(request.name).suffix.lower() not in ROW_SUFFIXES:
         raise ConfigError(
             "cannot tell what kind of data this is", expected="a name that ends with .jsonl, .csv or .txt",
@@ -108,7 +115,9 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     if request.kind in ("model", "artifact"):
         target = store.path(f"{request.kind}s", request.name)
         if target.exists():
-            raise BusyError(f"there is a {request.kind} {request.name} already", hint="choose another name")
+            raise BusyError(
+                f"there is a {request.kind} {request.name} already", hint="choose another name"
+            )
     _ensure_room(store, request.bytes)
     name = new_id("up")
     folder = store.path("uploads", name)
@@ -118,7 +127,15 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     with store.transaction() as db:
         db.execute(
             "INSERT INTO uploads VALUES (?, ?, ?, 'content', ?, ?, ?, ?)",
-            (name, request.kind, request.name, request.bytes, request.sha256, request.model_dump_json(), time.time()),
+            (
+                name,
+                request.kind,
+                request.name,
+                request.bytes,
+                request.sha256,
+                request.model_dump_json(),
+                time.time(),
+            ),
         )
     return get(store, name)
 
@@ -153,7 +170,9 @@ def check_part(store: Store, name: str, offset: int, size: int) -> None:
         )  # fmt: skip
     if offset + size > upload["bytes"]:
         raise ConfigError(
-            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most", received=size
+            "the part is longer than the upload",
+            expected=f"{upload['bytes'] - offset} bytes at most",
+            received=size,
         )
     _ensure_room(store, size)
 
@@ -205,8 +224,12 @@ def finish(store: Store, name: str, check: Check) -> dict[str, Any]:
     try:
         content = claimed / "content"
         if request.sha256 is not None and (digest := sha256_file(content)) != request.sha256:
-            raise ConfigError("the upload is not what was sent", expected=request.sha256, received=digest)
-        place = {"dataset": _dataset, "model": _model, "artifact": _artifact, "adapter": _adapter}[request.kind]
+            raise ConfigError(
+                "the upload is not what was sent", expected=request.sha256, received=digest
+            )
+        place = {"dataset": _dataset, "model": _model, "artifact": _artifact, "adapter": _adapter}[
+            request.kind
+        ]
         placed = place(store, request, content, check)
     except LATER:
         _take_back(claimed, folder)
@@ -285,7 +308,9 @@ def expire(store: Store) -> None:
 def _ensure_room(store: Store, size: int) -> None:
     free = shutil.disk_usage(store.root).free
     if size + SPARE_BYTES > free:
-        raise StorageError("the disk has not enough room", expected=f"{size} bytes", received=f"{free} free")
+        raise StorageError(
+            "the disk has not enough room", expected=f"{size} bytes", received=f"{free} free"
+        )
 
 
 def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
@@ -298,7 +323,9 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
         checked = check("validate", file=str(rows), task=request.task, columns=request.columns)
     except DataError as error:
         message = error.message.replace(str(rows), request.name)
-        raise DataError(message, expected=error.expected, received=error.received, hint=error.hint) from None
+        raise DataError(
+            message, expected=error.expected, received=error.received, hint=error.hint
+        ) from None
     problems = [problem | {"file": request.name} for problem in checked["problems"]]
     if problems and (not request.skip_bad_rows or not checked["rows"]):
         raise BadRowsError(request.name, problems, checked["bad_rows"])
@@ -308,7 +335,9 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
     options = {"task": request.task, "columns": request.columns}
     target = store.path("datasets", name)
     with storage_errors(target):
-        (made / OPTIONS).write_text(json.dumps({key: value for key, value in options.items() if value}))
+        (made / OPTIONS).write_text(
+            json.dumps({key: value for key, value in options.items() if value})
+        )
         # On the disk before the row is: after a power cut a row without its file would be worse than a file without a
         # row.
         fsync_tree(made)
@@ -359,7 +388,11 @@ def _model(store: Store, request: UploadRequest, content: Path, check: Check) ->
     for file in ("config.json", "tokenizer_config.json"):
         # Written anew, for "auto_m\u0061p" is the same key.
         if file in names and '"auto_map"' in json.dumps(read_object(folder / file, ModelError)):
-            raise ModelError(f"{file} names code of its own", expected="a model without auto_map", received="auto_map")
+            raise ModelError(
+                f"{file} names code of its own",
+                expected="a model without auto_map",
+                received="auto_map",
+            )
     try:
         check("check_model", folder=str(folder))
     except ModelError as error:
@@ -373,7 +406,9 @@ def _artifact(store: Store, request: UploadRequest, content: Path, check: Check)
         manifest = read_manifest(folder, check_files=False)
         for name in (*manifest.files, manifest.program):
             if name not in names:
-                raise ArtifactError("the manifest names a file that the zip lacks", expected=name[:200])
+                raise ArtifactError(
+                    "the manifest names a file that the zip lacks", expected=name[:200]
+                )
         read_manifest(folder)
     except ArtifactError as error:
         raise _named(error, folder, request.name) from None
@@ -389,17 +424,24 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise BusyError(f"there is a {kind} {name} already", hint="choose another name") from None
+            raise BusyError(
+                f"there is a {kind} {name} already", hint="choose another name"
+            ) from None
         fsync_folder(target.parent)
     return {"kind": kind, "id": name}
 
 
-def _named(error: ArtifactError | ModelError, folder: Path, name: str) -> ArtifactError | ModelError:
+def _named(
+    error: ArtifactError | ModelError, folder: Path, name: str
+) -> ArtifactError | ModelError:
     """Rewrite an error to name the upload, not the folder where it was unpacked."""
 
     def renamed(text: Any) -> str | None:
         return None if text is None else str(text).replace(str(folder), name)
 
     return type(error)(
-        str(renamed(error.message)), expected=renamed(error.expected), received=renamed(error.received), hint=error.hint
+        str(renamed(error.message)),
+        expected=renamed(error.expected),
+        received=renamed(error.received),
+        hint=error.hint,
     )

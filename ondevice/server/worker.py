@@ -84,7 +84,9 @@ def run(folder: Path) -> int:
     adapter = Path(job["adapter"]) if job["adapter"] else None
     sinks = [first_offset(folder, job["attempt"])]
     if job["artifact"]:
-        trained = run_artifact(Path(job["artifact"]), config, resume=True, adapter=adapter, sinks=sinks)
+        trained = run_artifact(
+            Path(job["artifact"]), config, resume=True, adapter=adapter, sinks=sinks
+        )
     else:
         trained = train(config, resume=True, force=job["force"], adapter=adapter, sinks=sinks)
     if trained.result.interrupted:
@@ -103,7 +105,9 @@ def main(arguments: list[str]) -> int:
     die_with(parent)
     quiet_frameworks()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
+    logging.getLogger("torch.utils._pytree").setLevel(
+        logging.ERROR
+    )  # torchao's import warns of its own enums
     (folder / ERROR).unlink(missing_ok=True)
     try:
         return run(folder)

@@ -92,7 +92,9 @@ def start_process(python: str, folder: Path, values: dict[str, Any]) -> subproce
         # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
         # memory back. A session of its own, so that all that it starts can be killed with it.
         return subprocess.Popen(
-            python_command("-m", "ondevice.server.worker", str(folder), str(os.getpid()), python=python),
+            python_command(
+                "-m", "ondevice.server.worker", str(folder), str(os.getpid()), python=python
+            ),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -111,7 +113,9 @@ def reported_error(folder: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def judge(code: int, running: Running, reported: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
+def judge(
+    code: int, running: Running, reported: dict[str, Any] | None
+) -> tuple[Outcome, dict[str, Any] | None]:
     """Interpret an exit status: return how the worker ended, and the error to show.
 
     Args:
@@ -125,10 +129,15 @@ def judge(code: int, running: Running, reported: dict[str, Any] | None) -> tuple
     if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
         return "interrupted", None
     if reported is not None and reported.get("exit_code") == code:
-        again = code in (BusyError.exit_code, StorageError.exit_code)  # these may be over the next time
+        again = code in (
+            BusyError.exit_code,
+            StorageError.exit_code,
+        )  # these may be over the next time
         return ("crashed" if again else "refused"), reported
     name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-    problem = TrainingError(f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed")
+    problem = TrainingError(
+        f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed"
+    )
     return "crashed", problem.to_dict()
 
 

@@ -64,7 +64,9 @@ class BenchmarkResult:
 
 
 def run_benchmark(
-    records: Iterator[Record], result: BenchmarkResult, on_row: Callable[[int], None] = lambda rows: None
+    records: Iterator[Record],
+    result: BenchmarkResult,
+    on_row: Callable[[int], None] = lambda rows: None,
 ) -> BenchmarkResult:
     """Write every record as it comes and sum up; Ctrl-C ends it with the figures of the rows so far.
 
@@ -84,20 +86,31 @@ def run_benchmark(
                 on_row(len(done))
         except KeyboardInterrupt:
             result.interrupted = True
-    if result.interrupted:  # it may have come between a row's writing and its counting: what is written counts
+    if (
+        result.interrupted
+    ):  # it may have come between a row's writing and its counting: what is written counts
         with open(result.answers, encoding="utf-8") as file:
             done = [json.loads(line) for line in file]
-    result.seconds_s, result.cut_rows = time.perf_counter() - started, sum(record["cut"] for record in done)
+    result.seconds_s, result.cut_rows = (
+        time.perf_counter() - started,
+        sum(record["cut"] for record in done),
+    )
     for name, value in _counts(done).items():
         setattr(result, name, value)
     names = sorted({record["group"] for record in done} - {""})
-    result.groups = {name: _counts([record for record in done if record["group"] == name]) for name in names}
+    result.groups = {
+        name: _counts([record for record in done if record["group"] == name]) for name in names
+    }
     atomic_write(result.answers.with_name(FIGURES), json.dumps(result.figures(), indent=2) + "\n")
     return result
 
 
 def choose(
-    session: Evaluator, tokenizer: Any, questions: Sequence[Question], shots: Shots, max_length_tokens: int
+    session: Evaluator,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    shots: Shots,
+    max_length_tokens: int,
 ) -> Iterator[Record]:
     """Choose for `mmlu` the letter of the highest likelihood behind the question. Examples are dropped until it
     fits."""
@@ -107,20 +120,26 @@ def choose(
         result = evaluate_dataset(session, dataset, pad_id_of(tokenizer), batch_size=len(LETTERS))
         (row,) = cast(EvalResult, result).predictions  # nothing gives it up
         predicted = LETTERS[row.predicted or 0]
-        yield _record(question, cut, gold=question.answer, predicted=predicted, scores=row.scores) | {
-            "correct": predicted == question.answer
-        }
+        yield _record(
+            question, cut, gold=question.answer, predicted=predicted, scores=row.scores
+        ) | {"correct": predicted == question.answer}
 
 
-def solve(answer: Answer, questions: Sequence[Question], shots: Shots, chat: bool) -> Iterator[Record]:
+def solve(
+    answer: Answer, questions: Sequence[Question], shots: Shots, chat: bool
+) -> Iterator[Record]:
     """Solve `gsm8k`: compare the number that the greedy answer ends with, against the right one."""
     for question in questions:
         examples = _shots(question, shots)
         text, used = None, len(examples)
-        while text is None and used >= 0:  # one example fewer until the prompt leaves room for an answer
+        while (
+            text is None and used >= 0
+        ):  # one example fewer until the prompt leaves room for an answer
             text = answer(sum_prompt(question, examples[:used], chat))
             used -= text is None
-        reply = (text or "") if chat else (text or "").partition("\nQuestion:")[0]  # plain text goes on to the next one
+        reply = (
+            (text or "") if chat else (text or "").partition("\nQuestion:")[0]
+        )  # plain text goes on to the next one
         gold, predicted = final_number(question.answer), final_number(reply)
         yield _record(question, used < len(examples), answer=reply, gold=str(gold)) | {
             "predicted": None if predicted is None else str(predicted),
@@ -139,7 +158,11 @@ def converse(answer: Answer, questions: Sequence[Question], model: str) -> Itera
             cut |= text is None
             replies.append(text or "")
             messages.append({"role": "assistant", "content": replies[-1]})
-        fastchat = {"question_id": question.id, "answer_id": f"{model}-{question.id}", "model_id": model}
+        fastchat = {
+            "question_id": question.id,
+            "answer_id": f"{model}-{question.id}",
+            "model_id": model,
+        }
         fastchat |= {"choices": [{"index": 0, "turns": replies}], "tstamp": time.time()}
         yield fastchat | _record(question, cut, turns=list(question.turns))
 
@@ -152,11 +175,17 @@ def _shots(question: Question, shots: Shots) -> list[Question]:
     examples = shots.get(question.group, [])
     if shots and not examples:
         message = f"line {question.line} is of a group without examples"
-        raise DataError(message, expected="examples of " + ", ".join(shots), received=question.group or "no subject")
+        raise DataError(
+            message,
+            expected="examples of " + ", ".join(shots),
+            received=question.group or "no subject",
+        )
     return examples
 
 
-def _fitting(question: Question, examples: list[Question], tokenizer: Any, limit: int) -> tuple[Dataset, bool]:
+def _fitting(
+    question: Question, examples: list[Question], tokenizer: Any, limit: int
+) -> tuple[Dataset, bool]:
     """Encode the question with as many examples as fit; return it with True if anything had to go."""
     for used in range(len(examples), -1, -1):
         rows = Rows("", "multiple_choice", [choice_row(question, examples[:used])])

@@ -66,4 +66,6 @@ class Callbacks:
             except Exception as error:  # whatever the user's code raises
                 self.raised = error
                 assert self.stop is not None  # noqa: S101  a run gives its own
-                self.stop.request(f"{type(callback).__name__}.{hook}: {type(error).__name__}: {error}")
+                self.stop.request(
+                    f"{type(callback).__name__}.{hook}: {type(error).__name__}: {error}"
+                )

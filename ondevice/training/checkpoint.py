@@ -27,7 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.artifact.files import DamagedError, atomic_directory, read_tensors, sha256_file, write_tensors
+from ondevice.artifact.files import (
+    DamagedError,
+    atomic_directory,
+    read_tensors,
+    sha256_file,
+    write_tensors,
+)
 from ondevice.core.errors import BusyError, CheckpointError, StorageError
 from ondevice.core.untrusted import inside, read_json
 from ondevice.training.identity import ENCODED, NAMES
@@ -82,9 +88,13 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file >= 0:  # the file stays: removing it would let two processes lock two files of one name
+        if (
+            self._file >= 0
+        ):  # the file stays: removing it would let two processes lock two files of one name
             os.ftruncate(self._file, 0)
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone leaves it to a process that is being forked just now
+            fcntl.flock(
+                self._file, fcntl.LOCK_UN
+            )  # closing alone leaves it to a process that is being forked just now
             os.close(self._file)
             self._file = -1
 
@@ -139,7 +149,9 @@ class Loaded:
 
 def identity_sha256(identity: dict[str, Any]) -> str:
     """Hash an identity; the order of its keys does not matter."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 NOT_COMPARED = {"method.learning_rate", "learning_rate"}
@@ -174,7 +186,9 @@ def check_identity(
     refused = [key for key in differing if not is_taken(key)]
     if refused:
         message = f"{where} belongs to another run: {', '.join(refused)}"
-        hint = "resume with the settings that the run was started with, or choose another `train.out`"
+        hint = (
+            "resume with the settings that the run was started with, or choose another `train.out`"
+        )
         if all(key in NAMES for key in refused):
             message += f" ({', '.join(NAMES[key] for key in refused)})"
             hint = (
@@ -199,14 +213,26 @@ class CheckpointStore:
         keep: how many of the newest are kept, besides the best.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2) -> None:
-        self.folder, self.identity, self.seed, self.backend, self.keep = folder, identity, seed, backend, keep
+    def __init__(
+        self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2
+    ) -> None:
+        self.folder, self.identity, self.seed, self.backend, self.keep = (
+            folder,
+            identity,
+            seed,
+            backend,
+            keep,
+        )
 
     def paths(self) -> list[Path]:
         """List all checkpoints by name, oldest first, whole or not."""
         if not self.folder.is_dir():
             return []
-        numbered = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        numbered = [
+            (int(match[1]), path)
+            for path in self.folder.iterdir()
+            if (match := _NAME.fullmatch(path.name))
+        ]
         return [path for _, path in sorted(numbered)]
 
     def save(
@@ -277,7 +303,9 @@ class CheckpointStore:
                     actual = pool.map(lambda name, path=path: sha256_file(path / name), expected)
                     for name, digest in zip(expected, actual, strict=True):
                         if digest != expected[name]:
-                            raise DamagedError(f"{path.name} is damaged: {name} is not what was written")
+                            raise DamagedError(
+                                f"{path.name} is damaged: {name} is not what was written"
+                            )
                 state = read_state(path, meta)
             except (DamagedError, OSError) as error:
                 warn(f"{getattr(error, 'message', error)}; the checkpoint before it is used")
@@ -361,12 +389,21 @@ def read_meta(path: Path) -> Meta:
         _check_fields(meta, path)
         return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path.name} is damaged: {META_FILE} cannot be read ({type(error).__name__})") from None
+        raise DamagedError(
+            f"{path.name} is damaged: {META_FILE} cannot be read ({type(error).__name__})"
+        ) from None
 
 
 def _check_fields(meta: Meta, folder: Path) -> None:
     """Check the types of `meta.json`'s fields, and that its files are in the checkpoint; ValueError if not."""
-    kinds = {"step": int, "seed": int, "backend": str, "identity": dict, "state_sha256": str, "parts": dict}
+    kinds = {
+        "step": int,
+        "seed": int,
+        "backend": str,
+        "identity": dict,
+        "state_sha256": str,
+        "parts": dict,
+    }
     for name, kind in kinds.items():
         if type(getattr(meta, name)) is not kind:
             raise ValueError(name)

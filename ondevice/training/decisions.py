@@ -39,7 +39,9 @@ def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:
         if key == METHOD_NAME or section is None or field not in type(section).model_fields:
             continue
         if field not in section.model_fields_set or getattr(section, field) is None:
-            config = config.model_copy(update={section_name: section.model_copy(update={field: value})})
+            config = config.model_copy(
+                update={section_name: section.model_copy(update={field: value})}
+            )
     return config
 
 
@@ -56,5 +58,9 @@ def with_placement(config: RunConfig, decided: dict[str, Any]) -> RunConfig | No
 
 def placement_of(config: RunConfig, resolved: Any) -> dict[str, Any]:
     """Return what was decided for the settings that `config` leaves as `auto`."""
-    open_fields = (field for field in type(config.method).model_fields if getattr(config.method, field) == "auto")
+    open_fields = (
+        field
+        for field in type(config.method).model_fields
+        if getattr(config.method, field) == "auto"
+    )
     return {PLACEMENT + field: getattr(resolved, field) for field in open_fields}

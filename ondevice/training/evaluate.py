@@ -90,12 +90,20 @@ class EvalResult:
     @property
     def correct(self) -> int | None:
         """Rows whose right candidate is the most likely one; None without candidates."""
-        return None if self.accuracy is None else sum(row.gold == row.predicted for row in self._with_candidates)
+        return (
+            None
+            if self.accuracy is None
+            else sum(row.gold == row.predicted for row in self._with_candidates)
+        )
 
     @property
     def accuracy_interval(self) -> tuple[float, float] | None:
         """Wilson's 95% interval of the accuracy over the rows with candidates; None without any."""
-        return None if self.correct is None else wilson_interval(self.correct, len(self._with_candidates))
+        return (
+            None
+            if self.correct is None
+            else wilson_interval(self.correct, len(self._with_candidates))
+        )
 
     @property
     def _with_candidates(self) -> list[Prediction]:
@@ -108,12 +116,16 @@ class EvalResult:
         main = self.f1 if self.f1 is not None else self.accuracy
         if self.metric_value is not None and math.isfinite(self.metric_value):
             main = self.metric_value
-        quality = -self.loss if math.isfinite(self.loss) else -sys.float_info.max  # JSON has no infinity
+        quality = (
+            -self.loss if math.isfinite(self.loss) else -sys.float_info.max
+        )  # JSON has no infinity
         return (quality,) if main is None else (main, quality)
 
     def figures(self) -> dict[str, Any]:
         """Return all but the predictions, as JSON values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "predictions"}
+        return {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "predictions"
+        }
 
 
 def evaluate_dataset(
@@ -150,7 +162,11 @@ def evaluate_dataset(
         raise DataError("there are no rows to evaluate", hint="check `data.eval_path`")
     # Score every example of every row. Longest first: neighbours are of about one length, so little is padding, and
     # memory that does not suffice fails in the first batch.
-    jobs = [(index, slot, example) for index, item in enumerate(items) for slot, example in _examples(item)]
+    jobs = [
+        (index, slot, example)
+        for index, item in enumerate(items)
+        for slot, example in _examples(item)
+    ]
     jobs.sort(key=lambda job: -len(job[2].ids))
     totals: dict[tuple[int, int], tuple[float, int]] = {}
     size = session.eval_batch_size or batch_size or DEFAULT_BATCH_SIZE
@@ -158,7 +174,9 @@ def evaluate_dataset(
         if should_stop is not None and should_stop():
             return None
         batch = jobs[start : start + size]
-        nll, counts = _run(session, [example for _, _, example in batch], items[batch[0][0]], size, pad_id)
+        nll, counts = _run(
+            session, [example for _, _, example in batch], items[batch[0][0]], size, pad_id
+        )
         for (index, slot, _), loss, count in zip(batch, nll, counts):
             totals[index, slot] = float(loss), int(count)
     # Predict row by row, in the order of the data; answers are generated here, one at a time.
@@ -186,10 +204,16 @@ def _measure(dataset: Dataset, items: list[Item], predictions: list[Prediction])
     """
     if dataset.metric in ("macro_f1", "matthews"):
         chosen = [
-            (row.gold, row.predicted) for row in predictions if row.gold is not None and row.predicted is not None
+            (row.gold, row.predicted)
+            for row in predictions
+            if row.gold is not None and row.predicted is not None
         ]
         gold, predicted = ([pair[side] for pair in chosen] for side in (0, 1))
-        return {"macro_f1": macro_f1, "matthews": matthews}[dataset.metric](gold, predicted) if chosen else None
+        return (
+            {"macro_f1": macro_f1, "matthews": matthews}[dataset.metric](gold, predicted)
+            if chosen
+            else None
+        )
     pairs = [(item.value, expected_value(row.scores, dataset.values)) for item, row in zip(items, predictions)
              if item.value is not None and any(map(math.isfinite, row.scores))]  # fmt: skip
     first, second = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -208,7 +232,11 @@ def _run(
 ) -> tuple[np.ndarray, np.ndarray]:
     need = max(len(example.ids) for example in examples)
     buckets = session.lengths_tokens
-    length = round_up(need) if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
+    length = (
+        round_up(need)
+        if buckets is None
+        else next((bucket for bucket in buckets if bucket >= need), None)
+    )
     if length is None:
         raise DataError(
             f"line {longest.line} of the evaluation data is longer than the program takes",
@@ -216,7 +244,9 @@ def _run(
             received=f"{need} tokens",
             hint="export the program with a longer sequence, or lower `data.max_length_tokens`",
         )
-    fill = size - len(examples) if session.eval_batch_size else 0  # an exported program takes full batches only
+    fill = (
+        size - len(examples) if session.eval_batch_size else 0
+    )  # an exported program takes full batches only
     batch = pad_examples([*examples, *[examples[-1]] * fill], length, pad_id)
     nll, counts = session.evaluate(batch.ids, batch.labels)
     return np.asarray(nll)[: len(examples)], np.asarray(counts)[: len(examples)]
@@ -227,7 +257,9 @@ def _score(nll: float, count: int) -> float:
     return -nll / count if count and math.isfinite(nll) else -math.inf
 
 
-def _predict(item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None) -> Prediction:
+def _predict(
+    item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None
+) -> Prediction:
     predicted = max(range(len(scores)), key=scores.__getitem__) if scores else None
     if generate is None or not item.answers:
         return Prediction(item.line, loss, item.gold, predicted, scores)

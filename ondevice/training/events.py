@@ -87,7 +87,9 @@ class Resume(Event):
     backend: str
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
-    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = field(default_factory=dict)
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = field(
+        default_factory=dict
+    )
     """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ...; also
     the parts of the identity that were accepted (`encoded.template`) and of the environment (`environment.torch`)."""
 
@@ -202,7 +204,18 @@ class Finish(Event):
 
 KINDS: dict[str, type[Event]] = {
     event.kind: event
-    for event in (Start, Resume, Step, Prepare, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
+    for event in (
+        Start,
+        Resume,
+        Step,
+        Prepare,
+        Evaluate,
+        Checkpoint,
+        Warning,
+        Interrupt,
+        Error,
+        Finish,
+    )
 }
 
 
@@ -324,16 +337,24 @@ def cut_log(path: Path, step: int) -> LogContent:
     """
     content = read_log(path)
     keep = next(
-        (entry.start for entry in content.entries if isinstance(entry.event, Step) and entry.event.step >= step),
+        (
+            entry.start
+            for entry in content.entries
+            if isinstance(entry.event, Step) and entry.event.step >= step
+        ),
         content.intact_bytes,
     )
     if path.exists() and path.stat().st_size != keep:
         with path.open("r+b") as file:
             file.truncate(keep)
-            os.fsync(file.fileno())  # before the next line: a power cut must not bring old lines back behind new ones
+            os.fsync(
+                file.fileno()
+            )  # before the next line: a power cut must not bring old lines back behind new ones
     lines = tuple(entry for entry in content.entries if entry.end <= keep)
     last = lines[-1].line if lines else 0
-    return LogContent(lines, tuple(number for number in content.damaged if number < last), False, keep)
+    return LogContent(
+        lines, tuple(number for number in content.damaged if number < last), False, keep
+    )
 
 
 class EventLog:
@@ -363,7 +384,9 @@ class EventLog:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            os.ftruncate(self._file, self._size)  # half a line would make the next one unreadable too
+            os.ftruncate(
+                self._file, self._size
+            )  # half a line would make the next one unreadable too
             raise self._failed(error) from None
         self._size += len(line)
         for sink in self.sinks:

@@ -143,7 +143,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         loaded = load_model(source.source, **wanted, device=where, classes=source.classes)
 
     def open_session(method: Any) -> Session:
-        return spec.open_session(loaded, method, config.train.seed, placement.device, placement.backend)
+        return spec.open_session(
+            loaded, method, config.train.seed, placement.device, placement.backend
+        )
 
     if placement.rank:
         session = open_session(options.resolved or config.method)
@@ -153,9 +155,16 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     length, classes = config.data.max_length_tokens, loaded.dims.classes
     rows = read_rows_of(
-        config, loaded.tokenizer, length, options=options, classes=classes, vocabulary=vocabulary_of(loaded)
+        config,
+        loaded.tokenizer,
+        length,
+        options=options,
+        classes=classes,
+        vocabulary=vocabulary_of(loaded),
     )
-    config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
+    config = config.model_copy(
+        update={"method": config.method.with_answers(lambda: _answers(rows))}
+    )
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
     session = open_session(options.resolved or config.method)
@@ -234,7 +243,12 @@ def read_rows_of(
 
     if data.streaming and not options.rows:
         stream = _open_stream(
-            config, tokenizer, max_length_tokens, task, classes, lambda dataset: checked(dataset, data.path)
+            config,
+            tokenizer,
+            max_length_tokens,
+            task,
+            classes,
+            lambda dataset: checked(dataset, data.path),
         )
         evaluation = read(eval_path) if eval_path else None
         return RunRows(stream.first, evaluation, pad, stream, encoded(None, evaluation))
@@ -290,7 +304,9 @@ def _batches(session: Session, rows: RunRows, config: RunConfig) -> Batches | St
     # An exported program fixes the rows of a step; any other session takes what the run file says.
     size, packing = session.batch_size or config.train.batch_size, config.data.packing
     if rows.stream is None:
-        return Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing)
+        return Batches(
+            rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing
+        )
     from ondevice.data.stream import StreamBatches
 
     return StreamBatches(rows.stream, size, session.lengths_tokens, rows.pad, packing=packing)
@@ -319,7 +335,10 @@ def fit(
     config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
     if settings.objective != "loss":
-        identity = identity | {"objective": settings.objective, "objective_command": settings.objective_command}
+        identity = identity | {
+            "objective": settings.objective,
+            "objective_command": settings.objective_command,
+        }
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
@@ -350,10 +369,14 @@ def fit(
         rows.stream.keep(settings.out / WINDOWS_FILE, windows, recall=options.resume)
     evaluated = rows.evaluation or rows.train
 
-    reports = open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
+    reports = (
+        open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
+    )
 
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
-        return evaluate_dataset(session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop)
+        return evaluate_dataset(
+            session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop
+        )
 
     objective = None
     if settings.objective != "loss":
@@ -376,13 +399,19 @@ def fit(
         sinks=[*options.sinks, *(() if reports is None else (reports,))],
         patience=settings.patience,
         callbacks=options.callbacks,
-        score=None if objective is None else lambda step: objective(cast(Batches, batches).rows_at(step)),
+        score=None
+        if objective is None
+        else lambda step: objective(cast(Batches, batches).rows_at(step)),
     )
     if rows.stream is not None:
         figures["train"] = rows.figures()
         figures["train"]["notes"] += options.notes
     restored = False
-    if settings.restore_best and not result.interrupted and result.best_checkpoint not in (None, result.checkpoint):
+    if (
+        settings.restore_best
+        and not result.interrupted
+        and result.best_checkpoint not in (None, result.checkpoint)
+    ):
         session.load_state(read_state(result.best_checkpoint))
         best_figures = result.best_evaluation or evaluate_now(lambda: False)
         result, restored = replace(result, evaluation=best_figures), True
@@ -403,7 +432,9 @@ def fit(
     session.close()
     if result.raised is not None:
         saved = result.checkpoint or "there was none"
-        result.raised.add_note(f"The run ended after step {result.steps}; its checkpoint: {saved}. `resume` goes on.")
+        result.raised.add_note(
+            f"The run ended after step {result.steps}; its checkpoint: {saved}. `resume` goes on."
+        )
         raise result.raised
     return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary, figures)
 
@@ -418,7 +449,10 @@ def in_steps(config: RunConfig, steps_per_epoch: float) -> RunConfig:
     if train.epochs is not None:
         steps = max(1, math.ceil(train.epochs * steps_per_epoch - 1e-9))
         train = train.model_copy(
-            update={"steps": steps, "eval_every": train.eval_every or max(1, math.ceil(steps_per_epoch - 1e-9))}
+            update={
+                "steps": steps,
+                "eval_every": train.eval_every or max(1, math.ceil(steps_per_epoch - 1e-9)),
+            }
         )
     if train.patience is not None and not train.eval_every:
         raise ConfigError(

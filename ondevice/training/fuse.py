@@ -91,8 +91,13 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
             )
         if linear.experts == 1 and isinstance(family.module(name), LoRALinear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
-    if adapter.base_model and adapter.base_model not in (loaded.source.source, str(loaded.source.path)):
-        _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
+    if adapter.base_model and adapter.base_model not in (
+        loaded.source.source,
+        str(loaded.source.path),
+    ):
+        _log.warning(
+            "the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source
+        )
     experts = adapter.expert_parameters
     family.check_adapted([name for name in adapter.linears if name not in experts])
     for name in experts:
@@ -101,7 +106,9 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
         if name in experts:
             continue
         base = family.module(name)
-        family.replace(name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+        family.replace(
+            name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name))
+        )
 
 
 def _add_to_experts(loaded: LoadedModel, name: str, adapter: Adapter) -> None:
@@ -111,7 +118,9 @@ def _add_to_experts(loaded: LoadedModel, name: str, adapter: Adapter) -> None:
     module, _, parameter = name.rpartition(".")
     holder = loaded.family.module(module)
     weight = getattr(holder, parameter)
-    change = torch.from_numpy(change_of(*adapter.pair(name), len(weight)) * (adapter.alpha / adapter.rank))
+    change = torch.from_numpy(
+        change_of(*adapter.pair(name), len(weight)) * (adapter.alpha / adapter.rank)
+    )
     total = (weight.float() + change.to(weight.device)).to(weight.dtype)
     setattr(holder, parameter, torch.nn.Parameter(total, requires_grad=False))
 
@@ -193,10 +202,16 @@ def fuse(
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
     _log.info("loading %s", source)
     loaded = load_model(source, revision=revision, dtype=dtype)
-    if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
-        raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
+    if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(
+        loaded.source.path
+    ):
+        raise StorageError(
+            f"{out} is the base model itself", expected="another folder", hint="choose another name"
+        )
     if not overwrite and (Path(out) / "config.json").exists():
-        raise StorageError(f"{out} already holds a model", expected="a new folder", hint="--overwrite replaces it")
+        raise StorageError(
+            f"{out} already holds a model", expected="a new folder", hint="--overwrite replaces it"
+        )
     if exported is not None and loaded.source.sha256 != exported.sha256:
         raise ArtifactError(
             f"{source} is not the model that was exported",
@@ -241,12 +256,16 @@ def prompt_logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
 
     with torch.no_grad():
         return [
-            loaded.model(torch.tensor([loaded.tokenizer(prompt)["input_ids"]]), use_cache=False).logits[0]
+            loaded.model(
+                torch.tensor([loaded.tokenizer(prompt)["input_ids"]]), use_cache=False
+            ).logits[0]
             for prompt in prompts
         ]
 
 
-def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]) -> FuseReport:
+def _check(
+    out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]
+) -> FuseReport:
     effect, from_base = distance(adapted, base), distance(fused, base)
     from_adapter, scale = distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
     limit = _TOLERANCE[dtype] * max(1.0, scale)
@@ -255,7 +274,9 @@ def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fus
             f"the model fused for {out} is not base plus adapter; nothing was written",
             expected=f"logits within {limit:.3g}",
             received=f"{from_adapter:.3g}",
-            hint="please report this with the model and the adapter" if dtype == "float32" else "dtype float32",
+            hint="please report this with the model and the adapter"
+            if dtype == "float32"
+            else "dtype float32",
         )
     if not from_base > 0 or not effect > from_adapter:
         raise VerificationError(
@@ -269,4 +290,7 @@ def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fus
 
 def distance(left: list[Tensor], right: list[Tensor]) -> float:
     """Largest absolute difference; NaN if there is one on either side."""
-    return max((float((a - b).abs().max()) for a, b in zip(left, right)), key=lambda x: float("inf") if x != x else x)
+    return max(
+        (float((a - b).abs().max()) for a, b in zip(left, right)),
+        key=lambda x: float("inf") if x != x else x,
+    )

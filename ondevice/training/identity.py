@@ -29,7 +29,17 @@ NAMES = {
     "data.task_sha256": "the task's template",
 }
 """Keys of an identity that `train.accept_changes` takes other values of, each as a message calls it."""
-LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "peft", "bitsandbytes", "mlx", "executorch")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "jinja2",
+    "numpy",
+    "peft",
+    "bitsandbytes",
+    "mlx",
+    "executorch",
+)
 
 
 def encoded_identity(tokenizer: Any, rows: Any, evaluation: Any) -> dict[str, Any]:
@@ -78,4 +88,6 @@ def iso(time_s: float) -> str:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the keys of two flat mappings whose values differ, each as [before, after]."""
     keys = sorted(before.keys() | after.keys())
-    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
+    return {
+        key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)
+    }

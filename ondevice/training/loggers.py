@@ -22,7 +22,14 @@ from ondevice.training import events
 
 log = logging.getLogger("ondevice.training")
 PROJECT = "ondevice"
-_STEP = ("loss", "learning_rate", "tokens_per_s", "step_time_s", "peak_memory_bytes", "peak_device_bytes")
+_STEP = (
+    "loss",
+    "learning_rate",
+    "tokens_per_s",
+    "step_time_s",
+    "peak_memory_bytes",
+    "peak_device_bytes",
+)
 _EVALUATE = ("loss", "accuracy", "f1", "exact_match", "metric_value")
 
 
@@ -101,7 +108,9 @@ class MLflow(Tracker):
 
     def begin(self, config: dict[str, Any], step: int) -> None:
         """See `Tracker`; a run of the same folder is gone on with."""
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask for a data base, which we do not
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # newer versions ask for a data base, which we do not
         from mlflow.tracking import MlflowClient
 
         place = os.environ.get("MLFLOW_TRACKING_URI", (self.folder / "mlruns").as_uri())
@@ -109,13 +118,19 @@ class MLflow(Tracker):
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self.client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self.client.create_experiment(name)
-        before = self.client.search_runs([experiment], f"tags.ondevice_run = '{self.run_id}'") if step else []
+        before = (
+            self.client.search_runs([experiment], f"tags.ondevice_run = '{self.run_id}'")
+            if step
+            else []
+        )
         if before:
             self.id = before[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
             return
         tags = {"ondevice_run": self.run_id}
-        self.id = self.client.create_run(experiment, run_name=self.folder.name, tags=tags).info.run_id
+        self.id = self.client.create_run(
+            experiment, run_name=self.folder.name, tags=tags
+        ).info.run_id
         for key, value in _flat(config).items():
             self.client.log_param(self.id, key, value)
 
@@ -134,7 +149,9 @@ class Trackio(Tracker):
 
     def begin(self, config: dict[str, Any], step: int) -> None:
         """See `Tracker`."""
-        os.environ.setdefault("TRACKIO_DIR", str(self.folder / "trackio"))  # read when the package is imported
+        os.environ.setdefault(
+            "TRACKIO_DIR", str(self.folder / "trackio")
+        )  # read when the package is imported
         import trackio
 
         name = f"{self.folder.name}-{self.run_id[:6]}"
@@ -191,7 +208,9 @@ class Reports:
                 with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's own
                     getattr(tracker, call)(*arguments)
             except Exception as error:  # a tracker's own kinds
-                log.warning("%s gets nothing more of this run: %s: %s", name, type(error).__name__, error)
+                log.warning(
+                    "%s gets nothing more of this run: %s: %s", name, type(error).__name__, error
+                )
                 del self.trackers[name]
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from ondevice.data import Batch
     from ondevice.training.evaluate import EvalResult
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class StopRequest:
@@ -114,7 +116,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.identity = identity_of(self.start)
-        self.store = CheckpointStore(self.out, self.identity, seed=self.start.seed, backend=self.start.backend)
+        self.store = CheckpointStore(
+            self.out, self.identity, seed=self.start.seed, backend=self.start.backend
+        )
         self.memory = PeakMemory()
         self.history = History()
         self.done = 0
@@ -170,7 +174,9 @@ class Run:
                 break
             prepared = self.session.before_step(step, batches.at, self.out)
             if prepared is not None:
-                self.log.write(events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared)))
+                self.log.write(
+                    events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared))
+                )
             self._step(step, batches.at(step), rate_at(step))
             self._collect_save(wait=False)
             last = self.done == self.steps
@@ -179,12 +185,18 @@ class Run:
         early = self.done < self.steps and self._hopeless()
         if self.stop:
             # Save where the run stands, unless the last checkpoint is of this very step.
-            if self.done and (self.saved is None or not self.saved.name.endswith(f"-{self.done:08d}")):
+            if self.done and (
+                self.saved is None or not self.saved.name.endswith(f"-{self.done:08d}")
+            ):
                 self._save(None)
                 self._collect_save()
             self.log.write(events.Interrupt(step=self.done, signal=self.stop.reason))
         else:
-            why = f"stopped early: {self.without_better} evaluations without a better one" if early else ""
+            why = (
+                f"stopped early: {self.without_better} evaluations without a better one"
+                if early
+                else ""
+            )
             self.log.write(events.Finish(steps=self.done, **self.history.figures(), reason=why))
         self.log.sync()
         best, history = self.store.best(), self.history
@@ -223,7 +235,9 @@ class Run:
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
         if self.score is None and batch.position_ids is not None:
-            result = self.session.packed_step(batch.ids, batch.labels, batch.position_ids, step, learning_rate)
+            result = self.session.packed_step(
+                batch.ids, batch.labels, batch.position_ids, step, learning_rate
+            )
         elif self.score is None:
             result = self.session.step(batch.ids, batch.labels, step, learning_rate)
         else:
@@ -277,7 +291,9 @@ class Run:
                 )
 
     def _not_finite(self, message: str, expected: str, received: str) -> TrainingError:
-        kept = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+        kept = (
+            f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+        )
         hint = "a lower learning rate; for a zeroth-order method also a smaller perturbation scale"
         return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
@@ -366,7 +382,10 @@ class Run:
         self.saved = saving.path
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         event = events.Checkpoint(
-            step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
+            step=saving.step,
+            path=saving.path.name,
+            size_bytes=size,
+            seconds_s=saving.end_s - saving.began_s,
         )
         self.log.write(event)
         if self.callbacks is not None:

@@ -53,7 +53,11 @@ class Objective:
         result = evaluate_dataset(self.session, part, self.pad, generate=write)
         value = None if result is None else getattr(result, self.settings.objective)
         if value is None:
-            needs = "rows with candidates" if self.settings.objective == "accuracy" else "rows of questions and answers"
+            needs = (
+                "rows with candidates"
+                if self.settings.objective == "accuracy"
+                else "rows of questions and answers"
+            )
             raise ConfigError(
                 f"train.objective {self.settings.objective} needs {needs}",
                 expected=needs,
@@ -73,7 +77,9 @@ class Objective:
         for item in part.items:
             prompt = item.example.ids[: item.prompt_tokens]
             right = item.example.ids[item.prompt_tokens :]
-            accepted = item.answers or (str(tokenizer.decode(list(right), skip_special_tokens=True)).strip(),)
+            accepted = item.answers or (
+                str(tokenizer.decode(list(right), skip_special_tokens=True)).strip(),
+            )
             row: dict[str, Any] = {
                 "line": item.line,
                 "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
@@ -86,10 +92,17 @@ class Objective:
         command = shlex.split(self.settings.objective_command or "")
         try:
             done = subprocess.run(
-                command, input=text, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S, check=False
+                command,
+                input=text,
+                capture_output=True,
+                encoding="utf-8",
+                timeout=TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise TrainingError(f"train.objective_command could not be run: {error}", received=command[0]) from None
+            raise TrainingError(
+                f"train.objective_command could not be run: {error}", received=command[0]
+            ) from None
         if done.returncode:
             raise TrainingError(
                 "train.objective_command failed",

@@ -44,7 +44,9 @@ class Ordinary:
         }
 
 
-def save_ordinary(session: Session, ordinary: OrdinaryModel, dataset: Dataset, pad: int, out: Path) -> Ordinary:
+def save_ordinary(
+    session: Session, ordinary: OrdinaryModel, dataset: Dataset, pad: int, out: Path
+) -> Ordinary:
     """Write the weights as the ordinary model they came from, and evaluate both networks on the same rows.
 
     Raises:

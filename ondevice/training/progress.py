@@ -33,7 +33,9 @@ class ProgressSink:
         stream: stderr by default.
     """
 
-    def __init__(self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None
+    ) -> None:
         self.stream = stream or sys.stderr
         self.silent, self.every = silent, every
         self.steps = 0
@@ -61,7 +63,10 @@ class ProgressSink:
             case events.Start() | events.Resume():
                 self.steps = event.steps
                 if isinstance(event, events.Resume):
-                    changes = [f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in event.changed.items()]
+                    changes = [
+                        f"{key} {_short(old)} -> {_short(new)}"
+                        for key, (old, new) in event.changed.items()
+                    ]
                     told = f" ({', '.join(changes)})" if changes else ""
                     self._say(f"resumed at step {event.step} of {event.steps}{told}")
                 else:
@@ -78,7 +83,9 @@ class ProgressSink:
             case events.Warning():
                 self._say(f"warning: {event.message}")
             case events.Interrupt():
-                self._say(f"stopped by {event.signal}; {event.step} steps are saved, `--resume` goes on")
+                self._say(
+                    f"stopped by {event.signal}; {event.step} steps are saved, `--resume` goes on"
+                )
             case events.Finish():
                 self._stop()
                 if self._overlap:
@@ -150,12 +157,21 @@ class RowProgress:
         if done == 0:
             self._started = time.perf_counter()
         terminal = not self.silent and self.stream.isatty()
-        if self.silent or not done or not (terminal or done in (1, rows) or done % max(1, rows // LINES) == 0):
+        if (
+            self.silent
+            or not done
+            or not (terminal or done in (1, rows) or done % max(1, rows // LINES) == 0)
+        ):
             return
         left = (time.perf_counter() - self._started) / done * (rows - done)
         text = f"row {done}/{rows}  {duration(left)} left"
         try:
-            print(f"\r{text}\x1b[K" if terminal else text, end="" if terminal else "\n", file=self.stream, flush=True)
+            print(
+                f"\r{text}\x1b[K" if terminal else text,
+                end="" if terminal else "\n",
+                file=self.stream,
+                flush=True,
+            )
         except (OSError, ValueError):  # the terminal is gone, or the stream is closed
             self.silent = True
 
@@ -193,7 +209,9 @@ def describe(event: events.Evaluate) -> str:
 def describe_overlap(overlap: dict[str, Any]) -> str:
     """Describe in one line what bounded a step of a method that offloads."""
     lanes = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
-    busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap.get(f"{lane}_s"))
+    busy = ", ".join(
+        f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap.get(f"{lane}_s")
+    )
     factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
     text = f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
     limit = overlap.get("simulated_gb_per_s")  # logs of before have none

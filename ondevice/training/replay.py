@@ -64,7 +64,9 @@ def read_run(path: Path) -> RunLog:
     path = path / FILE_NAME if path.is_dir() else path
     content = read_log(path)
     if not content.entries and not content.unfinished:
-        raise CheckpointError(f"{path}: there is no log", expected=f"a run's folder or its {FILE_NAME}")
+        raise CheckpointError(
+            f"{path}: there is no log", expected=f"a run's folder or its {FILE_NAME}"
+        )
     # A partial last line is a run that was killed while it wrote, and replays up to there; one in between is damage.
     if content.damaged:
         raise CheckpointError(
@@ -104,7 +106,9 @@ def read_run(path: Path) -> RunLog:
                 hint="take the adapter from the run's newest checkpoint",
             )
         steps.append(LoggedStep(step.step, step.learning_rate, step.projected_gradients))
-    later = [entry.event.backend for entry in content.entries if isinstance(entry.event, events.Resume)]
+    later = [
+        entry.event.backend for entry in content.entries if isinstance(entry.event, events.Resume)
+    ]
     prepared = {
         entry.event.step: (entry.event.path, entry.event.sha256)
         for entry in content.entries
@@ -134,9 +138,13 @@ def replay(
     """
     count = len(log.steps) if steps is None else steps
     if not 0 <= count <= len(log.steps):
-        raise ConfigError(f"the log has no {count} steps", expected=f"0 to {len(log.steps)}", received=count)
+        raise ConfigError(
+            f"the log has no {count} steps", expected=f"0 to {len(log.steps)}", received=count
+        )
     if log.unfinished:
-        warn(f"the last line of the log is cut off; the replay ends after step {len(log.steps) - 1}")
+        warn(
+            f"the last line of the log is cut off; the replay ends after step {len(log.steps) - 1}"
+        )
     if set(log.backends) != {session.backend}:
         warn(
             f"the run was on {' and '.join(log.backends)}, this is {session.backend}: "

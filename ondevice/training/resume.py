@@ -38,12 +38,18 @@ def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]
     tolerated: dict[str, list[Any]] = {}
     if before.start is not None:
         stored = logged_identity(before)
-        tolerated = check_identity(stored, run.identity, f"{path}: the log", accept=run.accept_changes)
+        tolerated = check_identity(
+            stored, run.identity, f"{path}: the log", accept=run.accept_changes
+        )
     # The log knows which changes were accepted since a checkpoint; without a log the checkpoint is compared itself.
-    loaded = run.store.newest(warnings.append, accept=run.accept_changes or before.start is not None)
+    loaded = run.store.newest(
+        warnings.append, accept=run.accept_changes or before.start is not None
+    )
     if before.start is None and loaded is not None:
         where = f"{loaded.path}: the checkpoint"
-        tolerated = check_identity(loaded.meta.identity, run.identity, where, accept=run.accept_changes)
+        tolerated = check_identity(
+            loaded.meta.identity, run.identity, where, accept=run.accept_changes
+        )
     warnings += _said(tolerated)
     if loaded is not None and loaded.meta.step > run.steps:
         raise CheckpointError(
@@ -74,7 +80,9 @@ def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]
         if key.startswith(ENVIRONMENT) and before is not None
     ]
     if differing:
-        warnings.append(f"the run goes on, but maybe not with the same bits: {', '.join(differing)}")
+        warnings.append(
+            f"the run goes on, but maybe not with the same bits: {', '.join(differing)}"
+        )
     for event in kept:
         if isinstance(event, events.Evaluate):
             run.evaluated.add(event.step)
@@ -86,7 +94,9 @@ def logged_identity(content: LogContent) -> dict[str, Any]:
     """Return the identity that a log ends with, by dotted key: the head's with the changes accepted since."""
     assert content.start is not None  # noqa: S101  checked by the caller
     changed = _latest([entry.event for entry in content.entries])
-    return flatten(identity_of(content.start)) | {key: value for key, value in changed.items() if key in NAMES}
+    return flatten(identity_of(content.start)) | {
+        key: value for key, value in changed.items() if key in NAMES
+    }
 
 
 def _latest(logged: list[events.Event]) -> dict[str, Any]:

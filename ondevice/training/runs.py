@@ -17,7 +17,15 @@ from ondevice.training.metrics import History
 
 DEPTH = 4
 """Folders below the one that is asked for in which runs are looked for."""
-FIGURES = ("steps", "first_loss", "final_loss", "best_loss", "best_accuracy", "step_time_s", "peak_memory_bytes")
+FIGURES = (
+    "steps",
+    "first_loss",
+    "final_loss",
+    "best_loss",
+    "best_accuracy",
+    "step_time_s",
+    "peak_memory_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,9 @@ def find_runs(folder: Path) -> list[Path]:
         if FILE_NAME in files:
             found.append(Path(place))
             folders.clear()
-        folders[:] = [name for name in folders if depth < DEPTH and not name.startswith((".", "checkpoint-"))]
+        folders[:] = [
+            name for name in folders if depth < DEPTH and not name.startswith((".", "checkpoint-"))
+        ]
     return sorted(found, key=lambda path: (path / FILE_NAME).stat().st_mtime)
 
 
@@ -116,7 +126,9 @@ def differences(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
     """Return the settings that are not the same in all runs, by dotted key, in the order of the runs."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: [run.config.get(key) for run in runs] for key in keys if key != "train.out"}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+    return {
+        key: values for key, values in rows.items() if any(value != values[0] for value in values)
+    }
 
 
 def remove_run(folder: Path) -> None:
@@ -149,14 +161,25 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise MissingPackageError("plots need the package matplotlib", hint="pip install matplotlib") from None
+        raise MissingPackageError(
+            "plots need the package matplotlib", hint="pip install matplotlib"
+        ) from None
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for number, (folder, content) in enumerate(contents):
         steps, colour = content.steps(), f"C{number}"
-        left.plot([step.step + 1 for step in steps], [step.loss for step in steps], color=colour, label=folder.name)
-        seen = [entry.event for entry in content.entries if isinstance(entry.event, events.Evaluate)]
+        left.plot(
+            [step.step + 1 for step in steps],
+            [step.loss for step in steps],
+            color=colour,
+            label=folder.name,
+        )
+        seen = [
+            entry.event for entry in content.entries if isinstance(entry.event, events.Evaluate)
+        ]
         name = "accuracy" if any(event.accuracy is not None for event in seen) else "loss"
-        points = [(event.step, getattr(event, name)) for event in seen if getattr(event, name) is not None]
+        points = [
+            (event.step, getattr(event, name)) for event in seen if getattr(event, name) is not None
+        ]
         if points:
             right.plot(*zip(*points), color=colour, marker="o", label=f"{folder.name}: {name}")
     for axes, title in ((left, "training loss"), (right, "evaluation")):
@@ -194,7 +217,11 @@ def _state(logged: list[events.Event], folder: Path) -> tuple[str, str]:
         return ("stopped early" if last.reason else "finished"), ""
     if isinstance(last, events.Interrupt):
         return "interrupted", ""
-    return ("failed", str(last.error.get("message", ""))) if isinstance(last, events.Error) else ("unfinished", "")
+    return (
+        ("failed", str(last.error.get("message", "")))
+        if isinstance(last, events.Error)
+        else ("unfinished", "")
+    )
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

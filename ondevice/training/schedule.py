@@ -43,7 +43,9 @@ class WarmupDecay:
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "cosine"):
             raise ConfigError(
-                f"unknown schedule '{self.kind}'", expected="constant, linear or cosine", received=self.kind
+                f"unknown schedule '{self.kind}'",
+                expected="constant, linear or cosine",
+                received=self.kind,
             )
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(

@@ -41,7 +41,9 @@ def elf(data: bytes) -> Elf:
     (machine,) = struct.unpack_from("<H", data, 18)
     (headers_at,) = struct.unpack_from("<Q", data, 32)
     size, count = struct.unpack_from("<HH", data, 54)
-    segments = [struct.unpack_from("<IIQQQQQQ", data, headers_at + size * index) for index in range(count)]
+    segments = [
+        struct.unpack_from("<IIQQQQQQ", data, headers_at + size * index) for index in range(count)
+    ]
     loads = [segment for segment in segments if segment[0] == 1]
 
     def file_offset(address: int) -> int:
@@ -50,7 +52,11 @@ def elf(data: bytes) -> Elf:
     dynamic = next(segment for segment in segments if segment[0] == 2)
     entries = list(struct.iter_unpack("<qQ", data[dynamic[2] : dynamic[2] + dynamic[5] // 16 * 16]))
     strings = file_offset(next(value for tag, value in entries if tag == 5))
-    needed = [data[strings + value : data.index(b"\0", strings + value)].decode() for tag, value in entries if tag == 1]
+    needed = [
+        data[strings + value : data.index(b"\0", strings + value)].decode()
+        for tag, value in entries
+        if tag == 1
+    ]
     return Elf(machine, tuple(needed), min(segment[7] for segment in loads))
 
 
@@ -58,7 +64,10 @@ def symbols(data: bytes) -> tuple[set[str], set[str]]:
     """Names that an ELF library takes from others and names that it gives, from its dynamic symbol table."""
     (sections_at,) = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + size * index) for index in range(count)]
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", data, sections_at + size * index)
+        for index in range(count)
+    ]
     table = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
     strings = sections[table[6]][4]
     taken, given = set(), set()

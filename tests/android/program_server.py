@@ -66,7 +66,9 @@ def read_tensor(stream: BinaryIO, weights: MappedWeights | None = None) -> np.nd
 
 def tensor_bytes(value: np.ndarray) -> bytes:
     kind = 0 if value.dtype.kind == "i" else 1
-    head = struct.pack("<BI", kind, value.ndim) + b"".join(struct.pack("<I", size) for size in value.shape)
+    head = struct.pack("<BI", kind, value.ndim) + b"".join(
+        struct.pack("<I", size) for size in value.shape
+    )
     return head + np.ascontiguousarray(value, dtype=DTYPES[kind]).tobytes()
 
 
@@ -81,7 +83,11 @@ class Methods:
     """
 
     def __init__(
-        self, program: Path, soc: str | None, weights: Path | None = None, of_layers: dict[str, str] | None = None
+        self,
+        program: Path,
+        soc: str | None,
+        weights: Path | None = None,
+        of_layers: dict[str, str] | None = None,
     ) -> None:
         from ondevice.exporters.android_npu import qnn
         from ondevice.exporters.executorch.session import load_runtime
@@ -114,7 +120,11 @@ class Methods:
                 path = self.folder / self.of_layers[name].format(layer=layer)
                 self.loaded[key] = self.runtime.load_program(str(path)).load_method(name)
         elif name not in self.loaded:
-            for known in [known for known in self.loaded if self.weights is None and not known.startswith(_kind(name))]:
+            for known in [
+                known
+                for known in self.loaded
+                if self.weights is None and not known.startswith(_kind(name))
+            ]:
                 del self.loaded[known]
             self.loaded[name] = self.program.load_method(name)
         outputs = self.loaded[key].execute([torch.from_numpy(value) for value in inputs])  # type: ignore[attr-defined]
@@ -136,7 +146,9 @@ def serve(methods: Methods, source: BinaryIO, target: BinaryIO) -> None:
         try:
             outputs = methods.run(name, inputs, layer)
             answer = struct.pack("<BI", 0, len(outputs)) + b"".join(map(tensor_bytes, outputs))
-        except Exception as error:  # the runtime raises what it likes; the other side has to hear of it
+        except (
+            Exception
+        ) as error:  # the runtime raises what it likes; the other side has to hear of it
             message = f"{type(error).__name__}: {error}".encode()
             answer = struct.pack("<BI", 1, len(message)) + message
         target.write(answer)
@@ -159,9 +171,15 @@ def main() -> None:
     else:
         spec = manifest["program_spec"]
         weights = spec.get("weights")
-        of_layers = {name: method["program"] for name, method in spec["methods"].items() if method.get("program")}
+        of_layers = {
+            name: method["program"]
+            for name, method in spec["methods"].items()
+            if method.get("program")
+        }
         program = folder / manifest["program"]
-        methods = Methods(program, manifest.get("soc"), folder / weights if weights else None, of_layers)
+        methods = Methods(
+            program, manifest.get("soc"), folder / weights if weights else None, of_layers
+        )
     serve(methods, sys.stdin.buffer, answers)
 
 

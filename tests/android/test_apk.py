@@ -29,9 +29,9 @@ PERMISSIONS = {
     "android.permission.RECEIVE_BOOT_COMPLETED",
     "android.permission.WAKE_LOCK",
 }
-DOMAINS = [place + kind for place in ("", "device_") for kind in ("root", "file", "database", "sharedpref")] + [
-    "external"
-]
+DOMAINS = [
+    place + kind for place in ("", "device_") for kind in ("root", "file", "database", "sharedpref")
+] + ["external"]
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For programs that end before the JVM's second compiler pays: half the time of Kotlin's compiler."""
 
@@ -42,7 +42,9 @@ def needs_tools() -> None:
     """Skip by name where the tools are not installed; with ONDEVICE_REQUIRE_ANDROID=1 that is a failure."""
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if missing and os.environ.get("ONDEVICE_REQUIRE_ANDROID") == "1":
-        pytest.fail(f"ONDEVICE_REQUIRE_ANDROID=1, and these are missing: {', '.join(missing)}; try: .ci/android-tools")
+        pytest.fail(
+            f"ONDEVICE_REQUIRE_ANDROID=1, and these are missing: {', '.join(missing)}; try: .ci/android-tools"
+        )
     if missing:
         pytest.skip(f"no {', '.join(missing)} on this machine; try: .ci/android-tools")
 
@@ -55,7 +57,9 @@ def run(*command: str | Path, **environment: str) -> str:
         text=True,
         errors="replace",
     )
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    )
     return done.stdout
 
 
@@ -90,7 +94,9 @@ def elements(manifest: str, tag: str) -> list[dict[str, str]]:
     collected = []
     for block in re.split(r"\n\s*(?=E: )", manifest):
         if re.match(rf"\s*(N:.*\n\s*)?E: {tag} ", block):
-            pairs = re.findall(r"A: (?:[^\s:=]+:)*?//?[^\s=]*?:?(\w+)\(0x\w+\)=(?:\"([^\"]*)\"|(\S+))", block)
+            pairs = re.findall(
+                r"A: (?:[^\s:=]+:)*?//?[^\s=]*?:?(\w+)\(0x\w+\)=(?:\"([^\"]*)\"|(\S+))", block
+            )
             pairs += re.findall(r"A: (package)=\"([^\"]*)\"()", block)
             collected.append({name: text or value for name, text, value in pairs})
     return collected
@@ -111,7 +117,9 @@ def test_libraries_lie_on_pages_of_16_kb(apk: Path, libraries: dict[str, bytes])
     for entry in entries:
         name_bytes, extra_bytes = struct.unpack_from("<HH", raw, entry.header_offset + 26)
         start = entry.header_offset + 30 + name_bytes + extra_bytes
-        assert raw[start : start + 4] == b"\x7fELF" and start % page == 0, f"{entry.filename} begins at {start}"
+        assert raw[start : start + 4] == b"\x7fELF" and start % page == 0, (
+            f"{entry.filename} begins at {start}"
+        )
         assert formats.elf(libraries[entry.filename]).alignment % page == 0, entry.filename
 
 
@@ -119,7 +127,9 @@ def test_a_changed_apk_does_not_verify(apk: Path, tmp_path: Path) -> None:
     data = bytearray(apk.read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "changed.apk").write_bytes(data)
-    done = subprocess.run(["apksigner", "verify", str(tmp_path / "changed.apk")], capture_output=True)
+    done = subprocess.run(
+        ["apksigner", "verify", str(tmp_path / "changed.apk")], capture_output=True
+    )
     assert done.returncode != 0
 
 
@@ -135,7 +145,9 @@ def test_package_and_versions(apk: Path) -> None:
 def test_no_way_to_the_network(manifest: str) -> None:
     asked = {element["name"] for element in elements(manifest, "uses-permission")}
     assert asked == PERMISSIONS
-    network = re.findall(r"android\.permission\.\w*(?:INTERNET|NETWORK|WIFI|BLUETOOTH|NFC)\w*", manifest)
+    network = re.findall(
+        r"android\.permission\.\w*(?:INTERNET|NETWORK|WIFI|BLUETOOTH|NFC)\w*", manifest
+    )
     assert network == []
 
 
@@ -144,14 +156,22 @@ def test_components(manifest: str, classes: set[str]) -> None:
     train = services["org.ondevice.app.TrainService"]
     assert int(train["foregroundServiceType"], 16) == 0x40000000  # specialUse
     assert train["exported"] == "false"
-    assert services["org.ondevice.app.ChargingJob"]["permission"] == "android.permission.BIND_JOB_SERVICE"
+    assert (
+        services["org.ondevice.app.ChargingJob"]["permission"]
+        == "android.permission.BIND_JOB_SERVICE"
+    )
     (provider,) = elements(manifest, "provider")
     assert provider["exported"] == "false" and provider["grantUriPermissions"] == "true"
     (application,) = elements(manifest, "application")
     assert application["allowBackup"] == "false"
     assert [a["name"] for tag in ("activity", "service", "receiver", "provider") for a in elements(manifest, tag)
             if a["exported"] == "true"] == ["org.ondevice.app.MainActivity"]  # fmt: skip
-    names = [application["name"], *services, provider["name"], *(a["name"] for a in elements(manifest, "activity"))]
+    names = [
+        application["name"],
+        *services,
+        provider["name"],
+        *(a["name"] for a in elements(manifest, "activity")),
+    ]
     assert [name for name in names if name not in classes] == []
 
 
@@ -163,7 +183,9 @@ def test_nothing_private_is_copied_to_another_phone(apk: Path, manifest: str) ->
     assert application["dataExtractionRules"] == f"@{number}"
     tree = run("aapt2", "dump", "xmltree", apk, "--file", f"res/{rules}.xml")
     for way in ("cloud-backup", "device-transfer"):
-        inside = re.split(r"E: (?:cloud-backup|device-transfer) ", tree)[1 if way == "cloud-backup" else 2]
+        inside = re.split(r"E: (?:cloud-backup|device-transfer) ", tree)[
+            1 if way == "cloud-backup" else 2
+        ]
         assert re.search(rf"E: {way} ", tree) and "E: include" not in inside
         domains = re.findall(r'A: domain="(\w+)"', inside)
         assert sorted(domains) == sorted(DOMAINS) and inside.count('A: path="."') == len(DOMAINS)
@@ -203,7 +225,11 @@ def test_no_lambda_is_left_for_the_phone(apk: Path, tmp_path: Path) -> None:
 
 def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
     with zipfile.ZipFile(apk) as archive:
-        packed = [i.filename for i in archive.infolist() if i.filename.startswith("lib/") and i.compress_type != 0]
+        packed = [
+            i.filename
+            for i in archive.infolist()
+            if i.filename.startswith("lib/") and i.compress_type != 0
+        ]
     assert packed == []
     for abi, machine in MACHINES.items():
         names = {name.rsplit("/", 1)[1] for name in libraries if name.startswith(f"lib/{abi}/")}
@@ -211,13 +237,19 @@ def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
         for name in names:
             actual = formats.elf(libraries[f"lib/{abi}/{name}"])
             assert actual.machine == machine, name
-            assert set(actual.needed) <= SYSTEM_LIBRARIES | names, f"{abi}/{name} needs {actual.needed}"
+            assert set(actual.needed) <= SYSTEM_LIBRARIES | names, (
+                f"{abi}/{name} needs {actual.needed}"
+            )
 
 
 def test_cpp_symbols_resolve_inside_the_apk(libraries: dict[str, bytes]) -> None:
     """ExecuTorch and fbjni come from different places: what one takes of C++ the other gives."""
     for abi in MACHINES:
-        parts = [formats.symbols(data) for name, data in libraries.items() if name.startswith(f"lib/{abi}/")]
+        parts = [
+            formats.symbols(data)
+            for name, data in libraries.items()
+            if name.startswith(f"lib/{abi}/")
+        ]
         taken = set().union(*(part[0] for part in parts))
         given = set().union(*(part[1] for part in parts))
         mangled = {name for name in taken if name.startswith("_Z")}
@@ -228,7 +260,12 @@ def test_cpp_symbols_resolve_inside_the_apk(libraries: dict[str, bytes]) -> None
 def test_resources(apk: Path) -> None:
     strings = run("aapt2", "dump", "resources", apk)
     assert "string/app_name" in strings and "(night" in strings
-    plain = set(re.findall(r"<string name=\"(\w+)\"", (APP / "app/src/main/res/values/strings.xml").read_text("utf-8")))
+    plain = set(
+        re.findall(
+            r"<string name=\"(\w+)\"",
+            (APP / "app/src/main/res/values/strings.xml").read_text("utf-8"),
+        )
+    )
     assert len(plain) > 50
     assert [name for name in sorted(plain) if f"string/{name}\n" not in strings] == []
     with zipfile.ZipFile(apk) as archive:
@@ -248,7 +285,9 @@ def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[st
 
     artifact = exported_program(name)
     exported = json.loads((artifact / "manifest.json").read_text("utf-8"))
-    ops = sorted({op for method in exported["program_spec"]["methods"].values() for op in method["ops"]})
+    ops = sorted(
+        {op for method in exported["program_spec"]["methods"].values() for op in method["ops"]}
+    )
     assert len(ops) > 10
     program = (artifact / exported["program"]).read_bytes()
     assert program[4:8] == b"ET12"
@@ -259,16 +298,22 @@ def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[st
         assert [op for op in stock if op.encode() + b"\0" not in library] == []
 
 
-def test_the_runtime_has_every_kernel_of_a_program_that_answers(libraries: dict[str, bytes]) -> None:
+def test_the_runtime_has_every_kernel_of_a_program_that_answers(
+    libraries: dict[str, bytes],
+) -> None:
     pytest.importorskip("executorch")
     from tests.programs import program as exported_program
 
-    described = json.loads((exported_program("blocks of granite") / "answers/answers.json").read_text("utf-8"))
+    described = json.loads(
+        (exported_program("blocks of granite") / "answers/answers.json").read_text("utf-8")
+    )
     assert "llama::custom_sdpa.out" in described["ops"]
     for abi in MACHINES:
         library = libraries[f"lib/{abi}/libexecutorch.so"]
         rounded = "quantized_decomposed::embedding_byte.out"  # of the 8- and 4-bit forms
-        assert [op for op in (*described["ops"], rounded) if op.encode() + b"\0" not in library] == []
+        assert [
+            op for op in (*described["ops"], rounded) if op.encode() + b"\0" not in library
+        ] == []
 
 
 def test_a_kernel_that_does_not_exist_is_noticed(libraries: dict[str, bytes]) -> None:
@@ -307,8 +352,12 @@ def chain():
 def test_a_library_cannot_bring_permissions_or_components(chain, inside: str) -> None:
     fetch, steps = chain
     head = '<manifest xmlns:android="http://schemas.android.com/apk/res/android" package="x">'
-    fetch.check_manifest("plain.aar", head + '<uses-sdk android:minSdkVersion="21"/><application/></manifest>')
-    with pytest.raises(steps.BuildError, match=r"t\.aar: expected a library without permissions and components"):
+    fetch.check_manifest(
+        "plain.aar", head + '<uses-sdk android:minSdkVersion="21"/><application/></manifest>'
+    )
+    with pytest.raises(
+        steps.BuildError, match=r"t\.aar: expected a library without permissions and components"
+    ):
         fetch.check_manifest("t.aar", head + inside + "</manifest>")
 
 
@@ -320,7 +369,9 @@ def test_an_unknown_flavour_is_refused() -> None:
         text=True,
         env={**os.environ, "FLAVOUR": "foo"},
     )
-    assert done.returncode == 1 and "FLAVOUR: expected one of cpu, qnn, received 'foo'" in done.stderr
+    assert (
+        done.returncode == 1 and "FLAVOUR: expected one of cpu, qnn, received 'foo'" in done.stderr
+    )
 
 
 def test_the_translation_is_whole() -> None:
@@ -331,16 +382,22 @@ def test_the_translation_is_whole() -> None:
         content = (APP / f"app/src/main/res/{folder}/strings.xml").read_text("utf-8")
         entries = [match.groups()[1:] for match in entry.finditer(content)]
         places = {name: sorted(re.findall(r"%\d\$[sd]|<item", text)) for name, _, text in entries}
-        texts.append({name: places[name] for name, more, _ in entries if "translatable" not in more})
+        texts.append(
+            {name: places[name] for name, more, _ in entries if "translatable" not in more}
+        )
     assert texts[0] == texts[1] and len(texts[0]) > 150
 
 
 def test_gradle_and_maven_name_the_same_versions() -> None:
     pom = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "pom.xml").read_text("utf-8")))
-    core = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "core/pom.xml").read_text("utf-8")))
+    core = dict(
+        re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "core/pom.xml").read_text("utf-8"))
+    )
     lines = (APP / "gradle.properties").read_text("utf-8").splitlines()
     gradle = dict(
-        line.split("=", 1) for line in lines if "=" in line and not line.startswith(("#", "org.gradle", "android."))
+        line.split("=", 1)
+        for line in lines
+        if "=" in line and not line.startswith(("#", "org.gradle", "android."))
     )
     assert gradle.keys() == {"agp", "kotlin", "executorch", "qnn", "gson"}
     assert gradle["kotlin"] == pom["kotlin.version"] == core["kotlin.version"]
@@ -350,7 +407,11 @@ def test_gradle_and_maven_name_the_same_versions() -> None:
     build = (APP / "app/build.gradle.kts").read_text("utf-8")
     resources = (APP / "tools/resources.py").read_text("utf-8")
     ((minimum, target),) = re.findall(r'MIN_SDK, TARGET_SDK = "(\d+)", "(\d+)"', resources)
-    assert f"minSdk = {minimum}" in build and f"targetSdk = {target}" in build and f"compileSdk = {target}" in build
+    assert (
+        f"minSdk = {minimum}" in build
+        and f"targetSdk = {target}" in build
+        and f"compileSdk = {target}" in build
+    )
     assert "android.useAndroidX=true" in lines
 
 
@@ -358,9 +419,15 @@ def test_the_gradle_wrapper_is_whole_and_gradle_s_own() -> None:
     """Android Studio asks for it; the jar is the recorded one."""
     wrapper = APP / "gradle" / "wrapper"
     properties = (wrapper / "gradle-wrapper.properties").read_text("utf-8")
-    assert "distributionUrl=https\\://services.gradle.org/distributions/gradle-8.10.2-bin.zip" in properties
+    assert (
+        "distributionUrl=https\\://services.gradle.org/distributions/gradle-8.10.2-bin.zip"
+        in properties
+    )
     # As Gradle publishes it for this distribution.
-    assert "distributionSha256Sum=31c55713e40233a8303827ceb42ca48a47267a0ad4bab9177123121e71524c26\n" in properties
+    assert (
+        "distributionSha256Sum=31c55713e40233a8303827ceb42ca48a47267a0ad4bab9177123121e71524c26\n"
+        in properties
+    )
     digest = hashlib.sha256((wrapper / "gradle-wrapper.jar").read_bytes()).hexdigest()
     assert digest == "2db75c40782f5e8ba1fc278a5574bab070adccb2d21ca5a6e5ed840888448046"
     with zipfile.ZipFile(wrapper / "gradle-wrapper.jar") as archive:
@@ -386,7 +453,9 @@ def test_what_comes_from_maven_central_is_what_was_listed(central) -> None:
     locked, there, here = central
     name = "a/b/1/b-1.jar"
     locked.LIST.write_text("")
-    with pytest.raises(Exception, match=r"a/b/1/b-1.jar: expected a SHA-256 in maven.sha256, received none"):
+    with pytest.raises(
+        Exception, match=r"a/b/1/b-1.jar: expected a SHA-256 in maven.sha256, received none"
+    ):
         locked.fetch(name)
     locked.add(name)
     (there / name).write_bytes(b"changed on the way")
@@ -401,7 +470,9 @@ def test_what_comes_from_maven_central_is_what_was_listed(central) -> None:
 
 
 def test_the_list_has_everything_that_the_build_names() -> None:
-    listed = dict(line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines())
+    listed = dict(
+        line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines()
+    )
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in listed.values())
     for pom in (APP / "pom.xml", APP / "core/pom.xml", APP / "app/pom.xml"):
         text = re.sub(r"<parent>.*?</parent>", "", pom.read_text("utf-8"), flags=re.DOTALL)
@@ -411,13 +482,21 @@ def test_the_list_has_everything_that_the_build_names() -> None:
 
 
 def test_gradle_takes_into_the_apk_what_is_listed() -> None:
-    listed = dict(line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines())
+    listed = dict(
+        line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines()
+    )
     metadata = (APP / "gradle/verification-metadata.xml").read_text("utf-8")
     found = re.findall(
         r'<component group="([\w.]+)" name="([\w-]+)" version="([\w.]+)">\s*'
         r'<artifact name="([\w.-]+)">\s*<sha256 value="(\w+)"',
         metadata,
     )
-    assert {name for _, name, *_ in found} == {"gson", "kotlin-stdlib", "fbjni", "nativeloader", "executorch-android"}
+    assert {name for _, name, *_ in found} == {
+        "gson",
+        "kotlin-stdlib",
+        "fbjni",
+        "nativeloader",
+        "executorch-android",
+    }
     for group, name, version, file, value in found:
         assert listed[f"{group.replace('.', '/')}/{name}/{version}/{file}"] == value

@@ -34,7 +34,16 @@ def lower() -> list[str]:
 def jar(folder: Path, name: str, source: str) -> Path:
     folder.mkdir()
     (folder / f"{name}.java").write_text(source, encoding="utf-8")
-    run("javac", "-encoding", "UTF-8", "--release", "17", "-d", folder / "classes", folder / f"{name}.java")
+    run(
+        "javac",
+        "-encoding",
+        "UTF-8",
+        "--release",
+        "17",
+        "-d",
+        folder / "classes",
+        folder / f"{name}.java",
+    )
     run("jar", "--create", "--file", folder / "in.jar", "-C", folder / "classes", ".")
     return folder / "in.jar"
 
@@ -47,7 +56,11 @@ def test_the_lowered_program_does_the_same(lower: list[str], tmp_path: Path) -> 
     expected = run(*java, before, "Sample")
     assert "both 43" in expected and "inner 4" in expected
     assert run(*java, after, "Sample") == expected
-    names = [name for name in run("jar", "--list", "--file", after).splitlines() if name.endswith(".class")]
+    names = [
+        name
+        for name in run("jar", "--list", "--file", after).splitlines()
+        if name.endswith(".class")
+    ]
     said = run("javap", "-v", "-p", "-cp", after, *(name.removesuffix(".class") for name in names))
     assert said.count("major version: 52") == len(names) > 8
     for left in ("invokedynamic", "NestMembers", "NestHost"):
@@ -58,7 +71,10 @@ def test_the_lowered_program_does_the_same(lower: list[str], tmp_path: Path) -> 
 def test_what_android_8_cannot_run_is_refused_by_name(lower: list[str], tmp_path: Path) -> None:
     before = jar(tmp_path / "point", "Point", RECORD)
     done = subprocess.run(
-        [*lower, str(before), str(tmp_path / "out.jar")], capture_output=True, text=True, env=os.environ
+        [*lower, str(before), str(tmp_path / "out.jar")],
+        capture_output=True,
+        text=True,
+        env=os.environ,
     )
     assert done.returncode != 0
     assert "Point holds a record, which Android 8 cannot run" in done.stderr

@@ -22,7 +22,9 @@ def flip(first: int) -> None:
         config, why = resolve(request, rates, host_bytes)
         if not request.method.is_auto:
             return config, why
-        return config.model_copy(update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}), why
+        return config.model_copy(
+            update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}
+        ), why
 
     auto.resolve_request = resolve_request
 
@@ -30,7 +32,12 @@ def flip(first: int) -> None:
 def main(method: str, rows: str, out: str, steps: str, start: str) -> None:
     rank = int(os.environ.get("RANK", 0))
     flip(rank + int(start))
-    settings = {"model.source": "tiny:llama", "model.device": "cpu", "data.path": rows, "train.out": out}
+    settings = {
+        "model.source": "tiny:llama",
+        "model.device": "cpu",
+        "data.path": rows,
+        "train.out": out,
+    }
     settings |= {"method.name": method, "train.steps": int(steps), "train.batch_size": 2}
     ondevice.train(settings, resume=start == "1")
 

@@ -19,7 +19,12 @@ from ondevice.planning.precision import has_bfloat16_units, with_precision
         ("tiny:qwen2", "android-npu", True, "adapter"),
         ("tiny:gpt2", None, False, "adapter"),
         ("tiny:qwen2_moe", None, True, "adapter"),
-        ("tiny:phi3", None, True, "adapter"),  # its fused layers have other names than the default's
+        (
+            "tiny:phi3",
+            None,
+            True,
+            "adapter",
+        ),  # its fused layers have other names than the default's
         ("no/such-model-anywhere", None, True, "adapter"),
     ],
 )
@@ -70,6 +75,8 @@ def test_the_precision_follows_the_flags_of_the_processor(monkeypatch, flags, ex
 
 def test_mlx_without_metal_says_what_it_is_for() -> None:
     pytest.importorskip("mlx.core")
-    config = RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "mesp", "train.backend": "mlx"})
+    config = RunConfig.load(
+        None, {"model.source": "tiny:llama", "method.name": "mesp", "train.backend": "mlx"}
+    )
     said = with_precision(config, place(config))[1]
     assert metal() or "MLX is meant for a Mac" in said[-1]

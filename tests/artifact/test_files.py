@@ -39,7 +39,9 @@ def test_write_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     assert (tmp_path / "real").read_text() == "new"
 
 
-def test_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_fails_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "file"
     atomic_write(target, "old")
 
@@ -77,7 +79,9 @@ def test_a_real_write_limit_is_a_storage_error(tmp_path: Path) -> None:
 def test_full_disk_inside_a_library_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         with atomic_directory(tmp_path / "folder"):
-            raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise RuntimeError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            )
     assert names(tmp_path) == []
 
 
@@ -93,7 +97,9 @@ def test_directory_replaces_at_once(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
 
 
-def test_directory_replaces_without_the_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_replaces_without_the_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     for step in range(2):
         with atomic_directory(tmp_path / "checkpoint") as folder:
@@ -139,7 +145,9 @@ def test_killed_writer_leaves_the_old_content_and_its_rest_is_cleared(tmp_path: 
         "    (folder / 'new').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path.cwd()).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path.cwd()).returncode == -signal.SIGKILL
+    )
     assert names(target) == ["old"]
     assert len(names(tmp_path)) == 2
     with atomic_directory(target) as folder:

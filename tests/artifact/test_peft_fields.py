@@ -97,7 +97,16 @@ REFUSED: dict[str, list[Any]] = {
     "target_parameters": ["q_proj", [1]],
     "layers_to_transform": [[0, 1], 2, "all"],
     "modules_to_save": [["lm_head"]],
-    "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "mica", "later"],
+    "init_lora_weights": [
+        "pissa",
+        "pissa_niter_16",
+        "olora",
+        "corda",
+        "loftq",
+        "lora_ga",
+        "mica",
+        "later",
+    ],
     "rank_pattern": [{"q_proj": 2}, {".*q_proj": 4}, {"(a+)+": 4}, ["q_proj"], {"q_proj": "4"}],
     "alpha_pattern": [{".*": 2}, {"q_proj": None}, 3],
     "megatron_config": [{"hidden_size": 8}],
@@ -134,7 +143,9 @@ def test_every_field_of_the_installed_peft_is_in_one_of_the_two_tables() -> None
     for number, settings in enumerate(cases)
 ])  # fmt: skip
 @torch.no_grad()
-def test_an_adapter_with_this_field_computes_what_peft_computes(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_with_this_field_computes_what_peft_computes(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     theirs = written_by_peft(tmp_path, **settings)(IDS).logits
     assert (theirs - tiny()(IDS).logits).abs().max() > 0.05
     torch.testing.assert_close(logits_of(load_adapter(tmp_path)), theirs, atol=2e-5, rtol=1e-4)
@@ -143,7 +154,9 @@ def test_an_adapter_with_this_field_computes_what_peft_computes(settings: dict[s
 @pytest.mark.parametrize(("field", "value"), [
     pytest.param(field, value, id=f"{field} {value}") for field, values in REFUSED.items() for value in values
 ])  # fmt: skip
-def test_an_adapter_with_this_value_is_refused_by_the_name_of_the_field(field: str, value: Any, tmp_path: Path) -> None:
+def test_an_adapter_with_this_value_is_refused_by_the_name_of_the_field(
+    field: str, value: Any, tmp_path: Path
+) -> None:
     written_by_peft(tmp_path)
     load_adapter(tmp_path)
     path = tmp_path / "adapter_config.json"
@@ -157,7 +170,13 @@ def test_an_adapter_with_this_value_is_refused_by_the_name_of_the_field(field: s
 def test_a_field_that_is_off_changes_nothing(off: Any, tmp_path: Path) -> None:
     written_by_peft(tmp_path)
     path = tmp_path / "adapter_config.json"
-    fields = {"use_dora", "kasa_config", "layer_replication", "modules_to_save", "of_a_later_version"}
+    fields = {
+        "use_dora",
+        "kasa_config",
+        "layer_replication",
+        "modules_to_save",
+        "of_a_later_version",
+    }
     before = load_adapter(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | dict.fromkeys(fields, off)))
     after = load_adapter(tmp_path)
@@ -178,7 +197,9 @@ def test_a_pair_with_the_default_scale_keeps_its_bits(tmp_path: Path) -> None:
     written_by_peft(tmp_path, alpha_pattern={"v_proj": 12})
     pair = "model.layers.0.self_attn.q_proj.lora_B.weight"
     stored = load_stored(tmp_path / "adapter_model.safetensors")
-    np.testing.assert_array_equal(load_adapter(tmp_path).tensors[pair], stored[f"base_model.model.{pair}"])
+    np.testing.assert_array_equal(
+        load_adapter(tmp_path).tensors[pair], stored[f"base_model.model.{pair}"]
+    )
 
 
 def test_an_adapter_with_patterns_is_written_as_one_that_peft_reads_alike(tmp_path: Path) -> None:
@@ -191,7 +212,10 @@ def test_an_adapter_with_patterns_is_written_as_one_that_peft_reads_alike(tmp_pa
 
 
 def test_ranks_that_would_be_padded_beyond_the_limit_are_refused(tmp_path: Path) -> None:
-    tensors = {"x.lora_A.weight": np.zeros((2000, 1), np.float32), "x.lora_B.weight": np.zeros((1, 2000), np.float32)}
+    tensors = {
+        "x.lora_A.weight": np.zeros((2000, 1), np.float32),
+        "x.lora_B.weight": np.zeros((1, 2000), np.float32),
+    }
     config = {"r": 4, "lora_alpha": 4, "rank_pattern": {"x": 2000}}
     with pytest.raises(ArtifactError, match="rank_pattern"):
         fold_patterns(tensors, config, tmp_path)

@@ -19,7 +19,9 @@ SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 def test_interleaved_takes_turns_and_reverses_every_other_round() -> None:
     order: list[str] = []
-    seconds = common.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
+    seconds = common.interleaved(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3
+    )
     assert order == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
     assert all(value >= 0 for values in seconds.values() for value in values)
@@ -34,7 +36,9 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
     path = tmp_path / "deep" / "here.json"
     for value in (1.0, 2.0):
         rows = [{"method": "ours", "step_s": [value, value]}]
-        written = common.write_result("a_name", rows, path, columns=[{"key": "step_s"}], title="Title")
+        written = common.write_result(
+            "a_name", rows, path, columns=[{"key": "step_s"}], title="Title"
+        )
     assert written == path
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
@@ -46,7 +50,10 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
 def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "x --json --note --out --repeats 3 --out=/y --record --programs build --data /d --log /l --budget-s 9"
     monkeypatch.setattr(sys, "argv", words.split())
-    assert common.result("room/name", [{"a": 1}])["command"] == "python -m benchmarks.room.name --repeats 3"
+    assert (
+        common.result("room/name", [{"a": 1}])["command"]
+        == "python -m benchmarks.room.name --repeats 3"
+    )
 
 
 def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
@@ -69,7 +76,9 @@ def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
         str(tmp_path / "r.json"),
     ]
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     jsonschema.validate(document, SCHEMA)
@@ -79,9 +88,13 @@ def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
     assert "| name | s |" in done.stdout
 
 
-def test_what_a_benchmark_needs_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_benchmark_needs_is_read_without_running_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "room").mkdir()
-    (tmp_path / "room" / "one.py").write_text("NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n")
+    (tmp_path / "room" / "one.py").write_text(
+        "NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n"
+    )
     (tmp_path / "room" / "two.py").write_text("import nowhere\nNEEDS = ()\n")
     (tmp_path / "room" / "shared.py").write_text("import nowhere\n")
     (tmp_path / "common.py").write_text("NEEDS = ()\n")
@@ -94,7 +107,11 @@ def test_what_a_benchmark_needs_is_read_without_running_it(tmp_path: Path, monke
 
 def test_every_benchmark_is_found_in_its_room() -> None:
     """A script with a command line of `parse_args` is one that `make bench` lists."""
-    scripts = {path for path in (ROOT / "benchmarks").glob("*/*.py") if " = parse_args(" in path.read_text()}
+    scripts = {
+        path
+        for path in (ROOT / "benchmarks").glob("*/*.py")
+        if " = parse_args(" in path.read_text()
+    }
     assert {ROOT / "benchmarks" / f"{name}.py" for name in runner.benchmarks()} == scripts
     assert len(scripts) >= 25
 
@@ -109,8 +126,19 @@ def test_a_table_has_the_columns_that_some_row_fills() -> None:
 def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
     columns = [{"key": "name"}, {"key": "step_s"}, {"key": "parts"}]
     rows = [
-        {"name": "a", "step_s": [0.4, 0.1, 0.2, 0.3], "losses": [[1.0, 2.0]], "parts": {"b": 1}, "twice": [0.1, 0.2]},
-        {"name": "b", "step_s": [0.5, 0.1, 1 / 3, 0.2, 0.3], "seeds": [0, 1, 2, 3, 4], "diverged_at": [None, 7]},
+        {
+            "name": "a",
+            "step_s": [0.4, 0.1, 0.2, 0.3],
+            "losses": [[1.0, 2.0]],
+            "parts": {"b": 1},
+            "twice": [0.1, 0.2],
+        },
+        {
+            "name": "b",
+            "step_s": [0.5, 0.1, 1 / 3, 0.2, 0.3],
+            "seeds": [0, 1, 2, 3, 4],
+            "diverged_at": [None, 7],
+        },
     ]
     document = common.result("room/name", rows, columns)
     actual = committed.concise(document)

@@ -26,12 +26,16 @@ def test_every_method_has_a_first_seed_before_one_has_a_second() -> None:
 
 def test_what_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
     (tmp_path / "alpaca").mkdir()
-    os.mkfifo(tmp_path / "alpaca" / "train.jsonl")  # nobody writes: a run that reads it never ends by itself
+    os.mkfifo(
+        tmp_path / "alpaca" / "train.jsonl"
+    )  # nobody writes: a run that reads it never ends by itself
     before, began = set(active_children()), time.monotonic()
     args = SimpleNamespace(**ARGS | {"sets": "chat"}, data=tmp_path, budget_s=1.0)
     assert list(run(jobs_of(args), args)) == [] and time.monotonic() - began < 60
     for process in set(active_children()) - before:
-        deadline = time.monotonic() + 60  # another thread waits for it too, and only one of two hears that it ended
+        deadline = (
+            time.monotonic() + 60
+        )  # another thread waits for it too, and only one of two hears that it ended
         while process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not process.is_alive()
@@ -44,7 +48,17 @@ def test_a_method_learns_where_every_seed_does() -> None:
                 "loss": loss}  # fmt: skip
 
     start = record("", 0, 0.5, 8.0)
-    good, bad = [record("mesp", n, 0.8, 1.0) for n in (1, 0)], [record("full", n, 0.5 + n / 9, 1.0) for n in (0, 1)]
-    rows = {row["method"]: row for row in table([*good, *bad, start, start | {"method": "lsp", "error": "no memory"}])}
+    good, bad = (
+        [record("mesp", n, 0.8, 1.0) for n in (1, 0)],
+        [record("full", n, 0.5 + n / 9, 1.0) for n in (0, 1)],
+    )
+    rows = {
+        row["method"]: row
+        for row in table([*good, *bad, start, start | {"method": "lsp", "error": "no memory"}])
+    }
     assert rows.keys() == {"mesp", "full"}
-    assert rows["mesp"]["learns"] == "yes" and rows["full"]["learns"] == "no" and rows["mesp"]["seeds"] == [0, 1]
+    assert (
+        rows["mesp"]["learns"] == "yes"
+        and rows["full"]["learns"] == "no"
+        and rows["mesp"]["seeds"] == [0, 1]
+    )

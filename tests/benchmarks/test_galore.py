@@ -28,7 +28,9 @@ def test_galore_in_a_basis_of_unit_vectors_is_adam_times_alpha(tall: bool) -> No
     """Rows that are orthogonal have unit vectors as singular vectors, and Adam does not care for order and sign."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.linalg.qr(torch.randn(16, 6, generator=generator)).Q.T
-    weights = [torch.nn.Parameter(torch.ones(16, 6) if tall else torch.ones(6, 16)) for _ in range(2)]
+    weights = [
+        torch.nn.Parameter(torch.ones(16, 6) if tall else torch.ones(6, 16)) for _ in range(2)
+    ]
     galore = GaloreAdamW([weights[0]], [], rank=6, refresh=100, alpha=0.25)
     adam = torch.optim.AdamW([weights[1]], lr=0.25e-2, weight_decay=0.0)
     for _ in range(4):

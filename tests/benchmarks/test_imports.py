@@ -19,7 +19,11 @@ OURS = ("ondevice", "benchmarks")
 def imported(path: Path, packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Module and name of every `from ... import` of some packages, those inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in packages:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in packages
+        ):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
@@ -39,7 +43,11 @@ def test_what_a_benchmark_imports_of_ours_is_there(path: Path) -> None:
 def test_benchmarks_import_each_other_in_no_circle() -> None:
     known = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SCRIPTS}
     graph = {
-        name: {part for module, leaf in imported(path, ("benchmarks",)) for part in (module, f"{module}.{leaf}")}
+        name: {
+            part
+            for module, leaf in imported(path, ("benchmarks",))
+            for part in (module, f"{module}.{leaf}")
+        }
         & known.keys()
         for name, path in known.items()
     }
@@ -54,4 +62,7 @@ def test_the_tests_import_no_private_benchmark() -> None:
         for module, name in imported(path, ("benchmarks",))
         for part in [*module.split("."), name]
     }
-    assert "benchmarks" in words and [word for word in words if word.startswith("_") and word != "__main__"] == []
+    assert (
+        "benchmarks" in words
+        and [word for word in words if word.startswith("_") and word != "__main__"] == []
+    )

@@ -12,9 +12,16 @@ import pytest
 from benchmarks import committed, merge
 
 
-def test_rows_are_added_and_those_with_more_seeds_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_added_and_those_with_more_seeds_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def document(rows: list[dict], machine: str = "gpu") -> dict:
-        return {"benchmark": "prge/race", "machine": {"name": machine}, "notes": [machine], "rows": rows}
+        return {
+            "benchmark": "prge/race",
+            "machine": {"name": machine},
+            "notes": [machine],
+            "rows": rows,
+        }
 
     def row(variant: str, seeds: int, mean: float) -> dict:
         return {"task": "t", "variant": variant, "seeds": seeds, "mean": mean, "curve": [1]}
@@ -25,12 +32,21 @@ def test_rows_are_added_and_those_with_more_seeds_stay(tmp_path: Path, monkeypat
 
     def call(rows: list[dict]) -> list[tuple]:
         new.write_text(json.dumps(document(rows)))
-        monkeypatch.setattr(sys, "argv", ["merge", str(new), "--key", "task,variant", "--sort", "task,-mean"])
+        monkeypatch.setattr(
+            sys, "argv", ["merge", str(new), "--key", "task,variant", "--sort", "task,-mean"]
+        )
         merge.main()
-        return [(one["variant"], one["seeds"], one["mean"]) for one in json.loads(place.read_text())["rows"]]
+        return [
+            (one["variant"], one["seeds"], one["mean"])
+            for one in json.loads(place.read_text())["rows"]
+        ]
 
     assert call([row("a", 2, 0.5), row("b", 5, 0.6)]) == [("b", 5, 0.6), ("a", 2, 0.5)]
-    assert call([row("a", 5, 0.7), row("b", 2, 0.9), row("c", 2, 0.1)]) == [("a", 5, 0.7), ("b", 5, 0.6), ("c", 2, 0.1)]
+    assert call([row("a", 5, 0.7), row("b", 2, 0.9), row("c", 2, 0.1)]) == [
+        ("a", 5, 0.7),
+        ("b", 5, 0.6),
+        ("c", 2, 0.1),
+    ]
     kept = json.loads(place.read_text())
     assert kept["notes"] == ["gpu"] and all("curve" not in one for one in kept["rows"])
     with pytest.raises(SystemExit, match="machine: expected gpu, received cpu"):
@@ -47,7 +63,11 @@ def test_of_two_rows_with_one_key_the_one_with_more_seeds_stays(of: Any) -> None
         return {"task": task, "seeds": of(range(5 - seeds, 5)), "mean": mean}
 
     two, five, other = row(2, 0.5), row(5, 0.75), row(1, 0.25, "y")
-    for old, new, stays in ((two, five, five), (five, two, five), (two, row(2, 0.625), row(2, 0.625))):
+    for old, new, stays in (
+        (two, five, five),
+        (five, two, five),
+        (two, row(2, 0.625), row(2, 0.625)),
+    ):
         assert merge.merged(of_rows(old), of_rows(new, other), ("task",))["rows"] == [stays, other]
 
 
@@ -55,4 +75,7 @@ def test_columns_gain_those_that_are_new() -> None:
     old, new = of_rows({"task": "x"}), of_rows({"task": "y", "error": "late"})
     old["columns"] = [{"key": "task", "title": "Task"}]
     new["columns"] = [{"key": "error"}, {"key": "task", "title": "Rows"}]
-    assert merge.merged(old, new, ("task",))["columns"] == [{"key": "task", "title": "Task"}, {"key": "error"}]
+    assert merge.merged(old, new, ("task",))["columns"] == [
+        {"key": "task", "title": "Task"},
+        {"key": "error"},
+    ]

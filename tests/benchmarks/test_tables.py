@@ -45,7 +45,9 @@ def test_committed_results_are_valid(path: Path) -> None:
     assert path.parent.relative_to(RESULTS).as_posix() == document["benchmark"]
     assert committed.concise(document) == document
     named = re.findall(r"-m benchmarks\.([\w.]+)", tables.render(document))
-    assert named and all((ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file() for name in named)
+    assert named and all(
+        (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file() for name in named
+    )
     keys = {key for row in document["rows"] for key in row}
     assert {column["key"] for column in document.get("columns", [])} - keys == set()
 
@@ -77,13 +79,20 @@ def test_render_without_columns_takes_the_keys_and_names_the_gpus(document: dict
 
 def test_a_recorded_command_is_shown_as_it_is_given_now(document: dict) -> None:
     document["command"] = "python -m benchmarks.prge_step --skip forms,programs --repeats 3"
-    document["notes"] = ["By `torchrun -m benchmarks._ranks_step cuda`, `python -m benchmarks.slideformer.step`."]
+    document["notes"] = [
+        "By `torchrun -m benchmarks._ranks_step cuda`, `python -m benchmarks.slideformer.step`."
+    ]
     lines = tables.render(document).splitlines()
     assert lines[0].endswith("`python -m benchmarks.prge.options --repeats 3`")
-    assert lines[-1] == "By `torchrun -m benchmarks.slideformer.ranks cuda`, `python -m benchmarks.slideformer.step`."
+    assert (
+        lines[-1]
+        == "By `torchrun -m benchmarks.slideformer.ranks cuda`, `python -m benchmarks.slideformer.step`."
+    )
 
 
-def test_update_writes_between_the_markers_and_is_idempotent(document: dict, tmp_path: Path) -> None:
+def test_update_writes_between_the_markers_and_is_idempotent(
+    document: dict, tmp_path: Path
+) -> None:
     folder = tmp_path / "inner_loop"
     folder.mkdir()
     (folder / "xeon.json").write_text(json.dumps(document))
@@ -92,7 +101,9 @@ def test_update_writes_between_the_markers_and_is_idempotent(document: dict, tmp
     (folder / "cortex.json").write_text(json.dumps(other))
     text = "before\n\n<!-- results: inner_loop -->\nold\n<!-- /results -->\n\nafter\n"
     new = tables.update(text, tmp_path)
-    assert new.startswith("before\n\n<!-- results: inner_loop -->\n**One dual") and new.endswith("\n\nafter\n")
+    assert new.startswith("before\n\n<!-- results: inner_loop -->\n**One dual") and new.endswith(
+        "\n\nafter\n"
+    )
     assert "Xeon" in new and "Cortex" in new and "old" not in new
     assert tables.update(new, tmp_path) == new
     one = tables.update(text.replace("inner_loop", "inner_loop/xeon"), tmp_path)
@@ -106,12 +117,17 @@ def test_a_marker_without_result_is_an_error(tmp_path: Path) -> None:
     assert shown.splitlines()[1] == "Not measured yet: `python -m benchmarks.prge.race --record`."
 
 
-def test_a_result_of_another_machine_goes_into_the_documentation(document: dict, tmp_path: Path, monkeypatch) -> None:
+def test_a_result_of_another_machine_goes_into_the_documentation(
+    document: dict, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(committed, "RESULTS", tmp_path / "benchmarks" / "results")
     (tmp_path / "README.md").write_text("<!-- results: prge/inner_loop -->\n<!-- /results -->\n")
     (tmp_path / "measured elsewhere.json").write_text(json.dumps(document))
     assert tables.main([str(tmp_path / "measured elsewhere.json")]) == 0
     assert (tmp_path / "benchmarks/results/prge/inner_loop/xeon-2-cores.json").is_file()
-    assert "**One dual forward" in (tmp_path / "README.md").read_text() and tables.main(["--check"]) == 0
+    assert (
+        "**One dual forward" in (tmp_path / "README.md").read_text()
+        and tables.main(["--check"]) == 0
+    )
     assert tables.main(["no.json"]) == tables.main(["--chekc"]) == 2

@@ -43,17 +43,33 @@ class CommandLine:
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     """JSON lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
 def classes(path: Path, count: int = 12) -> Path:
     """Rows of a classification by label that a program of 16 tokens takes."""
-    return write_rows(path, [{"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]} for i in range(count)])
+    return write_rows(
+        path, [{"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]} for i in range(count)]
+    )
 
 
 def tiny(method: str = "prge", *more: object, model: str = "tiny:llama") -> list[object]:
     """Options of a short run of the tiny model."""
     sizes = ["--set", "method.rank=2"] if method in ("prge", "lora", "lora-fa") else []
     queries = ["--queries", "2"] if method in ("prge", "mezo") else []
-    return ["--model", model, "--method", method, *sizes, *queries, "--batch-size", "2", "--seed", "3", *more]
+    return [
+        "--model",
+        model,
+        "--method",
+        method,
+        *sizes,
+        *queries,
+        "--batch-size",
+        "2",
+        "--seed",
+        "3",
+        *more,
+    ]

@@ -18,10 +18,13 @@ from tests.warm import Warm
 def folder(tmp_path):
     """The three benchmarks, as folders of a few short rows."""
     choices = [
-        {"subject": "xy"[i % 2], "question": f"{i}?", "choices": list("abcd"), "answer": i % 4} for i in range(6)
+        {"subject": "xy"[i % 2], "question": f"{i}?", "choices": list("abcd"), "answer": i % 4}
+        for i in range(6)
     ]
     sums = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(6)]
-    talks = [{"question_id": 80 + i, "category": "math", "turns": ["Hi.", "And?"]} for i in range(2)]
+    talks = [
+        {"question_id": 80 + i, "category": "math", "turns": ["Hi.", "And?"]} for i in range(2)
+    ]
     for name, rows in {"mmlu": choices, "gsm8k": sums, "mt_bench": talks}.items():
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name / "test.jsonl", rows)
@@ -46,20 +49,28 @@ def test_a_folder_and_a_model_with_an_adapter(folder, ondevice) -> None:
         actual, rows = done.json, lines(out / "answers.jsonl")
         assert actual == json.loads((out / "figures.json").read_text())
         assert actual["rows"] == 6 and actual["correct"] == sum(row["correct"] for row in rows)
-        assert actual["accuracy_interval"][0] <= actual["accuracy"] <= actual["accuracy_interval"][1]
+        assert (
+            actual["accuracy_interval"][0] <= actual["accuracy"] <= actual["accuracy_interval"][1]
+        )
         assert {key: one["rows"] for key, one in actual["groups"].items()} == {"x": 3, "y": 3}
         scores[name] = [row["scores"] for row in rows]
     assert scores["base"] != scores["adapter"]
     shown = ondevice("eval", model, "--task", "gsm8k", "--data", folder / "gsm8k", "--limit", 2, "--max-new-tokens", 3,
                      "--out", folder / "g")  # fmt: skip
     assert shown.code == 0 and "95%) of 2" in shown.out and "row 2/2  0:00 left" in shown.err
-    again = ondevice("eval", model, "--task", "gsm8k", "--data", folder / "gsm8k", "--out", folder / "g")
+    again = ondevice(
+        "eval", model, "--task", "gsm8k", "--data", folder / "gsm8k", "--out", folder / "g"
+    )
     assert again.code == 2 and "--overwrite" in again.err
     chat = ondevice("eval", model, "--task", "mt_bench", "--data", folder / "mt_bench", "--max-new-tokens", 3, "--out",
                     folder / "t", "--rows", 1)  # fmt: skip
     assert chat.code == 0 and "not judged" in chat.err and "accuracy" not in chat.out
     (row,) = lines(folder / "t" / "answers.jsonl")
-    assert row["question_id"] == 80 and len(row["choices"][0]["turns"]) == 2 and row["model_id"] == "model"
+    assert (
+        row["question_id"] == 80
+        and len(row["choices"][0]["turns"]) == 2
+        and row["model_id"] == "model"
+    )
 
 
 def test_a_network_that_revffn_trained(folder, ondevice) -> None:
@@ -98,11 +109,17 @@ def test_mistakes_say_what_to_do(folder, ondevice) -> None:
     assert "no such file or folder" in said("--task", "mmlu", "--data", folder / "none", code=3)
     rows = write_rows(folder / "bad.jsonl", [{"question": "q", "answer": "none"}])
     assert "bad.jsonl:1: 'answer'" in said("--task", "gsm8k", "--data", rows, code=3)
-    assert "--shots is for a benchmark" in said("--task", "sst2", "--data", rows, "--shots", 1, code=2)
-    assert "without examples" in said("--task", "mt-bench", "--data", folder / "mt_bench", "--shots", 1, code=2)
+    assert "--shots is for a benchmark" in said(
+        "--task", "sst2", "--data", rows, "--shots", 1, code=2
+    )
+    assert "without examples" in said(
+        "--task", "mt-bench", "--data", folder / "mt_bench", "--shots", 1, code=2
+    )
     bare = save_tiny(folder / "bare")
     (bare / "chat_template.jinja").unlink()
-    done = ondevice("eval", bare, "--task", "mt_bench", "--data", folder / "mt_bench", "--out", folder / "b")
+    done = ondevice(
+        "eval", bare, "--task", "mt_bench", "--data", folder / "mt_bench", "--out", folder / "b"
+    )
     assert done.code == 4 and "no chat template" in done.err
     assert not (folder / "b").exists()
 
@@ -116,14 +133,18 @@ def test_the_accuracy_of_other_rows_has_its_interval(folder, ondevice) -> None:
 
 
 def test_ctrl_c_keeps_the_answers(folder, warm: Warm) -> None:
-    data = write_rows(folder / "many.jsonl", [{"question": f"{i}?", "answer": f"{i}"} for i in range(50_000)])
+    data = write_rows(
+        folder / "many.jsonl", [{"question": f"{i}?", "answer": f"{i}"} for i in range(50_000)]
+    )
     out = folder / "out"
     process = start("eval", "tiny:llama", "--task", "gsm8k", "--data", data, "--max-new-tokens", 4, "--out", out,
                     "--json", cwd=folder, python=warm.python)  # fmt: skip
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
-            if (out / "answers.jsonl").is_file() and (out / "answers.jsonl").read_text().count("\n") >= 3:
+            if (out / "answers.jsonl").is_file() and (out / "answers.jsonl").read_text().count(
+                "\n"
+            ) >= 3:
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -133,4 +154,7 @@ def test_ctrl_c_keeps_the_answers(folder, warm: Warm) -> None:
     assert process.returncode == 130 and "Traceback" not in errors, errors
     loaded = json.loads(printed.splitlines()[-1])
     assert loaded["interrupted"] is True and 3 <= loaded["rows"] < 50_000
-    assert len(lines(out / "answers.jsonl")) == loaded["rows"] and f"stopped after {loaded['rows']} rows" in errors
+    assert (
+        len(lines(out / "answers.jsonl")) == loaded["rows"]
+        and f"stopped after {loaded['rows']} rows" in errors
+    )

@@ -31,17 +31,27 @@ def test_a_conversation_remembers_and_ends_with_ctrl_d(ondevice, keyboard, monke
 
     asked, used = [], []
     monkeypatch.setattr(
-        Chat, "stream", lambda self, prompt, **options: asked.append(list(prompt)) or iter(["[b]", "so", "[/b]"])
+        Chat,
+        "stream",
+        lambda self, prompt, **options: asked.append(list(prompt)) or iter(["[b]", "so", "[/b]"]),
     )
-    monkeypatch.setattr("ondevice.api.chat._ModelChat.use", lambda self, adapter: used.append(adapter))
+    monkeypatch.setattr(
+        "ondevice.api.chat._ModelChat.use", lambda self, adapter: used.append(adapter)
+    )
     keyboard("hello", "", "and now?", "/what", "/adapter a b", "again", "/adapter", "/new")
     done = ondevice("chat", "tiny:llama", "--system", "Be brief.")
-    assert done.code == 0 and done.out.splitlines() == ["[b]so[/b]"] * 3 and done.err.count("Ctrl-D") == 2
+    assert (
+        done.code == 0
+        and done.out.splitlines() == ["[b]so[/b]"] * 3
+        and done.err.count("Ctrl-D") == 2
+    )
     roles = [[turn["role"][0] for turn in prompt] for prompt in asked]
     assert roles == [list("su"), list("suau"), list("su")] and used == [Path("a b"), None]
 
 
-def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(ondevice, keyboard, monkeypatch, tmp_path) -> None:
+def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(
+    ondevice, keyboard, monkeypatch, tmp_path
+) -> None:
     from ondevice.api.chat import Chat
     from ondevice.core.errors import ConfigError
 
@@ -69,11 +79,15 @@ def test_what_is_drawn_is_the_daemons(ondevice) -> None:
     asked = {"max_new_tokens": 24, "temperature": 1.2, "top_p": 0.9, "seed": 7}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a0"}]
     try:
-        parts = list(complete.complete("tiny:llama", None, messages, stop=[], top=None, **asked))[1:]
+        parts = list(complete.complete("tiny:llama", None, messages, stop=[], top=None, **asked))[
+            1:
+        ]
     finally:
         generate._forget()
     whole = "".join(part["text"] for part in parts)
-    flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags = [
+        word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
     ask = ("chat", "tiny:llama", "-p", "a0", "--system", "Be brief.", *flags)
     assert ondevice(*ask, "--json").json["answer"] == whole == ondevice(*ask).out.removesuffix("\n")
     word = whole[3:5]
@@ -85,7 +99,17 @@ def test_what_is_drawn_is_the_daemons(ondevice) -> None:
 
 def test_an_adapter_takes_part(ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    train = ("train", *tiny("lora", "--lr", "0.05"), "--data", data, "--steps", 12, "--out", out, "--json")
+    train = (
+        "train",
+        *tiny("lora", "--lr", "0.05"),
+        "--data",
+        data,
+        "--steps",
+        12,
+        "--out",
+        out,
+        "--json",
+    )
     assert ondevice(*train).code == 0
     ask = ("chat", "tiny:llama", "--prompt", "a0", "--max-new-tokens", 6, "--json")
     plain, adapted = ondevice(*ask), ondevice(*ask, "--adapter", out / "adapter")

@@ -34,20 +34,41 @@ def started(folder: Path) -> dict[str, Any]:
 def test_named_columns_train_evaluate_and_are_shown(ondevice, tickets, tmp_path) -> None:
     named = ["--column", "text=Body", "--column", "label=Team"]
     shown = ondevice("data", tickets, "--model", "tiny:llama", *named, "--json")
-    assert (shown.code, shown.json["format"], shown.json["labels"]) == (0, "classification", {"repairs": 2, "post": 1})
+    assert (shown.code, shown.json["format"], shown.json["labels"]) == (
+        0,
+        "classification",
+        {"repairs": 2, "post": 1},
+    )
     assert shown.json["notes"][:2] == [
         "columns are separated by a semicolon",
         "columns: text is 'Body', label is 'Team'",
     ]
     out = tmp_path / "run"
-    done = ondevice("train", *tiny(), "--data", tickets, *named, "--steps", 1, "--out", out, "--json")
+    done = ondevice(
+        "train", *tiny(), "--data", tickets, *named, "--steps", 1, "--out", out, "--json"
+    )
     assert done.code == 0, done.err
-    assert done.json["data"]["train"]["left_out"] == {"text: is empty": 1} and done.json["unused_rows"] == 1
+    assert (
+        done.json["data"]["train"]["left_out"] == {"text: is empty": 1}
+        and done.json["unused_rows"] == 1
+    )
     length = shown.json["max_length_tokens"]
     assert started(out)["config"]["data"]["max_length_tokens"] == length and length < 64
     run_file = tmp_path / "run.yaml"
     run_file.write_text("data:\n  columns: {text: Body, label: Team}\n")
-    again = ondevice("train", "--config", run_file, *tiny(), "--data", tickets, "--steps", 2, "--out", out, "--resume")
+    again = ondevice(
+        "train",
+        "--config",
+        run_file,
+        *tiny(),
+        "--data",
+        tickets,
+        "--steps",
+        2,
+        "--out",
+        out,
+        "--resume",
+    )
     assert again.code == 0, again.err
     scored = ondevice("eval", "tiny:llama", "--data", tickets, *named, "--json")
     assert scored.json["rows"] == 3 and scored.json["accuracy"] is not None
@@ -61,7 +82,10 @@ def test_a_template_of_ones_own_trains_and_evaluates(ondevice, tickets, tmp_path
     train = ("train", *tiny("lora"), *options, "--eval-data", tickets, "--steps", 1, "--out", out)
     done = ondevice(*train, "--json")
     assert done.code == 0, done.err
-    assert done.json["evaluation"]["metric"] == "macro_f1" and 0 <= done.json["evaluation"]["metric_value"] <= 1
+    assert (
+        done.json["evaluation"]["metric"] == "macro_f1"
+        and 0 <= done.json["evaluation"]["metric_value"] <= 1
+    )
     scored = ondevice("eval", "tiny:llama", *options, "--adapter", out / "adapter", "--json")
     assert scored.json["metric_value"] == done.json["evaluation"]["metric_value"]
     template.write_text(TEMPLATE.replace("Team:", "Who?"))
@@ -73,7 +97,18 @@ def test_what_was_cut_and_left_out_is_told_with_reasons(ondevice, tmp_path) -> N
     rows = [{"prompt": "long " * 30, "completion": "a"}, {"prompt": "b", "completion": "c" * 90},
             {"prompt": "b", "completion": ""}, {"prompt": "b", "completion": ""}]  # fmt: skip
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    done = ondevice("train", *tiny(), "--data", data, "--max-length", 32, "--steps", 1, "--out", tmp_path / "run")
+    done = ondevice(
+        "train",
+        *tiny(),
+        "--data",
+        data,
+        "--max-length",
+        32,
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "run",
+    )
     assert done.code == 0, done.err
     assert "train data: 1 sequences, 3 rows left out, 1 cut to 32 tokens" in done.err
     assert "2 left out: completion: is empty\n  1 left out: the answer has N tokens;" in done.err
@@ -81,11 +116,17 @@ def test_what_was_cut_and_left_out_is_told_with_reasons(ondevice, tmp_path) -> N
 
 
 def test_a_validation_split_is_evaluated_and_not_trained_on(ondevice, tmp_path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {number}", "label": number % 2} for number in range(10)])
+    data = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"text": f"row {number}", "label": number % 2} for number in range(10)],
+    )
     split = ("--data", data, "--validation-split", 0.3, "--steps", 1)
     done = ondevice("train", *tiny(), *split, "--out", tmp_path / "run", "--json")
     assert done.code == 0, done.err
-    assert {part: figures["sequences"] for part, figures in done.json["data"].items()} == {"train": 7, "evaluation": 3}
+    assert {part: figures["sequences"] for part, figures in done.json["data"].items()} == {
+        "train": 7,
+        "evaluation": 3,
+    }
     assert done.json["evaluation"]["rows"] == 3
     both = ondevice("train", *tiny(), *split, "--eval-data", data, "--out", tmp_path / "other")
     assert both.code == CONFIG and "give one of them" in both.err
@@ -106,7 +147,9 @@ def test_data_without_a_usable_row_has_an_exit_code(ondevice, tmp_path) -> None:
     assert wrong.code == DATA and "if '^' separates the columns" in wrong.err and wrong.out == ""
 
 
-def test_a_chat_template_that_fails_on_a_row_names_file_row_field_and_reason(ondevice, tmp_path) -> None:
+def test_a_chat_template_that_fails_on_a_row_names_file_row_field_and_reason(
+    ondevice, tmp_path
+) -> None:
     model = save_tiny(tmp_path / "m", "llama")
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -115,14 +158,27 @@ def test_a_chat_template_that_fails_on_a_row_names_file_row_field_and_reason(ond
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     bad = {"messages": [{"role": "system", "content": "x"}, *turns]}
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}, bad])
-    settings = ("train", "--method", "lora", "--model", model, "--steps", 1, "--json", "--out", tmp_path / "run")
+    settings = (
+        "train",
+        "--method",
+        "lora",
+        "--model",
+        model,
+        "--steps",
+        1,
+        "--json",
+        "--out",
+        tmp_path / "run",
+    )
     done = ondevice(*settings, "--data", data)
     reason = "messages: the tokenizer's chat template refuses the turns: no system turns"
     assert done.code == 0, done.err
     assert done.json["unused_rows"] == 1 and done.json["data"]["train"]["left_out"] == {reason: 1}
     listed = ondevice("data", data, "--model", model, "--json")
     (problem,) = listed.json["problems"]
-    assert (problem["line"], problem["field"]) == (2, "messages") and "no system turns" in problem["reason"]
+    assert (problem["line"], problem["field"]) == (2, "messages") and "no system turns" in problem[
+        "reason"
+    ]
     none = ondevice(*settings, "--data", write_rows(tmp_path / "bad.jsonl", [bad]))
     assert none.code == DATA and f"{tmp_path / 'bad.jsonl'}:1: 'messages'" in none.err
     assert "change its chat_template.jinja" in none.err
@@ -135,11 +191,17 @@ def test_a_column_that_is_no_pair_is_a_mistake(pair, ondevice, tickets) -> None:
 
 
 def test_preferences_are_shown_and_the_way_to_train_is_named(ondevice, tmp_path) -> None:
-    data = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
+    data = write_rows(
+        tmp_path / "pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}]
+    )
     shown = ondevice("data", data, "--model", "tiny:llama")
     assert shown.code == 0 and "example 2: rejected" in shown.out
     refused = ondevice("train", *tiny(), "--data", data, "--steps", 1, "--out", tmp_path / "run")
-    assert refused.code == DATA and "--column completion=chosen" in refused.err and not (tmp_path / "run").exists()
+    assert (
+        refused.code == DATA
+        and "--column completion=chosen" in refused.err
+        and not (tmp_path / "run").exists()
+    )
 
 
 @pytest.mark.parametrize("verb", ["data", "train", "eval"])
@@ -155,17 +217,23 @@ def test_a_missing_file_is_told_before_a_framework_is_loaded(verb, tmp_path) -> 
         f"try:\n    run({words!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
         "print(code, [name for name in ('torch', 'transformers', 'mlx') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == f"{DATA} []", done.stderr
     assert "no such data file: none.jsonl" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "chat"])
 @pytest.mark.parametrize("model", ["other.gguf", "nobody/none"])
-def test_a_model_that_cannot_be_had_is_told_before_a_framework_is_loaded(verb, model, tmp_path) -> None:
+def test_a_model_that_cannot_be_had_is_told_before_a_framework_is_loaded(
+    verb, model, tmp_path
+) -> None:
     """An unsupported GGUF file, and a hub that takes no connection: asked once, then what is cached."""
     gguf = pytest.importorskip("gguf")
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}, {"text": "c", "label": "d"}])
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}, {"text": "c", "label": "d"}]
+    )
     writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -177,12 +245,18 @@ def test_a_model_that_cannot_be_had_is_told_before_a_framework_is_loaded(verb, m
         f"try:\n    run({words!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
         "print(code, [name for name in ('torch', 'transformers', 'mlx') if name in sys.modules])"
     )
-    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    hub = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           env={**os.environ, **hub})  # fmt: skip
     assert done.stdout.splitlines()[-1] == "4 []", done.stderr
     said = (
-        "GGUF files of architecture 'mamba' are not supported" if model.endswith("f") else "the hub cannot be reached"
+        "GGUF files of architecture 'mamba' are not supported"
+        if model.endswith("f")
+        else "the hub cannot be reached"
     )
     assert said in done.stderr and "Traceback" not in done.stderr
 

@@ -19,7 +19,10 @@ from ondevice.artifact.adapter import WEIGHTS_NAME
 from ondevice.training.events import Resume, Step, read_log
 from tests.cli.command import write_rows
 
-ROWS = [{"text": f"{'good' if n % 2 else 'bad'} day {n}", "label": "up" if n % 2 else "down"} for n in range(12)]
+ROWS = [
+    {"text": f"{'good' if n % 2 else 'bad'} day {n}", "label": "up" if n % 2 else "down"}
+    for n in range(12)
+]
 TURNS = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
 
 
@@ -65,7 +68,9 @@ def saved(path: Path) -> Path:
     with pyarrow.OSFile(str(path / "data-00000-of-00001.arrow"), "wb") as sink:
         with pyarrow.ipc.new_stream(sink, whole.schema) as writer:
             writer.write_table(whole)
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     (path / "dataset_info.json").write_text("{}")
     return path
 
@@ -172,12 +177,26 @@ def test_a_callback_a_tracker_and_a_resume_with_another_rate(ondevice, tmp_path)
 
 
 def test_rows_packed_and_rows_streamed(ondevice, tmp_path) -> None:
-    rows = [{"prompt": f"Say {n} " + "and on " * (n % 5), "completion": f" {n}" if n != 9 else ""} for n in range(22)]
+    rows = [
+        {"prompt": f"Say {n} " + "and on " * (n % 5), "completion": f" {n}" if n != 9 else ""}
+        for n in range(22)
+    ]
     path = write_rows(tmp_path / "my rows.jsonl", rows)
 
     def losses(out: str, *flags: str) -> list[float]:
         where = ["--out", tmp_path / out, "--json"]
-        done = ondevice("train", "tiny:llama", "--data", path, "--max-length", "48", "--steps", "6", *flags, *where)
+        done = ondevice(
+            "train",
+            "tiny:llama",
+            "--data",
+            path,
+            "--max-length",
+            "48",
+            "--steps",
+            "6",
+            *flags,
+            *where,
+        )
         assert done.code == 0, done.err
         assert done.json["data"]["train"]["sequences"] == 21 and done.json["unused_rows"] == 1
         return [event.loss for event in log(tmp_path / out) if isinstance(event, Step)]
@@ -187,7 +206,10 @@ def test_rows_packed_and_rows_streamed(ondevice, tmp_path) -> None:
 
     plain, packed = losses("plain"), losses("packed", "--packing")
     assert packed == pytest.approx(plain, rel=1e-5) and packed != plain
-    places = [sum(e.tokens for e in log(tmp_path / out) if isinstance(e, Step)) for out in ("plain", "packed")]
+    places = [
+        sum(e.tokens for e in log(tmp_path / out) if isinstance(e, Step))
+        for out in ("plain", "packed")
+    ]
     assert places[1] < 0.9 * places[0]  # less padding
 
     window = ["--streaming", "--set", "data.shuffle_records=5"]
@@ -197,13 +219,27 @@ def test_rows_packed_and_rows_streamed(ondevice, tmp_path) -> None:
                      "--out", tmp_path / "resumed")  # fmt: skip
     assert first.code == 0 and "streamed: 4 windows of 5 records, so far" in first.err
     assert losses("resumed", *window, "--resume") == whole  # the same rows, and the same bits
-    one, other = (load_file(tmp_path / out / "adapter" / WEIGHTS_NAME) for out in ("streamed", "resumed"))
+    one, other = (
+        load_file(tmp_path / out / "adapter" / WEIGHTS_NAME) for out in ("streamed", "resumed")
+    )
     assert all((one[name] == other[name]).all() for name in one) and set(one) == set(other)
     for flags, why in (
         (["--validation-split", "0.2"], "a streamed file is not split"),
         (["--epochs", "1"], "how many steps an epoch has is known at its end"),
     ):
-        done = ondevice("train", "tiny:llama", "--data", path, *window, *flags, "--out", tmp_path / "no")
+        done = ondevice(
+            "train", "tiny:llama", "--data", path, *window, *flags, "--out", tmp_path / "no"
+        )
         assert done.code == 2 and why in done.err
-    done = ondevice("train", "tiny:llama", "--data", path, "--packing", "--method", "revffn", "--out", tmp_path / "no")
+    done = ondevice(
+        "train",
+        "tiny:llama",
+        "--data",
+        path,
+        "--packing",
+        "--method",
+        "revffn",
+        "--out",
+        tmp_path / "no",
+    )
     assert done.code == 2 and "method revffn does not pack rows here" in done.err

@@ -43,11 +43,25 @@ def test_a_flag_has_the_same_short_name_and_kind_in_every_verb() -> None:
 
 
 def test_the_model_may_stand_first_wherever_no_other_thing_does() -> None:
-    named = {verb: command for verb, command in verbs() if any("--model" in flag.opts for flag in flags(command))}
+    named = {
+        verb: command
+        for verb, command in verbs()
+        if any("--model" in flag.opts for flag in flags(command))
+    }
     assert len(named) > 15
     assert {verb for verb, command in named.items() if not words(command)} == set()
     first = {verb for verb, command in named.items() if words(command)[0].metavar == "[MODEL]"}
-    assert first >= {"train", "eval", "export", "chat", "plan", "fuse", "fleet simulate", "fleet begin", "jobs create"}
+    assert first >= {
+        "train",
+        "eval",
+        "export",
+        "chat",
+        "plan",
+        "fuse",
+        "fleet simulate",
+        "fleet begin",
+        "jobs create",
+    }
     other = {"verify", "convert", "data", "config show", "fleet replay", "fleet carry answer", "serve fleet",
              "jobs adapters convert"}  # fmt: skip
     assert named.keys() - first == other
@@ -56,7 +70,9 @@ def test_the_model_may_stand_first_wherever_no_other_thing_does() -> None:
 def test_what_every_verb_has() -> None:
     for verb, command in verbs():
         names = {name for flag in flags(command) for name in flag.opts}
-        assert "--json" in names or verb == "fleet device", verb  # which prints what Flower says, until it is stopped
+        assert "--json" in names or verb == "fleet device", (
+            verb
+        )  # which prints what Flower says, until it is stopped
         assert "--learning-rate" not in names or "--lr" in names, verb
         assert "--length" not in names or "--max-length" in names, verb
         if "--method" in names and verb != "config show":
@@ -71,7 +87,10 @@ def test_fuse_convert_data_and_show_take_words_or_flags(ondevice, tmp_path) -> N
     for words_, said in (
         (["fuse", "tiny:llama", "--out", tmp_path / "out"], "no adapter is given"),
         (["fuse", "--adapter", "a", "--out", tmp_path / "out"], "no model is given"),
-        (["fuse", "m", "b", "--adapter", "a", "--out", tmp_path / "out"], "the adapter is given twice"),
+        (
+            ["fuse", "m", "b", "--adapter", "a", "--out", tmp_path / "out"],
+            "the adapter is given twice",
+        ),
         (["convert", "--out", tmp_path / "out"], "no adapter is given"),
         (["data"], "no data is given"),
         (["data", "a", "--data", "b"], "the data is given twice"),

@@ -9,7 +9,16 @@ import pytest
 
 from ondevice.cli.app import VERBS, Verbs
 
-HEAVY = {"torch", "transformers", "numpy", "mlx", "pyarrow", "fastapi", "tokenizers", "huggingface_hub"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "mlx",
+    "pyarrow",
+    "fastapi",
+    "tokenizers",
+    "huggingface_hub",
+}
 
 
 def imported(*words: str) -> set[str]:
@@ -19,7 +28,9 @@ def imported(*words: str) -> set[str]:
         f"with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit): run({[*words]})\n"
         "assert 'Usage:' in said.getvalue()\nprint(*sorted(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     return set(done.stdout.split())
 
 
@@ -36,7 +47,10 @@ def test_the_help_of_train_imports_the_methods_settings_and_nothing_that_compute
     assert {name.partition(".")[0] for name in modules}.isdisjoint(HEAVY)
     assert "ondevice.methods.mesp.config" in modules and "ondevice.methods.mesp.lora" not in modules
     own = {name for name in modules if name.startswith("ondevice.")}
-    assert len(own) <= 45 and not {"ondevice.cli.fleet", "ondevice.cli.jobs", "ondevice.cli.export"} & own, sorted(own)
+    assert (
+        len(own) <= 45
+        and not {"ondevice.cli.fleet", "ondevice.cli.jobs", "ondevice.cli.export"} & own
+    ), sorted(own)
 
 
 @pytest.mark.parametrize("name", VERBS)

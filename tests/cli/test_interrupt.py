@@ -21,7 +21,9 @@ from tests.cli.test_training import bits
 CODE = "from ondevice.cli.app import run; run()"
 
 
-def start(*arguments: object, cwd: Path, python: Path | str = sys.executable) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, cwd: Path, python: Path | str = sys.executable
+) -> subprocess.Popen[str]:
     """Start `ondevice ARGUMENTS`; with `python` of `tests.warm` where it is not killed, and its id is not looked at."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -31,7 +33,9 @@ def start(*arguments: object, cwd: Path, python: Path | str = sys.executable) ->
 
 
 def steps_of(out: Path) -> int:
-    return sum(isinstance(entry.event, events.Step) for entry in read_log(out / "events.jsonl").entries)
+    return sum(
+        isinstance(entry.event, events.Step) for entry in read_log(out / "events.jsonl").entries
+    )
 
 
 def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> None:
@@ -47,7 +51,11 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> Non
 
 
 def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(ondevice, tmp_path) -> None:
-    data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "le résultat", tmp_path / "straight"
+    data, out, straight = (
+        classes(tmp_path / "rows.jsonl"),
+        tmp_path / "le résultat",
+        tmp_path / "straight",
+    )
     train = ("train", *tiny("prge", "--lr", "0.1", "--schedule", "constant"), "--data", data)
     process = start(*train, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
     try:
@@ -62,11 +70,25 @@ def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(ondevice, tmp_path) -
     figures = json.loads(printed.splitlines()[-1])
     assert figures["interrupted"] is True and figures["steps"] == steps_of(out) >= 5
     assert "everything is saved" in errors and "Traceback" not in errors
-    pasted = shlex.split(errors.split("To go on: ")[1].splitlines()[0])  # the whole command, whatever is in its paths
-    assert pasted == ["ondevice", *map(str, train), "--steps", "100000", "--out", str(out), "--json", "--resume"]
+    pasted = shlex.split(
+        errors.split("To go on: ")[1].splitlines()[0]
+    )  # the whole command, whatever is in its paths
+    assert pasted == [
+        "ondevice",
+        *map(str, train),
+        "--steps",
+        "100000",
+        "--out",
+        str(out),
+        "--json",
+        "--resume",
+    ]
     done = figures["steps"]
     assert (out / f"checkpoint-{done:08d}").is_dir() and bits(out / "adapter")
-    assert ondevice(*train, "--steps", done + 4, "--out", out, "--resume", "--json").json["steps"] == done + 4
+    assert (
+        ondevice(*train, "--steps", done + 4, "--out", out, "--resume", "--json").json["steps"]
+        == done + 4
+    )
     assert ondevice(*train, "--steps", done + 4, "--out", straight, "--quiet").code == 0
     assert bits(out / "adapter") == bits(straight / "adapter")
     assert ondevice("replay", out, "--out", tmp_path / "again", "--json").json["warnings"] == []
@@ -88,10 +110,29 @@ def test_the_installed_command_runs_from_any_folder(tmp_path) -> None:
     script = Path(sys.executable).with_name("ondevice")
     if not script.is_file():
         pytest.skip("the console script is not installed beside this interpreter")
-    done = subprocess.run([script, "--version"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    listed = subprocess.run([script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=False).stdout
-    verbs = ("train", "run", "replay", "eval", "export", "verify", "fuse", "chat", "data", "plan", "doctor", "config")
+    listed = subprocess.run(
+        [script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=False
+    ).stdout
+    verbs = (
+        "train",
+        "run",
+        "replay",
+        "eval",
+        "export",
+        "verify",
+        "fuse",
+        "chat",
+        "data",
+        "plan",
+        "doctor",
+        "config",
+    )
     assert [verb for verb in verbs if verb not in listed] == []
-    wrong = subprocess.run([script, "trian"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    wrong = subprocess.run(
+        [script, "trian"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert wrong.returncode == 2 and "trian" in wrong.stderr and "Traceback" not in wrong.stderr

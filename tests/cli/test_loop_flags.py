@@ -10,10 +10,23 @@ from tests.cli.command import classes
 
 def test_a_run_of_epochs_that_goes_on_with_another_rate(ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    common = ["train", "tiny:llama", "--data", data, "--method", "lora", "--validation-split", "0.25", "--out", out]
+    common = [
+        "train",
+        "tiny:llama",
+        "--data",
+        data,
+        "--method",
+        "lora",
+        "--validation-split",
+        "0.25",
+        "--out",
+        out,
+    ]
     shape = ["--rank", "2", "--alpha", "4", "--target-modules", "q_proj,o_proj", "--batch-size", "3",
              "--micro-batch-size", "1", "--max-grad-norm", "0.5"]  # fmt: skip
-    first = ondevice(*common, *shape, "--epochs", "2", "--schedule", "linear", "--restore-best", "--json")
+    first = ondevice(
+        *common, *shape, "--epochs", "2", "--schedule", "linear", "--restore-best", "--json"
+    )
     assert first.code == 0, first.err
     assert first.json["steps"] == 6 and first.json["evaluation"] is not None
     done = ondevice(*common, *shape, "--steps", "7", "--lr", "1e-3", "--resume")
@@ -21,7 +34,9 @@ def test_a_run_of_epochs_that_goes_on_with_another_rate(ondevice, tmp_path) -> N
     assert "resumed at step 6 of 7 (method.learning_rate 0.0003 -> 0.001" in done.err
     log = [entry.event for entry in read_log(out / "events.jsonl").entries]
     (resume,) = [event for event in log if isinstance(event, Resume)]
-    assert resume.changed["train.schedule"] == ["linear", "constant"] and resume.changed["train.steps"] == [6, 7]
+    assert resume.changed["train.schedule"] == ["linear", "constant"] and resume.changed[
+        "train.steps"
+    ] == [6, 7]
     assert [event.learning_rate for event in log if isinstance(event, Step)][-1] == 1e-3
     config = read_log(out / "events.jsonl").start.config["method"]
     assert config["target_modules"] == ["q_proj", "o_proj"] and config["max_grad_norm"] == 0.5
@@ -41,7 +56,9 @@ def test_a_run_of_epochs_that_goes_on_with_another_rate(ondevice, tmp_path) -> N
         (["--model", "tiny:qwen2"], "the model is given twice"),
     ],
 )
-def test_a_mistake_in_the_flags_is_told_what_was_meant(arguments, words, ondevice, tmp_path) -> None:
+def test_a_mistake_in_the_flags_is_told_what_was_meant(
+    arguments, words, ondevice, tmp_path
+) -> None:
     data = classes(tmp_path / "rows.jsonl")
     done = ondevice("train", "tiny:llama", "--data", data, "--out", tmp_path / "run", *arguments)
     assert done.code == 2 and words in done.err and not (tmp_path / "run" / "events.jsonl").exists()

@@ -17,19 +17,36 @@ from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_slideformer import weights
 
-SMALL = {"learned": True, "subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
+SMALL = {
+    "learned": True,
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 3,
+    "learn_rounds": 1,
+    "learn_steps": 2,
+}
 
 
 def train(data, *more: object, **settings: object) -> list[object]:
-    sets = [part for item in {**SMALL, **settings}.items() for part in ("--set", f"method.{item[0]}={item[1]}")]
+    sets = [
+        part
+        for item in {**SMALL, **settings}.items()
+        for part in ("--set", f"method.{item[0]}={item[1]}")
+    ]
     return ["train", *tiny("lsp", "--lr", "0.01"), "--data", data, *sets, *more]
 
 
 def steps_of(out) -> list:
-    return [entry.event for entry in read_log(out / "events.jsonl").entries if entry.event.kind == "step"]
+    return [
+        entry.event
+        for entry in read_log(out / "events.jsonl").entries
+        if entry.event.kind == "step"
+    ]
 
 
-def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(ondevice, tmp_path) -> None:
+def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(
+    ondevice, tmp_path
+) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     done = ondevice(*train(data, "--steps", 5, "--out", out, "--bus-limit", "2"))
     assert done.code == 0, done.err
@@ -41,10 +58,14 @@ def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(on
     actual = steps[4].overlap["bias_checks"]
     assert len(actual) == 2 * 7 + 1 and all(len(pair) == 2 for pair in actual.values())
     for side, name in enumerate(("bias_before", "bias_after")):
-        assert steps[4].overlap[name] == pytest.approx(np.mean([pair[side] for pair in actual.values()]))
+        assert steps[4].overlap[name] == pytest.approx(
+            np.mean([pair[side] for pair in actual.values()])
+        )
     looks = steps[1].overlap
     assert 0 < looks["bias_after"] < looks["bias_before"]
-    figures = ondevice(*train(data, "--steps", 2, "--out", tmp_path / "b", "--bus-limit", "2", "--json")).json
+    figures = ondevice(
+        *train(data, "--steps", 2, "--out", tmp_path / "b", "--bus-limit", "2", "--json")
+    ).json
     assert figures["overlap"]["simulated_gb_per_s"] == 2 and figures["overlap"]["bias_checks"]
 
 
@@ -65,14 +86,18 @@ def test_a_resume_across_a_refresh_has_the_same_bits(settings, ondevice, tmp_pat
     assert done.code == 0 and done.json["steps"] == 8, done.err
     assert ondevice(*options, "--steps", 8, "--out", straight).code == 0
     assert weights(out / "model") == weights(straight / "model")
-    ours, theirs = (read_tensors(run / "checkpoint-00000008" / "state.safetensors") for run in (out, straight))
+    ours, theirs = (
+        read_tensors(run / "checkpoint-00000008" / "state.safetensors") for run in (out, straight)
+    )
     assert ours.keys() == theirs.keys() and "base/layer.0" in ours
     assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
     assert [step.loss for step in steps_of(out)] == [step.loss for step in steps_of(straight)]
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
-def test_the_model_that_is_left_has_the_engine_s_losses_in_transformers(compute, ondevice, tmp_path) -> None:
+def test_the_model_that_is_left_has_the_engine_s_losses_in_transformers(
+    compute, ondevice, tmp_path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
@@ -89,7 +114,9 @@ def test_the_model_that_is_left_has_the_engine_s_losses_in_transformers(compute,
 
 
 def test_the_session_takes_no_adapter_and_no_scalars() -> None:
-    session = open_session(load_model("tiny:llama"), method_config("lsp", {**SMALL, "threads": 1}), 0)
+    session = open_session(
+        load_model("tiny:llama"), method_config("lsp", {**SMALL, "threads": 1}), 0
+    )
     try:
         assert session.adapter() is None and session.backend == "torch-cpu"
         for call in (lambda: session.load_adapter(None), lambda: session.apply_update((), 0, 0.1)):
@@ -113,7 +140,9 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
     assert both.code == 2 and "project: true" in both.err
     bus = refused("d", "--bus-limit", "0")
     assert bus.code == 2 and "bus_limit_gb_per_s" in bus.err
-    other = ondevice("train", *tiny("full"), "--data", data, "--bus-limit", "3", "--out", tmp_path / "e")
+    other = ondevice(
+        "train", *tiny("full"), "--data", data, "--bus-limit", "3", "--out", tmp_path / "e"
+    )
     assert other.code == 2 and "bus_limit_gb_per_s'; it is a key of lsp, slideformer" in other.err
     adapter = refused("f", "--adapter", tmp_path)
     assert adapter.code != 0 and "Traceback" not in adapter.err
@@ -127,14 +156,20 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", without)
         missing = refused("g", weight_dtype="nf4")
-    assert missing.code == 10 and "bitsandbytes" in missing.err and "ondevice-train[cuda]" in missing.err
+    assert (
+        missing.code == 10
+        and "bitsandbytes" in missing.err
+        and "ondevice-train[cuda]" in missing.err
+    )
 
 
 def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, monkeypatch) -> None:
     data = classes(tmp_path / "rows.jsonl")
 
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
+        )
 
     monkeypatch.setattr(CpuDevice, "empty", full)
     refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a"))
@@ -150,14 +185,29 @@ def test_the_plan_recommends_and_says_why(ondevice) -> None:
     planned = ondevice(*options, "--device", "h200", "--bus-limit", "15", "--json")
     assert planned.code == 0, planned.err
     actual = planned.json["recommendation"]
-    assert actual["given"]["to_host_bytes"] < actual["zero"]["to_host_bytes"] and actual["sentences"]
-    assert set(actual["settings"]) == {"subspace", "nonzeros", "batch_size", "weight_dtype", "weight_placement"}
+    assert (
+        actual["given"]["to_host_bytes"] < actual["zero"]["to_host_bytes"] and actual["sentences"]
+    )
+    assert set(actual["settings"]) == {
+        "subspace",
+        "nonzeros",
+        "batch_size",
+        "weight_dtype",
+        "weight_placement",
+    }
     text = ondevice(*options, "--device", "h200", "--bus-limit", "15")
-    assert "simulated bus of 15 GB/s" in " ".join(text.out.split()) and "recommended: subspace" in text.out
+    assert (
+        "simulated bus of 15 GB/s" in " ".join(text.out.split())
+        and "recommended: subspace" in text.out
+    )
     unknown = ondevice(*options, "--device", "orin-nano-8gb", "--json").json["recommendation"]
     assert unknown["settings"] is None and "--bus-limit" in unknown["sentences"][-1]
-    measured = ondevice(*options, "--device", "this-cpu", "--bus-limit", "1", "--calibrate", "--json")
+    measured = ondevice(
+        *options, "--device", "this-cpu", "--bus-limit", "1", "--calibrate", "--json"
+    )
     assert measured.code == 0, measured.err
     lanes = measured.json["offload"]
-    assert lanes["h2d_s"] == pytest.approx(measured.json["recommendation"]["given"]["to_device_bytes"] / 1e9)
+    assert lanes["h2d_s"] == pytest.approx(
+        measured.json["recommendation"]["given"]["to_device_bytes"] / 1e9
+    )
     assert lanes["update_s"] > 0 and measured.json["recommendation"]["settings"]

@@ -71,7 +71,9 @@ def test_a_wrong_setting(mistake, ondevice, tmp_path) -> None:
 def test_a_data_file_without_a_usable_row(kind, ondevice, tmp_path) -> None:
     write, message = FILES[kind]
     write(tmp_path / "rows.jsonl")
-    done = ondevice("train", *tiny(), "--data", tmp_path / "rows.jsonl", "--steps", 1, "--out", tmp_path / "run")
+    done = ondevice(
+        "train", *tiny(), "--data", tmp_path / "rows.jsonl", "--steps", 1, "--out", tmp_path / "run"
+    )
     assert done.code == DATA and message in done.err and done.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -79,9 +81,25 @@ def test_a_data_file_without_a_usable_row(kind, ondevice, tmp_path) -> None:
 def test_labels_that_the_verbalisers_do_not_know(ondevice, tmp_path) -> None:
     rows = [{"task": "sst2", "prompt_fields": {"sentence": "good"}, "label": "maybe"}] * 2
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    options = ("--data", data, "--task", "sst2", "--max-length", 64, "--steps", 1, "--out", tmp_path / "run")
+    options = (
+        "--data",
+        data,
+        "--task",
+        "sst2",
+        "--max-length",
+        64,
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "run",
+    )
     done = ondevice("train", *tiny(), *options)
-    assert done.code == DATA and "label" in done.err and "maybe" in done.err and "rows.jsonl:1" in done.err
+    assert (
+        done.code == DATA
+        and "label" in done.err
+        and "maybe" in done.err
+        and "rows.jsonl:1" in done.err
+    )
     assert ondevice("eval", "tiny:llama", "--data", data, "--task", "sst2").code == DATA
 
 
@@ -89,13 +107,18 @@ def test_a_model_without_a_tokenizer(ondevice, tmp_path) -> None:
     folder, data = save_tiny(tmp_path / "model"), classes(tmp_path / "rows.jsonl")
     for path in folder.glob("*token*"):
         path.unlink()
-    for command in (["train", *tiny(model=str(folder)), "--steps", 1, "--out", tmp_path / "run"], ["eval", folder]):
+    for command in (
+        ["train", *tiny(model=str(folder)), "--steps", 1, "--out", tmp_path / "run"],
+        ["eval", folder],
+    ):
         done = ondevice(*command, "--data", data)
         assert done.code == MODEL and "tokenizer" in done.err, done.err
 
 
 def test_a_hub_id_without_a_network(ondevice, tmp_path) -> None:
-    done = ondevice("train", *tiny(model="nobody/no-such-model"), "--data", classes(tmp_path / "rows.jsonl"))
+    done = ondevice(
+        "train", *tiny(model="nobody/no-such-model"), "--data", classes(tmp_path / "rows.jsonl")
+    )
     assert done.code == MODEL and "nobody/no-such-model" in done.err and "Traceback" not in done.err
 
 
@@ -114,9 +137,13 @@ def test_a_loss_that_is_not_a_number(method, ondevice, tmp_path) -> None:
 def test_a_last_step_that_leaves_no_numbers_is_not_saved(method, ondevice, tmp_path) -> None:
     """The loss of the only step is fine; what it did to the parameters is not."""
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    done = ondevice("train", *tiny(method, "--lr", "1e39"), "--data", data, "--steps", 1, "--out", out)
+    done = ondevice(
+        "train", *tiny(method, "--lr", "1e39"), "--data", data, "--steps", 1, "--out", out
+    )
     assert done.code == TRAINING and "step 0" in done.err and "no numbers" in done.err, done.err
-    left = {path.name for path in out.iterdir() if not path.name.startswith("subspace-")}  # of the gradient before it
+    left = {
+        path.name for path in out.iterdir() if not path.name.startswith("subspace-")
+    }  # of the gradient before it
     assert left == {"events.jsonl", "run.lock"}
 
 
@@ -130,11 +157,17 @@ def test_a_full_disk_leaves_the_checkpoint_before(ondevice, tmp_path) -> None:
         done = ondevice(*train, "--steps", 4, "--out", out, "--resume", "--json")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.code == STORAGE and "checkpoint-00000004" in done.err and done.json["error"] == "StorageError"
+    assert (
+        done.code == STORAGE
+        and "checkpoint-00000004" in done.err
+        and done.json["error"] == "StorageError"
+    )
     assert [path.name for path in out.glob("*checkpoint*")] == ["checkpoint-00000002"]
     assert ondevice(*train, "--steps", 4, "--out", out, "--resume").code == 0
     assert ondevice(*train, "--steps", 4, "--out", straight).code == 0
-    ours, theirs = (folder / "checkpoint-00000004" / "state.safetensors" for folder in (out, straight))
+    ours, theirs = (
+        folder / "checkpoint-00000004" / "state.safetensors" for folder in (out, straight)
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -155,7 +188,9 @@ def test_a_damaged_checkpoint_is_passed_over(ondevice, tmp_path) -> None:
     assert done.code == CHECKPOINT and "whole" in done.err and "--overwrite" in done.err
 
 
-@pytest.mark.parametrize(("key", "value"), [("train.seed", 4), ("method.rank", 3), ("model.dtype", "bfloat16")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("train.seed", 4), ("method.rank", 3), ("model.dtype", "bfloat16")]
+)
 def test_a_run_of_other_settings_is_not_resumed(key, value, ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     train = ("train", "--model", "tiny:llama", *PRGE, "--queries", 2, "--data", data, "--out", out)
@@ -187,7 +222,11 @@ def test_two_runs_in_one_folder(ondevice, tmp_path) -> None:
     train = ("train", *tiny(), "--data", data, "--steps", 2, "--out", out)
     with RunLock(out):
         done = ondevice(*train, "--json")
-        assert done.code == BUSY and "another run holds" in done.err and done.json["error"] == "BusyError"
+        assert (
+            done.code == BUSY
+            and "another run holds" in done.err
+            and done.json["error"] == "BusyError"
+        )
         assert ondevice(*train, "--overwrite").code == BUSY
     assert ondevice(*train).code == 0
 

@@ -28,7 +28,10 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return {}
 
     convert_once("package/some-model-1.0", "package:some-model==1.0", build)
-    repository, commit = tmp_path / "hub" / "models--some--tiny", "0123456789abcdef0123456789abcdef01234567"
+    repository, commit = (
+        tmp_path / "hub" / "models--some--tiny",
+        "0123456789abcdef0123456789abcdef01234567",
+    )
     (repository / "blobs").mkdir(parents=True)
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -43,7 +46,9 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) -> None:
     listed = ondevice("models", "--json").json
-    assert {"llama", "qwen3", "gemma3_text"} <= {family["model_type"] for family in listed["families"]}
+    assert {"llama", "qwen3", "gemma3_text"} <= {
+        family["model_type"] for family in listed["families"]
+    }
     assert {"gpt_neox", "mamba", "lfm2"} <= set(listed["other_types"])
     assert listed["methods_for_other_types"] == ["full", "lora", "lora-fa", "mesp", "mezo", "prge"]
     package, hub = sorted(listed["models"], key=lambda model: model["kind"], reverse=True)
@@ -52,7 +57,12 @@ def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) 
         "package",
         "llama",
     )
-    assert (hub["source"], hub["kind"], hub["model_type"], hub["whole"]) == ("some/tiny", "hub", "qwen3", True)
+    assert (hub["source"], hub["kind"], hub["model_type"], hub["whole"]) == (
+        "some/tiny",
+        "hub",
+        "qwen3",
+        True,
+    )
     sizes = sum(path.stat().st_size for path in (caches / "made").iterdir())
     assert package["bytes"] > sizes and listed["total_bytes"] == package["bytes"] + hub["bytes"]
     text = ondevice("models").out
@@ -60,7 +70,10 @@ def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) 
 
     assert ondevice("models", "--remove", "some/tiny", "--dry-run", "--json").json["dry_run"]
     assert len(ondevice("models", "--json").json["models"]) == 2
-    assert ondevice("models", "--remove", "package:some-model", "--json").json["removed"]["source"] == package["source"]
+    assert (
+        ondevice("models", "--remove", "package:some-model", "--json").json["removed"]["source"]
+        == package["source"]
+    )
     assert "deleted some/tiny" in ondevice("models", "--remove", "some/tiny").out
     assert ondevice("models", "--json").json["models"] == []
     gone = ondevice("models", "--remove", "some/tiny", "--json")
@@ -69,16 +82,30 @@ def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "lfm2"])
 def test_a_folder_of_any_decoder_trains(model_type: str, ondevice, tmp_path: Path) -> None:
-    folder, rows, out = save(tmp_path / "a modèl", model_type), tmp_path / "rows.jsonl", tmp_path / "run"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} ", "completion": "yes"}) + "\n" for n in range(6)))
+    folder, rows, out = (
+        save(tmp_path / "a modèl", model_type),
+        tmp_path / "rows.jsonl",
+        tmp_path / "run",
+    )
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{n} ", "completion": "yes"}) + "\n" for n in range(6))
+    )
     run = ("train", "--method", "lora", "--model", folder, "--data", rows, "--out", out, "--json")
     done = ondevice(*run, "--steps", 3)
     assert done.code == 0 and done.json["steps"] == 3 and Path(done.json["adapter"]).is_dir()
     planned = ondevice("plan", "--method", "mesp", "--model", folder, "--json")
-    assert planned.code == 0 and any("as this model names its layers" in note for note in planned.json["notes"])
+    assert planned.code == 0 and any(
+        "as this model names its layers" in note for note in planned.json["notes"]
+    )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "smollm3", "phi3", "granite", "olmo2", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3_text", "smollm3", "phi3", "granite", "olmo2", "mistral"]
+)
 def test_a_plan_for_mesp_of_each_family(family: str, ondevice) -> None:
     planned = ondevice("plan", "--method", "mesp", "--model", f"tiny:{family}", "--json")
-    assert planned.code == 0 and planned.json["fits"] and planned.json["parts_bytes"]["activations"] > 0
+    assert (
+        planned.code == 0
+        and planned.json["fits"]
+        and planned.json["parts_bytes"]["activations"] > 0
+    )

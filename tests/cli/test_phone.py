@@ -57,7 +57,9 @@ def test_an_artifact_arrives_whole_and_replaces_the_one_of_its_name(
     assert done.json["phone"] == "R3CN" and done.json["import_by_hand"] is False
     assert digests(models / "tiny") == digests(program(name))
     assert [path.name for path in models.iterdir()] == ["tiny"]
-    assert done.json["bytes"] == sum(path.stat().st_size for path in program(name).rglob("*") if path.is_file())
+    assert done.json["bytes"] == sum(
+        path.stat().st_size for path in program(name).rglob("*") if path.is_file()
+    )
 
 
 def test_the_folder_s_name_becomes_one_that_a_shell_can_take(
@@ -66,7 +68,9 @@ def test_the_folder_s_name_becomes_one_that_a_shell_can_take(
     odd = tmp_path / "mein Modell; $(x) ü"
     shutil.copytree(program("functional"), odd)
     assert ondevice("push", odd).code == 0
-    assert [path.name for path in (phone / "app" / "files" / "models").iterdir()] == ["mein-Modell-x"]
+    assert [path.name for path in (phone / "app" / "files" / "models").iterdir()] == [
+        "mein-Modell-x"
+    ]
     wrong = ondevice("push", odd, "--name", "a/../b", "--json")
     assert wrong.code == 2 and wrong.json["received"] == "a/../b"
 
@@ -81,14 +85,18 @@ def test_the_folder_s_name_becomes_one_that_a_shell_can_take(
         ("full", "", "No space left"),
     ],
 )
-def test_a_phone_that_cannot_is_named_with_what_to_do(ondevice: CommandLine, phone: Path, state, text, word) -> None:
+def test_a_phone_that_cannot_is_named_with_what_to_do(
+    ondevice: CommandLine, phone: Path, state, text, word
+) -> None:
     (phone / state).write_text(text)
     done = ondevice("push", program("functional"))
     assert done.code == 13 and word in done.err and "try:" in done.err
     assert not list((phone / "app").rglob("program.pte"))
 
 
-def test_an_artifact_that_changes_on_the_way_is_not_kept(ondevice: CommandLine, phone: Path) -> None:
+def test_an_artifact_that_changes_on_the_way_is_not_kept(
+    ondevice: CommandLine, phone: Path
+) -> None:
     models = phone / "app" / "files" / "models"
     assert ondevice("push", program("functional"), "--name", "m").code == 0
     (phone / "corrupts").touch()
@@ -105,7 +113,9 @@ def test_a_chosen_phone_is_used(ondevice: CommandLine, phone: Path) -> None:
     assert ondevice("push", program("functional"), "--serial", "C").code == 13
 
 
-def test_a_release_build_gets_a_zip_to_import(ondevice: CommandLine, phone: Path, tmp_path: Path) -> None:
+def test_a_release_build_gets_a_zip_to_import(
+    ondevice: CommandLine, phone: Path, tmp_path: Path
+) -> None:
     (phone / "release").touch()
     done = ondevice("push", program("functional"), "--name", "m", "--json")
     assert done.json["import_by_hand"] is True and done.json["place"] == "/sdcard/Download/m.zip"
@@ -115,9 +125,15 @@ def test_a_release_build_gets_a_zip_to_import(ondevice: CommandLine, phone: Path
     assert "share" in ondevice("pull", "--out", tmp_path / "x").err
 
 
-def test_adapters_come_back_as_they_were_saved(ondevice: CommandLine, phone: Path, tmp_path: Path) -> None:
+def test_adapters_come_back_as_they_were_saved(
+    ondevice: CommandLine, phone: Path, tmp_path: Path
+) -> None:
     session = open_artifact(program("functional"))
-    flat = np.random.default_rng(0).normal(size=session.manifest.program_spec.adapter_size).astype(np.float32)
+    flat = (
+        np.random.default_rng(0)
+        .normal(size=session.manifest.program_spec.adapter_size)
+        .astype(np.float32)
+    )
     session.load_state({"adapter": flat, "seed": np.array([session.seed])})
     there = phone / "app" / "files" / "adapters" / "tiny" / "après"
     save_adapter(session.adapter(), there)
@@ -126,7 +142,10 @@ def test_adapters_come_back_as_they_were_saved(ondevice: CommandLine, phone: Pat
     done = ondevice("pull", "--out", out, "--json")
     assert done.json == {"adapters": [str(out / "tiny" / "après")]}
     back = load_adapter(out / "tiny" / "après")
-    assert all(np.array_equal(back.tensors[name], value) for name, value in session.adapter().tensors.items())
+    assert all(
+        np.array_equal(back.tensors[name], value)
+        for name, value in session.adapter().tensors.items()
+    )
     assert ondevice("pull", "--out", out).code == 0  # its own folder may be replaced
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("keep")
@@ -137,9 +156,15 @@ def test_adapters_come_back_as_they_were_saved(ondevice: CommandLine, phone: Pat
     assert load_adapter(out / "tiny" / "après").tensors.keys() == back.tensors.keys()
 
 
-def test_without_adapters_or_adb_it_says_so(ondevice: CommandLine, phone: Path, monkeypatch) -> None:
+def test_without_adapters_or_adb_it_says_so(
+    ondevice: CommandLine, phone: Path, monkeypatch
+) -> None:
     done = ondevice("pull")
     assert done.code == 13 and "no adapters" in done.err
     monkeypatch.setenv("PATH", str(phone))
     absent = ondevice("push", program("functional"), "--json")
-    assert absent.code == 10 and "adb" in absent.json["message"] and "apt-get install adb" in absent.json["try"]
+    assert (
+        absent.code == 10
+        and "adb" in absent.json["message"]
+        and "apt-get install adb" in absent.json["try"]
+    )

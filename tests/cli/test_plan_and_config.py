@@ -20,14 +20,24 @@ def test_what_config_show_prints_satisfies_the_schema(method, ondevice) -> None:
     jsonschema.validate(shown.json, schema)
     text = ondevice("config", "show", "--model", "tiny:llama", "--method", method).out
     assert yaml.safe_load(text) == shown.json and shown.json["method"]["name"] == method
-    for broken in ({**shown.json, "trian": {}}, {**shown.json, "method": {"name": method, "rnak": 3}}):
+    for broken in (
+        {**shown.json, "trian": {}},
+        {**shown.json, "method": {"name": method, "rnak": 3}},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(broken, schema)
 
 
 def test_what_config_show_prints_is_a_run_file(ondevice, tmp_path) -> None:
     file = tmp_path / "run ü.yaml"
-    settings = ("--model", "tiny:llama", "--set", "method.rank=3", "--set", "data.path=/tmp/données.jsonl")
+    settings = (
+        "--model",
+        "tiny:llama",
+        "--set",
+        "method.rank=3",
+        "--set",
+        "data.path=/tmp/données.jsonl",
+    )
     file.write_text(ondevice("config", "show", *settings).out, encoding="utf-8")
     again = ondevice("config", "show", file, "--json")
     assert again.code == 0 and again.json == ondevice("config", "show", *settings, "--json").json
@@ -50,7 +60,11 @@ def test_every_key_has_a_description(ondevice) -> None:
 def test_a_plan_that_does_not_fit_has_an_exit_code(ondevice, tmp_path) -> None:
     plan = ("plan", "--model", "tiny:llama", "--json", "--method", "prge")
     fits = ondevice(*plan, "--device", "h200")
-    assert fits.code == 0 and fits.json["fits"] and sum(fits.json["parts_bytes"].values()) == fits.json["total_bytes"]
+    assert (
+        fits.code == 0
+        and fits.json["fits"]
+        and sum(fits.json["parts_bytes"].values()) == fits.json["total_bytes"]
+    )
     assert {"weights", "adapter", "activations", "logits"} <= fits.json["parts_bytes"].keys()
     large = ("--set", "train.batch_size=100000", "--max-length", "4096", "--device", "oneplus-12")
     done = ondevice(*plan, *large)
@@ -58,7 +72,16 @@ def test_a_plan_that_does_not_fit_has_an_exit_code(ondevice, tmp_path) -> None:
     assert ondevice(*plan, *large, "--force").code == 0
     for option in (["--device", "toaster"], ["--method", "prgee"]):
         assert ondevice(*plan, *option).code == 2
-    text = ondevice("plan", "--model", "tiny:qwen2", "--exported", "--quantize", "q4", "--device", "orin-nano-8gb")
+    text = ondevice(
+        "plan",
+        "--model",
+        "tiny:qwen2",
+        "--exported",
+        "--quantize",
+        "q4",
+        "--device",
+        "orin-nano-8gb",
+    )
     assert text.code == 0 and "weights" in text.out
 
 
@@ -73,7 +96,14 @@ def test_plan_takes_the_flags_of_train(ondevice, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0123, "12 ms"), (0.5, "500 ms"), (3.84, "3.8 s"), (99.7, "100 s"), (142.0, "140 s"), (1500.0, "25 min")],
+    [
+        (0.0123, "12 ms"),
+        (0.5, "500 ms"),
+        (3.84, "3.8 s"),
+        (99.7, "100 s"),
+        (142.0, "140 s"),
+        (1500.0, "25 min"),
+    ],
 )
 def test_times_have_two_digits_and_no_exponent(seconds, text) -> None:
     from ondevice.planning.render import _seconds
@@ -90,8 +120,12 @@ def test_presets_are_run_files(ondevice, tmp_path) -> None:
         kept.write_text(ondevice("config", "preset", name).out)
         assert kept.read_text() == text
         assert ondevice("config", "show", kept, "--model", "tiny:llama", "--json").json == shown
-        program = ["--exported"] if shown["export"]["target"] == "android-cpu" and name == "phone" else []
-        planned = ondevice("plan", "tiny:llama", "--config", name, *program, "--device", "orin-nano-8gb", "--json")
+        program = (
+            ["--exported"] if shown["export"]["target"] == "android-cpu" and name == "phone" else []
+        )
+        planned = ondevice(
+            "plan", "tiny:llama", "--config", name, *program, "--device", "orin-nano-8gb", "--json"
+        )
         assert planned.code == 0, planned.err
     assert ondevice("config", "show", "toaster").code == 2
 
@@ -122,7 +156,9 @@ def test_data_shows_examples_and_every_bad_row(ondevice, tmp_path) -> None:
     done = ondevice("data", file, "--model", "tiny:llama", "--json")
     assert done.code == 0, done.err
     problems = done.json["problems"]
-    assert [problem["line"] for problem in problems] == [2, 3] and all(problem["reason"] for problem in problems)
+    assert [problem["line"] for problem in problems] == [2, 3] and all(
+        problem["reason"] for problem in problems
+    )
     text = ondevice("data", file, "--model", "tiny:llama")
     assert text.code == 0 and "2+2=" in text.out and "lignes[x].jsonl" in "".join(text.out.split())
 
@@ -130,10 +166,17 @@ def test_data_shows_examples_and_every_bad_row(ondevice, tmp_path) -> None:
 def test_doctor_says_what_a_target_lacks(ondevice, monkeypatch) -> None:
     from ondevice.planning import doctor
 
-    checks = [doctor.Check("python", True, "3.11"), doctor.Check("executorch", None, "absent", "pip install", True)]
+    checks = [
+        doctor.Check("python", True, "3.11"),
+        doctor.Check("executorch", None, "absent", "pip install", True),
+    ]
     monkeypatch.setattr(doctor, "doctor", lambda target, progress=None: checks)
     done = ondevice("doctor", "--target", "android-cpu", "--json")
-    assert done.code == 10 and done.json["ok"] is False and done.json["checks"][1]["fix"] == "pip install"
+    assert (
+        done.code == 10
+        and done.json["ok"] is False
+        and done.json["checks"][1]["fix"] == "pip install"
+    )
     text = ondevice("doctor", "--target", "android-cpu")
     assert text.code == 10 and "pip install" in text.out
     checks.pop()

@@ -31,12 +31,20 @@ def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, warm: Warm, t
     assert done.code == 0, done.err
     actual = done.json
     assert actual["final_loss"] < actual["first_loss"] and actual["model"] == str(out / "model")
-    assert actual["ordinary_loss_difference"] == pytest.approx(actual["ordinary_loss"] - actual["reversible_loss"])
+    assert actual["ordinary_loss_difference"] == pytest.approx(
+        actual["ordinary_loss"] - actual["reversible_loss"]
+    )
     again = ondevice("eval", actual["ordinary_model"], "--data", data, "--json")
-    assert again.code == 0 and again.json["loss"] == pytest.approx(actual["ordinary_loss"], rel=1e-5), again.err
+    assert again.code == 0 and again.json["loss"] == pytest.approx(
+        actual["ordinary_loss"], rel=1e-5
+    ), again.err
     itself = ondevice("eval", actual["model"], "--data", data, "--json")
-    assert itself.code == 0 and itself.json["loss"] == pytest.approx(actual["reversible_loss"], rel=1e-6), itself.err
-    onward = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "onward", model=actual["model"]))
+    assert itself.code == 0 and itself.json["loss"] == pytest.approx(
+        actual["reversible_loss"], rel=1e-6
+    ), itself.err
+    onward = ondevice(
+        *train(data, "--steps", 1, "--out", tmp_path / "onward", model=actual["model"])
+    )
     assert onward.code != 0 and "model-ordinary" in onward.err
     assert read(warm, out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
     shown = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "other"))
@@ -48,25 +56,35 @@ def test_ablations_are_flags(ondevice, tmp_path) -> None:
     data, half = classes(tmp_path / "rows.jsonl"), ("--set", "method.coupling=exact")
     states = {}
     for name, flags in {"only": ["--stage1-only"], "skip": ["--skip-stage1"], "both": []}.items():
-        done = ondevice(*train(data, "--steps", 2, "--out", tmp_path / name, *half, *flags, "--json"))
+        done = ondevice(
+            *train(data, "--steps", 2, "--out", tmp_path / name, *half, *flags, "--json")
+        )
         assert done.code == 0 and "ordinary_model" not in done.json, done.err
         states[name] = load_file(tmp_path / name / "model" / "model.safetensors")
     embedding, adapter = "model.embed_tokens.weight", "model.layers.0.revffn.mlp_up"
     assert states["only"][embedding].tobytes() == states["both"][embedding].tobytes()
     assert states["only"][embedding].tobytes() != states["skip"][embedding].tobytes()
-    assert len({states[name][adapter].tobytes() for name in states}) == 2  # two steps of stage 1, or none
+    assert (
+        len({states[name][adapter].tobytes() for name in states}) == 2
+    )  # two steps of stage 1, or none
     refused = ondevice(*train(data, "--steps", 2, "--out", tmp_path / "full", "--stage1-only"))
     assert refused.code == 2 and "coupling: exact or paper" in refused.err
     other = ondevice("train", *tiny("lora"), "--data", data, "--stage1-only")
     assert other.code == 2 and "stage1_only" in other.err and "it is a key of revffn" in other.err
 
 
-@pytest.mark.parametrize("more", [("--dtype=float32",), ("--dtype=bfloat16", "--set", "method.optimizer=adafactor")])
-def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(more, ondevice, warm: Warm, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "more", [("--dtype=float32",), ("--dtype=bfloat16", "--set", "method.optimizer=adafactor")]
+)
+def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(
+    more, ondevice, warm: Warm, tmp_path
+) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     dtype = ("--set", f"model.dtype={more[0].removeprefix('--dtype=')}")
     options = train(data, *dtype, *more[1:], "--set", "method.micro_batch_size=1")
-    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python)
+    process = start(
+        *options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python
+    )
     try:
         wait_for_steps(process, out, 3)
         process.send_signal(signal.SIGINT)
@@ -79,7 +97,9 @@ def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(more, ondevice, warm:
     assert ondevice(*options, "--steps", done + 2, "--out", out, "--resume").code == 0
     assert ondevice(*options, "--steps", done + 2, "--out", straight).code == 0
     assert weights(out / "model") == weights(straight / "model")
-    assert (out / "model" / "config.json").read_bytes() == (straight / "model" / "config.json").read_bytes()
+    assert (out / "model" / "config.json").read_bytes() == (
+        straight / "model" / "config.json"
+    ).read_bytes()
 
 
 def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
@@ -87,7 +107,11 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
     near = ondevice(*train(data, "--steps", 1, "--set", "method.stream=float32"))
     assert near.code == 2 and "did you mean 'streams'" in near.err
     other = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a", model="tiny:gpt2"))
-    assert other.code != 0 and "does not train this family" in other.err and "Traceback" not in other.err
+    assert (
+        other.code != 0
+        and "does not train this family" in other.err
+        and "Traceback" not in other.err
+    )
     adapter = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "b", "--adapter", tmp_path))
     assert adapter.code != 0 and "Traceback" not in adapter.err
 

@@ -19,7 +19,11 @@ def folder(tmp_path):
     stop = StopRequest()
     train(tmp_path / "runs" / "a", 4)
     train(
-        tmp_path / "runs" / "deep" / "b", 9, BigramSession(seed=8), stop=stop, sinks=[lambda event: _third(event, stop)]
+        tmp_path / "runs" / "deep" / "b",
+        9,
+        BigramSession(seed=8),
+        stop=stop,
+        sinks=[lambda event: _third(event, stop)],
     )
     (tmp_path / "runs" / "photos").mkdir()
     return tmp_path / "runs"
@@ -47,8 +51,12 @@ def test_runs_are_listed_shown_and_compared(ondevice, folder) -> None:
 
 def test_a_plot_is_a_picture(ondevice, folder, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    done = ondevice("runs", "plot", folder / "a", folder / "deep" / "b", "--out", tmp_path / "both.svg")
-    assert (done.code == 0 and "training loss" in (tmp_path / "both.svg").read_text()) or "<svg" in done.out
+    done = ondevice(
+        "runs", "plot", folder / "a", folder / "deep" / "b", "--out", tmp_path / "both.svg"
+    )
+    assert (
+        done.code == 0 and "training loss" in (tmp_path / "both.svg").read_text()
+    ) or "<svg" in done.out
     assert ondevice("runs", "plot", folder / "a", "--out", tmp_path / "both.doc").code == 2
 
 
@@ -56,11 +64,16 @@ def test_only_runs_that_nobody_holds_are_removed(ondevice, folder) -> None:
     assert ondevice("runs", "remove", folder / "a", folder / "photos", "--yes").code == 6
     assert (folder / "a").is_dir() and (folder / "photos").is_dir()
     with RunLock(folder / "a"):
-        assert json.loads(ondevice("runs", "list", folder / "a", "--json").out)["runs"][0]["state"] == "running"
+        assert (
+            json.loads(ondevice("runs", "list", folder / "a", "--json").out)["runs"][0]["state"]
+            == "running"
+        )
         with pytest.raises(BusyError):
             remove_run(folder / "a")
     assert ondevice("runs", "remove", folder / "a").code == 2  # nobody can be asked
     tried = ondevice("runs", "remove", folder / "a", "--dry-run", "--json").json
     assert tried == {"removed": [str(folder / "a")], "dry_run": True} and (folder / "a").is_dir()
-    assert ondevice("runs", "remove", folder / "a", "--yes", "--json").json == {"removed": [str(folder / "a")]}
+    assert ondevice("runs", "remove", folder / "a", "--yes", "--json").json == {
+        "removed": [str(folder / "a")]
+    }
     assert not (folder / "a").exists()

@@ -28,14 +28,25 @@ def weights(folder) -> bytes:
 def test_a_checkpoint_is_of_its_step_although_the_next_steps_run(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     long, short = tmp_path / "long run", tmp_path / "kurz"
-    every = ("--set", "train.checkpoint_every=2", "--set", "method.compute=bfloat16")  # a slow CPU takes float32
+    every = (
+        "--set",
+        "train.checkpoint_every=2",
+        "--set",
+        "method.compute=bfloat16",
+    )  # a slow CPU takes float32
     assert ondevice(*train(data, "--steps", 6, "--out", long, *every)).code == 0
     assert ondevice(*train(data, "--steps", 4, "--out", short, *every)).code == 0
-    (of_long, of_short) = (read_tensors(run / "checkpoint-00000004" / "state.safetensors") for run in (long, short))
+    (of_long, of_short) = (
+        read_tensors(run / "checkpoint-00000004" / "state.safetensors") for run in (long, short)
+    )
     assert of_long.keys() == of_short.keys() and "high/layer.0" in of_long
     for name, value in of_long.items():
         assert value.tobytes() == of_short[name].tobytes(), name
-    assert weights(long / "checkpoint-00000004" / "model") == weights(short / "model") != weights(long / "model")
+    assert (
+        weights(long / "checkpoint-00000004" / "model")
+        == weights(short / "model")
+        != weights(long / "model")
+    )
 
 
 def test_a_checkpoint_is_a_model_that_other_commands_take(ondevice, tmp_path) -> None:
@@ -44,7 +55,9 @@ def test_a_checkpoint_is_a_model_that_other_commands_take(ondevice, tmp_path) ->
     assert done.code == 0, done.err
     again = ondevice("eval", out / "checkpoint-00000003" / "model", "--data", data, "--json")
     assert again.code == 0, again.err
-    assert again.json["loss"] == pytest.approx(done.json["evaluation"]["loss"], rel=2e-2)  # bfloat16 against float32
+    assert again.json["loss"] == pytest.approx(
+        done.json["evaluation"]["loss"], rel=2e-2
+    )  # bfloat16 against float32
     assert weights(out / "model") == weights(out / "checkpoint-00000003" / "model")
 
 
@@ -52,14 +65,18 @@ SMALLER = ("--set", "method.moments=int8", "--set", "method.disk_fraction=0.5")
 CLIPPED = ("--set", "method.max_grad_norm=0.05", "--set", "method.moments=bfloat16")
 
 
-@pytest.mark.parametrize("more", [(), SMALLER, CLIPPED], ids=["float32", "int8 and disk", "clipped, bfloat16"])
+@pytest.mark.parametrize(
+    "more", [(), SMALLER, CLIPPED], ids=["float32", "int8 and disk", "clipped, bfloat16"]
+)
 def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     options = train(data, "--set", "train.checkpoint_every=1", *more)
     process = start(*options, "--steps", 100_000, "--out", out, cwd=tmp_path)
     try:
         wait_for_steps(process, out, 4)
-        process.send_signal(signal.SIGKILL)  # with a checkpoint after every step, most likely while one is written
+        process.send_signal(
+            signal.SIGKILL
+        )  # with a checkpoint after every step, most likely while one is written
     finally:
         process.kill()
         process.wait()
@@ -75,9 +92,13 @@ def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> No
 
 def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
-    refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a", "--set", "method.kernels=liger"))
+    refused = ondevice(
+        *train(data, "--steps", 1, "--out", tmp_path / "a", "--set", "method.kernels=liger")
+    )
     assert refused.code == 10 and "liger-kernel" in refused.err
-    near = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "b", "--set", "method.moment=int8"))
+    near = ondevice(
+        *train(data, "--steps", 1, "--out", tmp_path / "b", "--set", "method.moment=int8")
+    )
     assert near.code == 2 and "did you mean 'moments'" in near.err
     adapter = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "c", "--adapter", tmp_path))
     assert adapter.code != 0 and "Traceback" not in adapter.err
@@ -87,10 +108,20 @@ def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
     options = ("--model", "tiny:llama", "--method", "slideformer", "--json")
     planned = ondevice("plan", *options, "--device", "h200")
     assert planned.code == 0, planned.err
-    host, states = planned.json["host_parts_bytes"], planned.json["host_parts_bytes"]["masters and moments"]
-    smaller = ondevice("plan", *options, "--device", "h200", "--set", "method.moments=int8").json["host_parts_bytes"]
-    assert sum(host.values()) == planned.json["host_total_bytes"] and smaller["masters and moments"] < 0.6 * states
-    measured = ondevice("plan", *options, "--device", "this-cpu", "--calibrate", "--batch-size", "2")
+    host, states = (
+        planned.json["host_parts_bytes"],
+        planned.json["host_parts_bytes"]["masters and moments"],
+    )
+    smaller = ondevice("plan", *options, "--device", "h200", "--set", "method.moments=int8").json[
+        "host_parts_bytes"
+    ]
+    assert (
+        sum(host.values()) == planned.json["host_total_bytes"]
+        and smaller["masters and moments"] < 0.6 * states
+    )
+    measured = ondevice(
+        "plan", *options, "--device", "this-cpu", "--calibrate", "--batch-size", "2"
+    )
     assert measured.code == 0, measured.err
     actual = measured.json["offload"]
     lanes = [actual[f"{lane}_s"] for lane in ("compute", "h2d", "d2h", "update", "disk")]
@@ -102,7 +133,10 @@ def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
 def test_the_plan_shows_the_choice_and_why(ondevice) -> None:
     options = ("plan", "--model", "tiny:llama", "--method", "slideformer", "--json")
     planned = ondevice(*options, "--device", "h200").json
-    assert all(isinstance(planned["method"][name], int) for name in ("window", "resident_layers", "gradient_buffers"))
+    assert all(
+        isinstance(planned["method"][name], int)
+        for name in ("window", "resident_layers", "gradient_buffers")
+    )
     assert any(note.startswith("auto: ") and "stay on the GPU" in note for note in planned["notes"])
     fixed = ondevice(*options, "--device", "h200", "--set", "method.resident_layers=1").json
     assert fixed["method"]["resident_layers"] == 1 and "resident states" in fixed["parts_bytes"]
@@ -113,7 +147,9 @@ def test_the_plan_shows_the_choice_and_why(ondevice) -> None:
 def test_ctrl_c_saves_and_the_run_goes_on(ondevice, warm: Warm, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     options = train(data, "--set", "train.checkpoint_every=2")
-    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python)
+    process = start(
+        *options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python
+    )
     try:
         wait_for_steps(process, out, 3)
         process.send_signal(signal.SIGINT)
@@ -132,7 +168,11 @@ def test_every_step_says_what_ran_beside_what(ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     done = ondevice(*train(data, "--steps", 3, "--out", out))
     assert done.code == 0 and "bound by" in done.err and "hiding factor" in done.err
-    steps = [entry.event for entry in read_log(out / "events.jsonl").entries if entry.event.kind == "step"]
+    steps = [
+        entry.event
+        for entry in read_log(out / "events.jsonl").entries
+        if entry.event.kind == "step"
+    ]
     assert steps[0].overlap is None and steps[2].overlap["backward_s"] > 0
     figures = ondevice(*train(data, "--steps", 3, "--out", tmp_path / "again", "--json")).json
     assert figures["overlap"]["bound"] in ("compute", "update", "h2d", "d2h")
@@ -142,7 +182,9 @@ def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, mo
     data = classes(tmp_path / "rows.jsonl")
 
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(CpuDevice, "empty", full)

@@ -50,7 +50,10 @@ class PlainPrge:
 
     def trained(self) -> dict[str, np.ndarray]:
         family, layout = self.reference.loaded.family, self.reference.layout
-        names = {(entry.layer, entry.target): family.linear_name(entry.layer, entry.target) for entry in layout.entries}
+        names = {
+            (entry.layer, entry.target): family.linear_name(entry.layer, entry.target)
+            for entry in layout.entries
+        }
         return layout.to_tensors(self.flat.astype(np.float32), names)
 
 
@@ -61,12 +64,16 @@ class PlainSubspace(PlainPrge):
         state: of a session that has taken its subspace, whose A and C are used.
     """
 
-    def __init__(self, config: Any, seed: int, family: str, sizes: dict[str, Any], state: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Any, seed: int, family: str, sizes: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         super().__init__(config, seed, family, sizes)
         held = self.reference
         self.factors = {
             entry: [
-                torch.from_numpy(state[f"subspace/{entry.layer}.{entry.target}.{name}"].copy()).double()
+                torch.from_numpy(
+                    state[f"subspace/{entry.layer}.{entry.target}.{name}"].copy()
+                ).double()
                 for name in "ac"
             ]
             for entry in held.base
@@ -79,12 +86,17 @@ class PlainSubspace(PlainPrge):
         for entry, (a, c) in self.factors.items():
             r = flat[entry.offset : entry.offset + entry.rank]
             name = held.loaded.family.linear_name(entry.layer, entry.target) + ".weight"
-            weights[name] = held.base[entry] + (held.config.alpha / held.config.rank) * (a @ torch.diag(r) @ c).T
+            weights[name] = (
+                held.base[entry]
+                + (held.config.alpha / held.config.rank) * (a @ torch.diag(r) @ c).T
+            )
         return weights
 
     def apply(self, gradients: np.ndarray, step: int, learning_rate: float) -> None:
         config, size = self.reference.config, self.reference.layout.size
-        z = generator.normal(self.reference.seed, step, 0, config.queries, 0, size).astype(np.float64)
+        z = generator.normal(self.reference.seed, step, 0, config.queries, 0, size).astype(
+            np.float64
+        )
         estimate = (gradients[:, None] * z).sum(0) / config.queries
         self.count += 1
         self.mean = 0.9 * self.mean + 0.1 * estimate
@@ -108,26 +120,39 @@ class PlainMezo:
     def __init__(self, config: Any, seed: int, family: str, sizes: dict[str, Any]) -> None:
         self.config, self.seed = config, seed
         self.model = in_double(tiny_model(family, **sizes).model)
-        self.values = {name: value.detach().clone() for name, value in sorted(self.model.named_parameters())}
+        self.values = {
+            name: value.detach().clone() for name, value in sorted(self.model.named_parameters())
+        }
 
     def _z(self, step: int, query: int) -> dict[str, torch.Tensor]:
         number = step * self.config.queries + query
         return {
-            name: torch.from_numpy(generator.normal(self.seed, number, tensor, 1, 0, value.numel())[0])
+            name: torch.from_numpy(
+                generator.normal(self.seed, number, tensor, 1, 0, value.numel())[0]
+            )
             .double()
             .view_as(value)
             for tensor, (name, value) in enumerate(self.values.items())
         }
 
     @torch.no_grad()
-    def _loss(self, ids: np.ndarray, labels: np.ndarray, z: dict[str, torch.Tensor], scale: float) -> float:
+    def _loss(
+        self, ids: np.ndarray, labels: np.ndarray, z: dict[str, torch.Tensor], scale: float
+    ) -> float:
         moved = {name: value + scale * z[name] for name, value in self.values.items()}
-        output = torch.func.functional_call(self.model, moved, (torch.from_numpy(ids),), {"use_cache": False})
+        output = torch.func.functional_call(
+            self.model, moved, (torch.from_numpy(ids),), {"use_cache": False}
+        )
         return float(plain_loss(output.logits, torch.from_numpy(labels)))
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> Step:
-        epsilon, zs = self.config.perturbation_scale, [self._z(step, query) for query in range(self.config.queries)]
-        plus, minus = (np.array([self._loss(ids, labels, z, sign * epsilon) for z in zs]) for sign in (1, -1))
+        epsilon, zs = (
+            self.config.perturbation_scale,
+            [self._z(step, query) for query in range(self.config.queries)],
+        )
+        plus, minus = (
+            np.array([self._loss(ids, labels, z, sign * epsilon) for z in zs]) for sign in (1, -1)
+        )
         return np.concatenate([plus, minus]), (plus - minus) / (2 * epsilon)
 
     def apply(self, gradients: np.ndarray, step: int, learning_rate: float) -> None:
@@ -143,11 +168,17 @@ class PlainMezo:
 class PlainFirstOrder:
     """Autograd and AdamW over an adapter or over all parameters; starts from the values that are given."""
 
-    def __init__(self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]
+    ) -> None:
         self.config, self.model = config, in_double(tiny_model(family, **sizes).model)
-        self.leaves = {name: torch.from_numpy(value.copy()).double() for name, value in start.items()}
+        self.leaves = {
+            name: torch.from_numpy(value.copy()).double() for name, value in start.items()
+        }
         frozen = ".lora_A." if config.name == "lora-fa" else "nothing"
-        trained = [leaf.requires_grad_(True) for name, leaf in self.leaves.items() if frozen not in name]
+        trained = [
+            leaf.requires_grad_(True) for name, leaf in self.leaves.items() if frozen not in name
+        ]
         kind = torch.optim.SGD if getattr(config, "optimizer", "") == "sgd" else torch.optim.AdamW
         self.optimizer = kind(trained, lr=0.0, weight_decay=config.weight_decay, foreach=False)
 
@@ -159,7 +190,9 @@ class PlainFirstOrder:
             if name.endswith(".lora_A.weight"):
                 linear = name.removesuffix(".lora_A.weight")
                 delta = self.leaves[f"{linear}.lora_B.weight"] @ self.leaves[name]
-                weights[f"{linear}.weight"] = self.model.get_parameter(f"{linear}.weight") + scale * delta
+                weights[f"{linear}.weight"] = (
+                    self.model.get_parameter(f"{linear}.weight") + scale * delta
+                )
         return weights
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> Step:
@@ -181,13 +214,17 @@ class PlainFirstOrder:
 class PlainRevffn(PlainFirstOrder):
     """The network of the settings in memory, transformers' own layers in float64, every activation stored."""
 
-    def __init__(self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]
+    ) -> None:
         super().__init__(config, start, family, sizes)
         self.layers = self.model.model.layers
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> Step:
         weights = {name: leaf for name, leaf in self.leaves.items() if ".revffn." not in name}
-        output = torch.func.functional_call(_Calls(self.model, self._forward), _prefixed(weights), (ids,))
+        output = torch.func.functional_call(
+            _Calls(self.model, self._forward), _prefixed(weights), (ids,)
+        )
         loss = plain_loss(output, torch.from_numpy(labels))
         self.optimizer.zero_grad()
         loss.backward()
@@ -197,7 +234,11 @@ class PlainRevffn(PlainFirstOrder):
         core = self.model.model
         embedded = core.embed_tokens(torch.from_numpy(ids))
         self.position = core.rotary_emb(embedded, torch.arange(ids.shape[1])[None])
-        hidden = self._full(embedded) if self.config.coupling == "full" else self._half(*embedded.chunk(2, -1))
+        hidden = (
+            self._full(embedded)
+            if self.config.coupling == "full"
+            else self._half(*embedded.chunk(2, -1))
+        )
         return self.model.lm_head(core.norm(hidden))
 
     def _full(self, h: torch.Tensor) -> torch.Tensor:

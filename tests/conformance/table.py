@@ -47,7 +47,14 @@ class Row:
     def name(self) -> str:
         """For test ids."""
         what = self.program or (self.quantize if self.backend in ARTIFACTS else "") or self.family
-        return "-".join((self.method, self.backend, what, *(["subspace"] if "subspace" in self.settings else [])))
+        return "-".join(
+            (
+                self.method,
+                self.backend,
+                what,
+                *(["subspace"] if "subspace" in self.settings else []),
+            )
+        )
 
 
 STEPS = 6
@@ -73,8 +80,16 @@ EAGER = (
     Row("full", "torch-cpu", adapter_error=1e-3, **BIAS),
     Row("full", "torch-cpu", family="gpt2", adapter_error=1e-3),
     Row("full", "torch-cpu", family="mistral", adapter_error=1e-3),
-    Row("slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3),
-    Row("slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3, **BIAS),
+    Row(
+        "slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3
+    ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
+        adapter_error=1e-3,
+        **BIAS,
+    ),
     Row(
         "slideformer",
         "torch-cpu",
@@ -86,7 +101,13 @@ EAGER = (
     Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, {"schedule": "zero"}, adapter_error=1e-3, **BIAS),
     Row("mesp", "torch-cpu", adapter_error=2e-4),
-    Row("mesp", "torch-cpu", settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, adapter_error=2e-4, **BIAS),
+    Row(
+        "mesp",
+        "torch-cpu",
+        settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1},
+        adapter_error=2e-4,
+        **BIAS,
+    ),
     Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
     *(
         Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
@@ -101,10 +122,33 @@ EAGER = (
         )
     ),
     Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
-    Row("mesp", "torch-cpu", family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
+    Row(
+        "mesp",
+        "torch-cpu",
+        family="gemma3_text",
+        sizes={"layers": 3},
+        loss_error=1e-5,
+        adapter_error=2e-4,
+    ),
     Row("revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3),
-    Row("revffn", "torch-cpu", REVERSIBLE, {"coupling": "exact"}, loss_error=1e-5, adapter_error=1e-3, **BIAS),
-    Row("revffn", "torch-cpu", REVERSIBLE, {"micro_batch_size": 1}, "qwen2_moe", loss_error=1e-5, adapter_error=1e-3),
+    Row(
+        "revffn",
+        "torch-cpu",
+        REVERSIBLE,
+        {"coupling": "exact"},
+        loss_error=1e-5,
+        adapter_error=1e-3,
+        **BIAS,
+    ),
+    Row(
+        "revffn",
+        "torch-cpu",
+        REVERSIBLE,
+        {"micro_batch_size": 1},
+        "qwen2_moe",
+        loss_error=1e-5,
+        adapter_error=1e-3,
+    ),
     Row(
         "revffn",
         "torch-cpu",
@@ -116,7 +160,14 @@ EAGER = (
     ),
 )
 CUDA = tuple(
-    Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error, claimed=claimed)
+    Row(
+        method,
+        "torch-cuda",
+        loss_error=1e-5,
+        gradient_error=2e-2,
+        adapter_error=error,
+        claimed=claimed,
+    )
     for method, error, claimed in (
         ("prge", 1e-5, True),
         ("mezo", 5e-5, True),
@@ -131,16 +182,40 @@ CUDA = tuple(
 )
 # Not claimed before it has passed on a GPU; the pair is, by the row of the paper's settings.
 CUDA += (
-    Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),
+    Row(
+        "prge",
+        "torch-cuda",
+        "",
+        SUBSPACE,
+        loss_error=1e-5,
+        gradient_error=2e-2,
+        adapter_error=1e-4,
+        claimed=False,
+    ),
 )
 EXACT = "float32 weights, exact gradients; functions of one block, and a whole step"
 ROUNDED = "{} weights (`{}`), exact gradients over them; functions of one block"
 NEAR = "8-bit weights and activations (`8da8w`), gradients near those over the weights; functions of one block"
 PROGRAMS = (
-    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
-    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
+    Row(
+        "prge",
+        "android-cpu",
+        "float32 and 4-bit weights, functional and stateful",
+        program="functional",
+    ),
+    Row(
+        "prge",
+        "android-cpu",
+        "float32 and 4-bit weights, functional and stateful",
+        program="stateful",
+    ),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
-    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="gemma3_text"),
+    Row(
+        "prge",
+        "android-cpu",
+        "float32 and 4-bit weights, functional and stateful",
+        program="gemma3_text",
+    ),
     Row(
         "prge",
         "android-cpu",
@@ -154,11 +229,30 @@ PROGRAMS = (
     Row("mesp", "android-cpu", EXACT, program="blocks, sgd", adapter_error=1e-5),
     # XNNPACK adds in another order on a CPU without AVX-512, and AdamW divides by what is small: 7e-8 at first, 1.4e-5
     # after five steps.
-    Row("mesp", "android-cpu", EXACT, program="blocks of gemma3_text", loss_error=2e-5, adapter_error=3e-5),
+    Row(
+        "mesp",
+        "android-cpu",
+        EXACT,
+        program="blocks of gemma3_text",
+        loss_error=2e-5,
+        adapter_error=3e-5,
+    ),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of smollm3", adapter_error=2e-4),
-    Row("mesp", "android-cpu", ROUNDED.format("8-bit", "int8"), program="blocks, int8", adapter_error=2e-4),
-    Row("mesp", "android-cpu", ROUNDED.format("4-bit", "q4"), program="blocks, q4", adapter_error=2e-4),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("8-bit", "int8"),
+        program="blocks, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks, q4",
+        adapter_error=2e-4,
+    ),
     Row("mesp", "android-cpu", NEAR, program="blocks, 8da8w", loss_error=5e-3, adapter_error=1e-3),
     Row(
         "prge",
@@ -196,13 +290,28 @@ MLX = (
         adapter_error=2e-4,
         **BIAS,
     ),
-    Row("mesp", "mlx-cpu", IN_MLX, family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
+    Row(
+        "mesp",
+        "mlx-cpu",
+        IN_MLX,
+        family="gemma3_text",
+        sizes={"layers": 3},
+        loss_error=1e-5,
+        adapter_error=2e-4,
+    ),
     Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
     # With more layers two experts come within 1e-7 of each other, and either may be a token's.
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", sizes={"layers": 1}, adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
-    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
+    Row(
+        "mesp",
+        "apple-mlx",
+        "float32 on the CPU; not run on Metal",
+        {"store_h": True},
+        adapter_error=2e-4,
+        **BIAS,
+    ),
     Row(
         "mesp",
         "apple-mlx",
@@ -212,7 +321,10 @@ MLX = (
         adapter_error=2e-4,
     ),
 )
-PACKED = {"jetson": "NF4 and INT8 weights; on the CPU here", "cuda-server": "NF4 and float32 weights; on the CPU here"}
+PACKED = {
+    "jetson": "NF4 and INT8 weights; on the CPU here",
+    "cuda-server": "NF4 and float32 weights; on the CPU here",
+}
 CUDA_ARTIFACTS = tuple(
     Row(
         method,
@@ -223,7 +335,12 @@ CUDA_ARTIFACTS = tuple(
         adapter_error=2e-4 if method != "prge" else 1e-5 if settings is SUBSPACE else 2e-6,
         **more,
     )
-    for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
+    for target, quantize in (
+        ("jetson", "nf4"),
+        ("jetson", "int8"),
+        ("cuda-server", "nf4"),
+        ("cuda-server", "none"),
+    )
     for method, settings, more in (
         ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),
         *([("prge", SUBSPACE, {})] if quantize == "nf4" else []),
@@ -267,7 +384,10 @@ def families_markdown() -> str:
         "| --- " * (len(methods) + 1) + "|",
     ]
     for family in sorted(of_family):
-        cells = (", ".join(b for b in WHERE if b in of_family[family].get(method, ())) for method in methods)
+        cells = (
+            ", ".join(b for b in WHERE if b in of_family[family].get(method, ()))
+            for method in methods
+        )
         lines.append(f"| `{family}` | " + " | ".join(cell or "–" for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -28,7 +28,14 @@ from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model, unpack_model
-from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn, PlainSubspace
+from tests.conformance.plain import (
+    Plain,
+    PlainFirstOrder,
+    PlainMezo,
+    PlainPrge,
+    PlainRevffn,
+    PlainSubspace,
+)
 from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, model, needs_qnn, program
@@ -45,7 +52,10 @@ DEFAULTS = {
     "mesp": {"rank": 4},
     "revffn": {"skip_stage1": True},
 }
-ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
+ROWS = [
+    pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else [])
+    for row in TABLE
+]
 
 
 def method(row: Row) -> Any:
@@ -104,7 +114,11 @@ def files(row: Row) -> Path:
 def artifact(row: Row) -> Path:
     """The row's artifact."""
     export = ExportConfig(
-        target=row.backend, lengths_tokens=(12, 16), batch_size=2, check_steps=1, quantize=row.quantize
+        target=row.backend,
+        lengths_tokens=(12, 16),
+        batch_size=2,
+        check_steps=1,
+        quantize=row.quantize,
     )
     kind = {"dtype": "float32"} if row.backend in ARTIFACTS and row.backend != "apple-mlx" else {}
     job = ExportJob(ModelConfig(source=str(files(row)), **kind), method(row), export, SEED)
@@ -170,7 +184,9 @@ def in_memory(row: Row, session: Any) -> Plain:
     if row.method == "prge" and row.program and config(row.program).method.factors is not None:
         return EagerSubspace(row)
     if row.program:
-        source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
+        source = next(
+            name for name in MODELS if str(model(name)) == config(row.program).model.source
+        )
         sizes = dict(MODELS[source])
         family = sizes.pop("family")
     if "optimizer" in row.settings and row.method == "prge":
@@ -190,7 +206,9 @@ class EagerProgram:
 
     def __init__(self, row: Row) -> None:
         settings = config(row.program)
-        self.program = build_program(load_model(settings.model.source), settings.method, settings.export, SEED)
+        self.program = build_program(
+            load_model(settings.model.source), settings.method, settings.export, SEED
+        )
         self.seed, self.flat = torch.tensor([SEED]), torch.zeros(self.program.layout.size)
 
     @torch.no_grad()
@@ -208,7 +226,9 @@ class EagerProgram:
     def trained(self) -> dict[str, np.ndarray]:
         family = self.program.family
         keys = [(entry.layer, entry.target) for entry in self.program.layout.entries]
-        return self.program.layout.to_tensors(self.flat.numpy(), {key: family.linear_name(*key) for key in keys})
+        return self.program.layout.to_tensors(
+            self.flat.numpy(), {key: family.linear_name(*key) for key in keys}
+        )
 
 
 class EagerSubspace:
@@ -233,7 +253,10 @@ class EagerSubspace:
         """The adapter with room for earlier subspaces, which is three times its own directions."""
         room = {"A": ((0, 48), (0, 0)), "B": ((0, 0), (0, 48))}
         tensors = self.session.adapter().tensors
-        return {name: np.pad(value, room["A" if "lora_A" in name else "B"]) for name, value in tensors.items()}
+        return {
+            name: np.pad(value, room["A" if "lora_A" in name else "B"])
+            for name, value in tensors.items()
+        }
 
 
 def batches(session: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -275,8 +298,12 @@ def test_losses_and_updates_are_the_reference_s(row) -> None:
         np.testing.assert_allclose(result.losses, losses, rtol=row.loss_error)
         received = np.array(result.projected_gradients)
         if received.size:
-            np.testing.assert_allclose(received, gradients, atol=row.gradient_error * np.abs(gradients).max())
-        expected.apply(received, step, rate)  # the same scalars on both sides: rounding does not add up
+            np.testing.assert_allclose(
+                received, gradients, atol=row.gradient_error * np.abs(gradients).max()
+            )
+        expected.apply(
+            received, step, rate
+        )  # the same scalars on both sides: rounding does not add up
     ours, theirs = trained(session), expected.trained()
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -297,10 +324,14 @@ def test_a_resume_has_the_bits_of_a_run_that_never_stopped(row) -> None:
     for step in range(half, STEPS):
         assert second.step(*given[step], step, rate) == results[step]
     ours, theirs = straight.state(), second.state()
-    assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        ours[name].tobytes() == theirs[name].tobytes() for name in ours
+    )
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.values[0].method in ("prge", "lora", "lora-fa", "mesp")])
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.values[0].method in ("prge", "lora", "lora-fa", "mesp")]
+)
 def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
     session, other = open_row(row), open_row(row)
     given = batches(session)
@@ -311,7 +342,9 @@ def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
     rows = session.eval_batch_size or 2
     ids, labels = batch(rows, given[0][0].shape[1], seed=99)
     (ours, count), (theirs, same) = session.evaluate(ids, labels), other.evaluate(ids, labels)
-    assert ours.tobytes() == theirs.tobytes() and count.tolist() == same.tolist() and count.min() > 0
+    assert (
+        ours.tobytes() == theirs.tobytes() and count.tolist() == same.tolist() and count.min() > 0
+    )
     assert trained(other).keys() == trained(session).keys()
 
 
@@ -326,4 +359,6 @@ def test_every_method_and_target_is_in_the_table() -> None:
     from ondevice.core.registry import method_names, target_names
 
     assert {pair[0] for pair in claims()} == {*method_names()}
-    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == {*target_names()}
+    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == {
+        *target_names()
+    }

@@ -76,13 +76,17 @@ def cost(dims, config, rows, length, weights):
 '''
 
 
-def install(folder: Path, entry: str, module: str, source: str, group: str = "ondevice.methods") -> Path:
+def install(
+    folder: Path, entry: str, module: str, source: str, group: str = "ondevice.methods"
+) -> Path:
     """Write the package and the distribution's metadata, as pip would leave them; gives the folder for PYTHONPATH."""
     (folder / module).mkdir(parents=True)
     (folder / module / "__init__.py").write_text(source)
     metadata = folder / f"{module}-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n"
+    )
     kind = "METHOD" if group.endswith("methods") else "TARGET"
     (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{kind}\n")
     return folder

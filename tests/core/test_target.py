@@ -28,7 +28,11 @@ def mentions(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
 
 def mentioned(root: Path) -> list[str]:
     names, listed = {*target_names()}, []
-    folders = {spec_folder for spec_folder in (root / "exporters").iterdir() if (spec_folder / "target.py").is_file()}
+    folders = {
+        spec_folder
+        for spec_folder in (root / "exporters").iterdir()
+        if (spec_folder / "target.py").is_file()
+    }
     for top in SOURCES:
         for path in sorted((root / top).rglob("*.py")):
             inside = path.relative_to(root)
@@ -47,8 +51,14 @@ def test_no_line_names_a_target(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ['if target == "jetson": pass', 'TARGETS = {"android-npu": 1}', 'error = "for jetson or cuda-server"'],
+    [
+        'if target == "jetson": pass',
+        'TARGETS = {"android-npu": 1}',
+        'error = "for jetson or cuda-server"',
+    ],
 )
 def test_a_line_that_does_is_found(line: str) -> None:
     assert list(mentions(line, {*target_names()}))
-    assert not list(mentions('"""For jetson or cuda-server."""\nword = "jetsons"', {*target_names()}))
+    assert not list(
+        mentions('"""For jetson or cuda-server."""\nword = "jetsons"', {*target_names()})
+    )

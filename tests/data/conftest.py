@@ -23,15 +23,30 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(kind: str) -> Any:
     """kind: "bytes", "bos" (BOS before and EOS behind every text) or "llama" (BOS, spaces as a letter)."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|pad|>", "<|start|>", "<|end|>", "<s>", "</s>"]
     if kind == "llama":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<0x00>", fuse_unk=True))
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
         tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
         special = special + [f"<0x{byte:02X}>" for byte in range(256)]
         alphabet = []

@@ -15,11 +15,18 @@ from ondevice.data import IGNORE, Dataset, encode, read_dataset, read_rows
 from tests.data.public_templates import tokenizer_for
 
 Write = Callable[..., Path]
-ASKED, ANSWERED = {"role": "user", "content": "Name a fruit."}, {"role": "assistant", "content": "Apple."}
+ASKED, ANSWERED = (
+    {"role": "user", "content": "Name a fruit."},
+    {"role": "assistant", "content": "Apple."},
+)
 AGAIN, PEAR = {"role": "user", "content": "Another?"}, {"role": "assistant", "content": "Pear."}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"town": {"type": "string"}}}}}  # fmt: skip
-CALL = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+CALL = {
+    "id": "abc123def",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"town": "Ulm"}},
+}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "abc123def", "name": "weather", "content": "rain"}
 
@@ -34,7 +41,9 @@ def qwen3() -> Any:
     return tokenizer_for("qwen3")
 
 
-def read(write: Write, tokenizer: Any, *rows: dict[str, Any], limit: int = 9_999, **keys: Any) -> Dataset:
+def read(
+    write: Write, tokenizer: Any, *rows: dict[str, Any], limit: int = 9_999, **keys: Any
+) -> Dataset:
     return encode(read_rows(write(list(rows))), tokenizer, max_length_tokens=limit, **keys)
 
 
@@ -57,13 +66,21 @@ def whole(dataset: Dataset, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(item.example.ids) for item in dataset.items]
 
 
-def test_the_choice_of_one_or_several_sequences_is_said_and_counted(write: Write, qwen2_5: Any, qwen3: Any) -> None:
+def test_the_choice_of_one_or_several_sequences_is_said_and_counted(
+    write: Write, qwen2_5: Any, qwen3: Any
+) -> None:
     row = {"messages": [ASKED, ANSWERED, AGAIN, PEAR]}
     one, several = read(write, qwen2_5, row), read(write, qwen3, row)
     assert stretches(one, qwen2_5) == [["Apple.<|im_end|>", "Pear.<|im_end|>"]]
-    assert "conversations that are one sequence each, as the chat template only appends: 1" in one.report.said()
+    assert (
+        "conversations that are one sequence each, as the chat template only appends: 1"
+        in one.report.said()
+    )
     thought = "<think>\n\n</think>\n\n"
-    assert stretches(several, qwen3) == [[f"{thought}Apple.<|im_end|>"], [f"{thought}Pear.<|im_end|>"]]
+    assert stretches(several, qwen3) == [
+        [f"{thought}Apple.<|im_end|>"],
+        [f"{thought}Pear.<|im_end|>"],
+    ]
     assert (
         "conversations that are one sequence for each answer, as the chat template rewrites earlier turns: 1, "
         "as 2 sequences" in several.report.said()
@@ -71,21 +88,30 @@ def test_the_choice_of_one_or_several_sequences_is_said_and_counted(write: Write
     assert [item.line for item in several.items] == [1, 1]
 
 
-def test_turns_that_only_append_share_a_sequence_within_a_template_that_rewrites(write: Write, qwen3: Any) -> None:
+def test_turns_that_only_append_share_a_sequence_within_a_template_that_rewrites(
+    write: Write, qwen3: Any
+) -> None:
     """Qwen3 keeps the reasoning of a tool's turns until the next question, and drops it then."""
     called = CALLED | {"reasoning_content": "Ask."}
     row = {"tools": [WEATHER], "messages": [
         ASKED, called, RESULT, ANSWERED | {"reasoning_content": "Rain."}, AGAIN, PEAR]}  # fmt: skip
     dataset = read(write, qwen3, row)
     first, second = stretches(dataset, qwen3)
-    assert [text.partition("</think>")[0] for text in first] == ["<think>\nAsk.\n", "<think>\nRain.\n"]
+    assert [text.partition("</think>")[0] for text in first] == [
+        "<think>\nAsk.\n",
+        "<think>\nRain.\n",
+    ]
     assert second == ["<think>\n\n</think>\n\nPear.<|im_end|>"]
     assert "Ask." not in whole(dataset, qwen3)[1]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "content"])
 def test_reasoning_goes_where_the_template_looks_for_it(key: str, write: Write, qwen3: Any) -> None:
-    turn = ANSWERED | ({"content": "<think>\nA fruit.\n</think>\n\nApple."} if key == "content" else {key: "A fruit."})
+    turn = ANSWERED | (
+        {"content": "<think>\nA fruit.\n</think>\n\nApple."}
+        if key == "content"
+        else {key: "A fruit."}
+    )
     dataset = read(write, qwen3, {"messages": [ASKED, turn]})
     assert stretches(dataset, qwen3) == [["<think>\nA fruit.\n</think>\n\nApple.<|im_end|>"]]
     gpt = tokenizer_for("gptoss")
@@ -97,14 +123,18 @@ def test_reasoning_goes_where_the_template_looks_for_it(key: str, write: Write, 
 
 
 def test_reasoning_that_the_template_drops_is_named(write: Write, qwen2_5: Any) -> None:
-    dataset = read(write, qwen2_5, {"messages": [ASKED, ANSWERED | {"reasoning_content": "A fruit."}]})
+    dataset = read(
+        write, qwen2_5, {"messages": [ASKED, ANSWERED | {"reasoning_content": "A fruit."}]}
+    )
     assert dataset.report.left == {"messages[].reasoning_content": 1}
 
 
 @pytest.mark.parametrize("context", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
                                      {"loss": False}, {"masked": True}])  # fmt: skip
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "phi3"])
-def test_a_turn_that_is_not_to_be_trained_on_is_context(template: str, context: Any, write: Write) -> None:
+def test_a_turn_that_is_not_to_be_trained_on_is_context(
+    template: str, context: Any, write: Write
+) -> None:
     tokenizer = tokenizer_for(template)
     dataset = read(write, tokenizer, {"messages": [ASKED, ANSWERED | context, AGAIN, PEAR]})
     assert len(dataset.items) == 1 and dataset.report.left == {}
@@ -112,30 +142,50 @@ def test_a_turn_that_is_not_to_be_trained_on_is_context(template: str, context: 
     assert len(trained) == 1 and "Pear." in trained[0] and "Apple." not in trained[0]
     assert "Apple." in whole(dataset, tokenizer)[0]
     last = read(write, tokenizer, {"messages": [ASKED, ANSWERED, AGAIN, PEAR | context]})
-    assert "Another?" not in whole(last, tokenizer)[0], "what follows the last trained answer is no context of it"
+    assert "Another?" not in whole(last, tokenizer)[0], (
+        "what follows the last trained answer is no context of it"
+    )
 
 
-def test_train_on_prompt_leaves_out_turns_of_weight_0_and_trains_the_others_once(write: Write, qwen2_5: Any) -> None:
+def test_train_on_prompt_leaves_out_turns_of_weight_0_and_trains_the_others_once(
+    write: Write, qwen2_5: Any
+) -> None:
     row = {"messages": [ASKED, ANSWERED | {"weight": 0}, AGAIN, PEAR]}
     (trained,) = stretches(read(write, qwen2_5, row, train_on_prompt=True), qwen2_5)
-    assert "Apple." not in "".join(trained) and "Name a fruit." in trained[0] and "Another?" in trained[1]
+    assert (
+        "Apple." not in "".join(trained)
+        and "Name a fruit." in trained[0]
+        and "Another?" in trained[1]
+    )
     phi = tokenizer_for("phi3")
     both = read(write, phi, {"messages": [ASKED, ANSWERED, AGAIN, PEAR]}, train_on_prompt=True)
     trained = ["".join(texts) for texts in stretches(both, phi)]
-    assert sum(text.count("Name a fruit.") for text in trained) == 1 == sum(text.count("Apple.") for text in trained)
+    assert (
+        sum(text.count("Name a fruit.") for text in trained)
+        == 1
+        == sum(text.count("Apple.") for text in trained)
+    )
 
 
 @pytest.mark.parametrize(
     ("turn", "field", "reason"),
     [
-        ({"weight": 0.5}, "messages.1.weight", "expected 0 or 1, true or false; received a number 0.5"),
+        (
+            {"weight": 0.5},
+            "messages.1.weight",
+            "expected 0 or 1, true or false; received a number 0.5",
+        ),
         ({"train": "maybe"}, "messages.1.train", "expected 0 or 1"),
         ({"mask": [1, 0]}, "messages.1.mask", "cannot be obeyed"),
         ({"train_detail": [{"begin_offset": 0}]}, "messages.1.train_detail", "cannot be obeyed"),
     ],
 )
-def test_a_weight_that_cannot_be_obeyed_is_refused(turn: Any, field: str, reason: str, write: Write) -> None:
-    (problem,) = read_rows(write([{"messages": [ASKED, ANSWERED | turn]}]), allow_empty=True).problems
+def test_a_weight_that_cannot_be_obeyed_is_refused(
+    turn: Any, field: str, reason: str, write: Write
+) -> None:
+    (problem,) = read_rows(
+        write([{"messages": [ASKED, ANSWERED | turn]}]), allow_empty=True
+    ).problems
     assert problem.field == field and reason in problem.reason
 
 
@@ -162,13 +212,22 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({"system_message": "Be brief.", "messages": [ASKED, ANSWERED]}, [SYSTEM, ASKED, ANSWERED]),
     ],
 )  # fmt: skip
-def test_system_history_and_input_stand_before_the_question(row: Any, turns: Any, write: Write, qwen2_5: Any) -> None:
+def test_system_history_and_input_stand_before_the_question(
+    row: Any, turns: Any, write: Write, qwen2_5: Any
+) -> None:
     dataset = read(write, qwen2_5, row)
-    assert whole(dataset, qwen2_5) == [qwen2_5.apply_chat_template(turns, tokenize=False).rstrip("\n")]
-    assert stretches(dataset, qwen2_5) == [[f"{turns[-1]['content']}<|im_end|>"]] and dataset.report.left == {}
+    assert whole(dataset, qwen2_5) == [
+        qwen2_5.apply_chat_template(turns, tokenize=False).rstrip("\n")
+    ]
+    assert (
+        stretches(dataset, qwen2_5) == [[f"{turns[-1]['content']}<|im_end|>"]]
+        and dataset.report.left == {}
+    )
 
 
-def test_system_and_history_stand_before_the_question_without_a_chat_template(write: Write, tokenizers: Any) -> None:
+def test_system_and_history_stand_before_the_question_without_a_chat_template(
+    write: Write, tokenizers: Any
+) -> None:
     row = {
         "instruction": "Another?",
         "output": "Pear.",
@@ -190,8 +249,15 @@ def test_the_advice_never_trains_the_system_as_the_question(keys: Any, write: Wr
         read_rows(write([dict.fromkeys(keys, "some text")]))
     advice = str(raised.value.hint)
     assert f"prompt={keys[0]}" not in advice and f"--column system={keys[0]}" in advice
-    columns = dict(part.split("=") for part in advice.partition(" for free")[0].replace("--column ", "").split()[-2:])
-    assert columns["prompt"] in ("ask", "query", "x") and columns["completion"] in ("reply", "target", "y")
+    columns = dict(
+        part.split("=")
+        for part in advice.partition(" for free")[0].replace("--column ", "").split()[-2:]
+    )
+    assert columns["prompt"] in ("ask", "query", "x") and columns["completion"] in (
+        "reply",
+        "target",
+        "y",
+    )
 
 
 MISTRAL = (
@@ -204,7 +270,9 @@ MISTRAL = (
 )
 
 
-def test_ids_of_tool_calls_reach_the_template_and_their_lack_is_the_row_s_fault(write: Write, qwen2_5: Any) -> None:
+def test_ids_of_tool_calls_reach_the_template_and_their_lack_is_the_row_s_fault(
+    write: Write, qwen2_5: Any
+) -> None:
     mistral = copy.deepcopy(qwen2_5)
     mistral.chat_template = MISTRAL
     messages = [ASKED, CALLED, RESULT, ANSWERED]
@@ -213,12 +281,15 @@ def test_ids_of_tool_calls_reach_the_template_and_their_lack_is_the_row_s_fault(
     assert "abc123def" in stretches(dataset, mistral)[0][0]
     nameless = CALLED | {"tool_calls": [{key: CALL[key] for key in ("type", "function")}]}
     with pytest.raises(
-        DataError, match="refuses the turns: Tool call IDs should be alphanumeric strings with length 9"
+        DataError,
+        match="refuses the turns: Tool call IDs should be alphanumeric strings with length 9",
     ):
         read(write, mistral, {"messages": [ASKED, nameless, RESULT, ANSWERED]})
 
 
-def test_every_key_and_column_that_the_template_names_reaches_it(write: Write, qwen2_5: Any) -> None:
+def test_every_key_and_column_that_the_template_names_reaches_it(
+    write: Write, qwen2_5: Any
+) -> None:
     curious = copy.deepcopy(qwen2_5)
     curious.chat_template = (
         "{% if documents %}{% for d in documents %}[{{ d.title }}]{% endfor %}{% endif %}{{ persona }}{{ mood }}"
@@ -227,20 +298,30 @@ def test_every_key_and_column_that_the_template_names_reaches_it(write: Write, q
         "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
-    called = CALLED | {"tool_calls": [CALL | {"tag": "T", "function": CALL["function"] | {"strict": 7}}]}
+    called = CALLED | {
+        "tool_calls": [CALL | {"tag": "T", "function": CALL["function"] | {"strict": 7}}]
+    }
     messages = [ASKED | {"name": "Ann"}, called, RESULT, ANSWERED | {"tone": "dry", "weight": 1}]
     row = {"messages": messages, "documents": [{"title": "D", "text": "x"}], "persona": "P", "unknown": 1,
            "chat_template_kwargs": {"mood": "M", "tokenize": True}}  # fmt: skip
     dataset = read(write, curious, row)
-    shown = curious.apply_chat_template(messages, tokenize=False, documents=row["documents"], persona="P", mood="M")
-    assert whole(dataset, curious)[0].startswith("[D]PM<|im_start|>user/Ann//\n") and "dry/1" in shown
+    shown = curious.apply_chat_template(
+        messages, tokenize=False, documents=row["documents"], persona="P", mood="M"
+    )
+    assert (
+        whole(dataset, curious)[0].startswith("[D]PM<|im_start|>user/Ann//\n") and "dry/1" in shown
+    )
     assert dataset.report.left.keys() == {"unknown", "chat_template_kwargs.tokenize", "messages[].tool_call_id",
                                           "messages[].tool_calls[].id"}  # fmt: skip
 
 
 def test_settings_of_a_row_reach_the_template(write: Write, qwen3: Any) -> None:
-    (off,) = stretches(read(write, qwen3, {"messages": [ASKED, ANSWERED], "enable_thinking": False}), qwen3)
-    assert off == ["Apple.<|im_end|>"]  # the template asks with an empty thought, and the answer follows it
+    (off,) = stretches(
+        read(write, qwen3, {"messages": [ASKED, ANSWERED], "enable_thinking": False}), qwen3
+    )
+    assert off == [
+        "Apple.<|im_end|>"
+    ]  # the template asks with an empty thought, and the answer follows it
     with pytest.raises(DataError, match="expected an object with the chat template's own settings"):
         read(write, qwen3, {"messages": [ASKED, ANSWERED], "chat_template_kwargs": [1]})
 
@@ -254,19 +335,25 @@ def test_a_turn_that_the_template_drops_is_refused(write: Write, qwen2_5: Any) -
     with pytest.raises(DataError, match="chat template drops a turn of the role system"):
         read(write, deaf, {"messages": [SYSTEM, ASKED, ANSWERED]})
     llama = tokenizer_for("llama3_1")
-    dataset = read(write, llama, {"messages": [ASKED, CALLED | {"content": "Let me see."}, RESULT, ANSWERED]})
+    dataset = read(
+        write, llama, {"messages": [ASKED, CALLED | {"content": "Let me see."}, RESULT, ANSWERED]}
+    )
     assert dataset.report.left["messages[].content of a turn with tool_calls"] == 1
 
 
 def test_a_developer_is_one_where_the_template_knows_it(write: Write, qwen2_5: Any) -> None:
     row = {"messages": [{"role": "developer", "content": "Be brief."}, ASKED, ANSWERED]}
-    assert whole(read(write, qwen2_5, row), qwen2_5)[0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert whole(read(write, qwen2_5, row), qwen2_5)[0].startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>"
+    )
     muse = tokenizer_for("gptoss")
     expected = muse.apply_chat_template(row["messages"], tokenize=False)
     assert whole(read(write, muse, row), muse) == [expected]
 
 
-def test_tool_calls_of_arrow_are_those_of_json_lines(tmp_path: Path, write: Write, qwen2_5: Any) -> None:
+def test_tool_calls_of_arrow_are_those_of_json_lines(
+    tmp_path: Path, write: Write, qwen2_5: Any
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     add = {"type": "function", "function": {"name": "add", "parameters": {
@@ -279,7 +366,9 @@ def test_tool_calls_of_arrow_are_those_of_json_lines(tmp_path: Path, write: Writ
     from_lines = read(write, qwen2_5, *rows)
     assert whole(from_arrow, qwen2_5) == whole(from_lines, qwen2_5)
     assert from_arrow.report.left == from_lines.report.left
-    null = CALLED | {"tool_calls": [CALL | {"function": {"name": "weather", "arguments": {"town": None}}}]}
+    null = CALLED | {
+        "tool_calls": [CALL | {"function": {"name": "weather", "arguments": {"town": None}}}]
+    }
     assert '{"town": null}' in whole(read(write, qwen2_5, {"messages": [ASKED, null]}), qwen2_5)[0]
 
 
@@ -290,7 +379,11 @@ def test_one_bos_however_many_a_row_has_already(kind: str, write: Write, tokeniz
                         ({"prompt": "the film", "completion": " was great"},
                          {"prompt": "<s>the film", "completion": " was great"})]:  # fmt: skip
         plain, once = (read(write, tokenizer, one).items[0].example for one in (row, marked))
-        assert list(once.ids).count(tokenizer.bos_token_id) == 1 == list(plain.ids).count(tokenizer.bos_token_id)
+        assert (
+            list(once.ids).count(tokenizer.bos_token_id)
+            == 1
+            == list(plain.ids).count(tokenizer.bos_token_id)
+        )
         assert once.ids[0] == tokenizer.bos_token_id
 
 
@@ -305,11 +398,18 @@ def test_turns_that_hold_the_template_s_marks_get_them_once(write: Write) -> Non
                   {"role": "assistant", "content": f"Apple.{behind}"}]  # fmt: skip
         dataset = read(write, tokenizer, {"messages": marked})
         assert whole(dataset, tokenizer) == whole(expected, tokenizer), template
-        assert [item.example.labels for item in dataset.items] == [item.example.labels for item in expected.items]
-        assert "turns that held the chat template's own marks, which are written once: 2" in dataset.report.said()
+        assert [item.example.labels for item in dataset.items] == [
+            item.example.labels for item in expected.items
+        ]
+        assert (
+            "turns that held the chat template's own marks, which are written once: 2"
+            in dataset.report.said()
+        )
 
 
-def test_a_completion_that_ends_with_the_template_s_end_gets_no_other(write: Write, qwen2_5: Any) -> None:
+def test_a_completion_that_ends_with_the_template_s_end_gets_no_other(
+    write: Write, qwen2_5: Any
+) -> None:
     dataset = read(write, qwen2_5, {"prompt": "A fruit:", "completion": " Apple.<|im_end|>"})
     assert stretches(dataset, qwen2_5) == [[" Apple.<|im_end|>"]]
     assert dataset.report.said() == ("answers whose end is trained as <|im_end|>: 1",)
@@ -327,15 +427,24 @@ def test_an_answer_that_the_template_writes_otherwise_than_it_asks_is_said(write
     deepseek = tokenizer_for("deepseekv3")
     dataset = read(write, deepseek, {"messages": [ASKED, ANSWERED]})
     assert stretches(dataset, deepseek) == [["Apple.<｜end▁of▁sentence｜>"]]
-    assert "answers without '<think>', with which the chat template asks for them: 1" in dataset.report.said()
+    assert (
+        "answers without '<think>', with which the chat template asks for them: 1"
+        in dataset.report.said()
+    )
 
 
 def test_each_sequence_is_cut_and_left_out_for_itself(write: Write, qwen3: Any) -> None:
     long = {"role": "assistant", "content": "Apple. " * 40}
     dataset = read(write, qwen3, {"messages": [ASKED, long, AGAIN, PEAR]}, limit=60)
     (item,) = dataset.items  # the first answer does not fit, and the second does without it
-    assert whole(dataset, qwen3)[0].startswith("<|im_start|>user\nAnother?") and item.dropped_tokens > 40
-    assert len(dataset.problems) == len(dataset.too_long_tokens) == 1 and "the answer has" in dataset.problems[0].reason
+    assert (
+        whole(dataset, qwen3)[0].startswith("<|im_start|>user\nAnother?")
+        and item.dropped_tokens > 40
+    )
+    assert (
+        len(dataset.problems) == len(dataset.too_long_tokens) == 1
+        and "the answer has" in dataset.problems[0].reason
+    )
 
 
 def test_of_named_templates_the_one_for_tools_is_taken(write: Write, qwen2_5: Any) -> None:
@@ -343,8 +452,13 @@ def test_of_named_templates_the_one_for_tools_is_taken(write: Write, qwen2_5: An
     named.chat_template = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
                                       "{% if add_generation_prompt %}assistant: {% endif %}",
                            "tool_use": qwen2_5.chat_template}  # fmt: skip
-    plain, tools = {"messages": [ASKED, ANSWERED]}, {"messages": [ASKED, CALLED], "tools": [WEATHER]}
-    assert whole(read(write, named, plain), named) == ["user: Name a fruit.<|im_end|>assistant: Apple.<|im_end|>"]
+    plain, tools = (
+        {"messages": [ASKED, ANSWERED]},
+        {"messages": [ASKED, CALLED], "tools": [WEATHER]},
+    )
+    assert whole(read(write, named, plain), named) == [
+        "user: Name a fruit.<|im_end|>assistant: Apple.<|im_end|>"
+    ]
     assert whole(read(write, named, tools), named) == whole(read(write, qwen2_5, tools), qwen2_5)
     named.chat_template = {"rag": qwen2_5.chat_template}
     with pytest.raises(DataError, match="multiple chat templates with no default"):
@@ -377,11 +491,17 @@ def test_a_key_that_is_read_later_is_not_named(write: Write, qwen2_5: Any) -> No
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rows = [{"messages": [ASKED | {"name": name}, ANSWERED]} for name in ("x", "", "Ann", "x")]
-    assert read(write, polite, *rows).report.left == {"messages[].name": 1}  # the first, in which it changes nothing
+    assert read(write, polite, *rows).report.left == {
+        "messages[].name": 1
+    }  # the first, in which it changes nothing
 
 
 def test_a_preference_pair_s_turns_are_checked_too(write: Write, qwen2_5: Any) -> None:
-    pair = {"chosen": [ASKED | {"mood": "dry"}, ANSWERED], "rejected": [ASKED | {"mood": "dry"}, PEAR], "score": 1.0}
+    pair = {
+        "chosen": [ASKED | {"mood": "dry"}, ANSWERED],
+        "rejected": [ASKED | {"mood": "dry"}, PEAR],
+        "score": 1.0,
+    }
     dataset = read(write, qwen2_5, pair)
     assert dataset.report.left == {"score": 1, "messages[].mood": 1}
     assert [len(item.candidates) for item in dataset.items] == [2]

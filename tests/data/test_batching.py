@@ -39,8 +39,15 @@ def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int) -> Non
     assert batches.steps_per_epoch == len(sizes) / batch
 
 
-@given(sizes=lengths, batch=st.integers(1, 9), seed=seeds, steps=st.lists(st.integers(0, 50), max_size=8))
-def test_a_batch_depends_on_seed_and_step_alone(sizes: list[int], batch: int, seed: int, steps: list[int]) -> None:
+@given(
+    sizes=lengths,
+    batch=st.integers(1, 9),
+    seed=seeds,
+    steps=st.lists(st.integers(0, 50), max_size=8),
+)
+def test_a_batch_depends_on_seed_and_step_alone(
+    sizes: list[int], batch: int, seed: int, steps: list[int]
+) -> None:
     used = Batches(dataset(sizes), batch, None, seed, PAD)
     for step in steps:
         fresh = Batches(dataset(sizes), batch, None, seed, PAD).at(step)
@@ -61,7 +68,9 @@ ORDER = [(6, 3, 4, 0), (2, 7, 5, 1), (1, 3, 2, 7), (4, 5, 0, 6)]
 
 @settings(max_examples=60)
 @given(sizes=lengths, batch=st.integers(1, 5), step=st.integers(0, 20))
-def test_smallest_length_that_holds_the_longest_row(sizes: list[int], batch: int, step: int) -> None:
+def test_smallest_length_that_holds_the_longest_row(
+    sizes: list[int], batch: int, step: int
+) -> None:
     buckets = (20, 4, 12)
     batches = Batches(dataset(sizes), batch, buckets, 0, PAD)
     longest = max(sizes[row] for row in batches.rows_at(step))
@@ -75,12 +84,17 @@ def test_padding_is_on_the_right_and_never_trained(sizes: list[int], batch: int,
     data = dataset(sizes)
     batches = Batches(data, batch, None, 3, PAD)
     batch_at = batches.at(step)
-    assert batch_at.ids.dtype == batch_at.labels.dtype == np.int64 and batch_at.ids.shape == batch_at.labels.shape
+    assert (
+        batch_at.ids.dtype == batch_at.labels.dtype == np.int64
+        and batch_at.ids.shape == batch_at.labels.shape
+    )
     for place, row in enumerate(batches.rows_at(step)):
         example, size = data.items[row].example, sizes[row]
         assert tuple(batch_at.ids[place, :size]) == example.ids
         assert tuple(batch_at.labels[place, :size]) == example.labels
-        assert (batch_at.ids[place, size:] == PAD).all() and (batch_at.labels[place, size:] == IGNORE).all()
+        assert (batch_at.ids[place, size:] == PAD).all() and (
+            batch_at.labels[place, size:] == IGNORE
+        ).all()
 
 
 def test_mistakes_are_named() -> None:
@@ -110,14 +124,20 @@ def test_pad_examples() -> None:
 
 def lines(*numbers: int) -> Dataset:
     """One item a line of the file; windows of one text have the same line."""
-    return Dataset([Item(Example((number, number), (number, number)), line=number) for number in numbers])
+    return Dataset(
+        [Item(Example((number, number), (number, number)), line=number) for number in numbers]
+    )
 
 
 @given(count=st.integers(2, 60), share=st.floats(0.01, 0.99), seed=seeds)
 def test_a_split_is_disjoint_whole_and_of_the_seed(count: int, share: float, seed: int) -> None:
     parts = split_rows(lines(*range(count)), share, seed)
     train, held = ([item.line for item in part.items] for part in parts)
-    assert sorted(train + held) == list(range(count)) and train == sorted(train) and held == sorted(held)
+    assert (
+        sorted(train + held) == list(range(count))
+        and train == sorted(train)
+        and held == sorted(held)
+    )
     assert len(held) == min(max(1, round(count * share)), count - 1)
     assert split_rows(lines(*range(count)), share, seed) == parts
 

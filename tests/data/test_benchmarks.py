@@ -17,7 +17,14 @@ from ondevice.data.benchmarks import (
 )
 from tests.cli.command import write_rows
 
-CHOICES = {"subject": "high_school_physics", "question": "How many?", "A": "0", "B": "1", "C": "2", "D": "3"}
+CHOICES = {
+    "subject": "high_school_physics",
+    "question": "How many?",
+    "A": "0",
+    "B": "1",
+    "C": "2",
+    "D": "3",
+}
 
 
 def mmlu(**changes: object) -> dict[str, object]:
@@ -29,7 +36,12 @@ def mmlu(**changes: object) -> dict[str, object]:
     [
         mmlu(),
         {"task": "mmlu", "prompt_fields": CHOICES, "label": "B"},
-        {"question": "How many?", "choices": ["0", "1", "2", "3"], "answer": 1, "subject": "high_school_physics"},
+        {
+            "question": "How many?",
+            "choices": ["0", "1", "2", "3"],
+            "answer": 1,
+            "subject": "high_school_physics",
+        },
         mmlu(answer="1"),  # the index and not the choice's text
     ],
 )
@@ -38,7 +50,9 @@ def test_mmlu_in_the_forms_that_its_files_have(row, tmp_path) -> None:
     assert (question.turns, question.answer) == (("How many?\nA. 0\nB. 1\nC. 2\nD. 3",), "B")
     asked = choice_row(question, [question])
     once = "How many?\nA. 0\nB. 1\nC. 2\nD. 3\nAnswer:"
-    head = "The following are multiple choice questions (with answers) about high school physics.\n\n"
+    head = (
+        "The following are multiple choice questions (with answers) about high school physics.\n\n"
+    )
     assert asked.pairs == tuple((f"{head}{once} B\n\n{once}", f" {letter}") for letter in "ABCD")
     assert (asked.gold, asked.end) == (1, False)
 
@@ -49,12 +63,17 @@ def test_csv_and_a_file_without_subjects(tmp_path) -> None:
     (question,) = read_questions(path, "mmlu")
     assert (question.answer, question.group, question.line) == ("D", "", 2)
     assert (
-        choice_row(question, []).pairs[0][0].startswith("The following are multiple choice questions (with answers).")
+        choice_row(question, [])
+        .pairs[0][0]
+        .startswith("The following are multiple choice questions (with answers).")
     )
 
 
 def test_gsm8k_as_text_and_as_chat(tmp_path) -> None:
-    rows = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+    rows = [
+        {"question": "1 + 1?", "answer": "Two.\n#### 2"},
+        {"question": "2 + 2?", "answer": "#### 4"},
+    ]
     first, second = read_questions(write_rows(tmp_path / "test.jsonl", rows), "gsm8k")
     assert sum_prompt(second, [first], chat=False) == (
         "Question: 1 + 1?\nAnswer: Two.\n#### 2\n\nQuestion: 2 + 2?\nAnswer:"
@@ -65,7 +84,10 @@ def test_gsm8k_as_text_and_as_chat(tmp_path) -> None:
 
 
 def test_mt_bench_keeps_turns_and_ids(tmp_path) -> None:
-    rows = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}, {"question": "Sing."}]
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        {"question": "Sing."},
+    ]
     two, one = read_questions(write_rows(tmp_path / "question.jsonl", rows), "mt_bench")
     assert (two.id, two.group, two.turns) == (81, "writing", ("Write.", "Rewrite."))
     assert (one.id, one.group, one.turns) == (2, "", ("Sing.",))
@@ -77,8 +99,16 @@ def test_mt_bench_keeps_turns_and_ids(tmp_path) -> None:
         ("mmlu", mmlu(answer="E"), "'answer': expected one of the choices, A to D"),
         ("mmlu", {key: value for key, value in mmlu().items() if key != "C"}, "'C': is missing"),
         ("mmlu", mmlu(choices=["a", "b", "c"]), "'choices': expected 4 choices, received 3"),
-        ("mmlu", {"task": "rte", "prompt_fields": CHOICES, "label": "B"}, "'task': expected 'mmlu'"),
-        ("gsm8k", {"question": "1 + 1?", "answer": "two"}, "'answer': expected an answer that ends with a number"),
+        (
+            "mmlu",
+            {"task": "rte", "prompt_fields": CHOICES, "label": "B"},
+            "'task': expected 'mmlu'",
+        ),
+        (
+            "gsm8k",
+            {"question": "1 + 1?", "answer": "two"},
+            "'answer': expected an answer that ends with a number",
+        ),
         ("gsm8k", {"question": " ", "answer": "2"}, "'question': is empty"),
         ("mt_bench", {"turns": []}, "'turns': expected a list of at least one text"),
         ("mt_bench", {"turns": ["a", 1]}, "'turns.1': expected a text, received a number"),
@@ -86,7 +116,11 @@ def test_mt_bench_keeps_turns_and_ids(tmp_path) -> None:
     ],
 )
 def test_a_bad_row_is_named_and_none_is_left_out(task, row, said, tmp_path) -> None:
-    good = {"mmlu": mmlu(), "gsm8k": {"question": "q", "answer": "1"}, "mt_bench": {"turns": ["a"]}}[task]
+    good = {
+        "mmlu": mmlu(),
+        "gsm8k": {"question": "q", "answer": "1"},
+        "mt_bench": {"turns": ["a"]},
+    }[task]
     path = write_rows(tmp_path / "test.jsonl", [good, row])
     with pytest.raises(DataError) as caught:
         read_questions(path, task)
@@ -96,7 +130,9 @@ def test_a_bad_row_is_named_and_none_is_left_out(task, row, said, tmp_path) -> N
 def test_the_file_of_a_folder_and_its_examples(tmp_path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         find_file(tmp_path / "mmlu")
-    write_rows(tmp_path / "dev.jsonl", [mmlu(subject=f"{i % 2}", question=f"{i}?") for i in range(6)])
+    write_rows(
+        tmp_path / "dev.jsonl", [mmlu(subject=f"{i % 2}", question=f"{i}?") for i in range(6)]
+    )
     with pytest.raises(DataError, match="has no such file") as caught:
         find_file(tmp_path)
     assert "dev.jsonl" in str(caught.value)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from ondevice.core.errors import DataError
 from ondevice.data import IGNORE, Dataset, Row, Rows, encode
 
-content = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=15).filter(str.strip)
+content = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=15
+).filter(str.strip)
 turns = st.tuples(st.booleans(), st.lists(st.tuples(content, content), min_size=1, max_size=4))
 
 
@@ -22,7 +24,9 @@ def chat(*messages: tuple[str, str]) -> Rows:
 
 def conversation(drawn: tuple[bool, list[tuple[str, str]]]) -> tuple[tuple[str, str], ...]:
     system, pairs = drawn
-    said = [turn for asked, answered in pairs for turn in (("user", asked), ("assistant", answered))]
+    said = [
+        turn for asked, answered in pairs for turn in (("user", asked), ("assistant", answered))
+    ]
     return tuple(([("system", "Be kind.")] if system else []) + said)
 
 
@@ -69,7 +73,10 @@ def test_no_answer_is_cut_in_half(drawn: Any, limit: int, tokenizer: Any) -> Non
         assert dataset.too_long_tokens == [full]
         return
     (item,) = dataset.items
-    begins = {tokenizer.decode(item.example.ids).startswith(f"<|start|>{role}") for role in ("user", "system")}
+    begins = {
+        tokenizer.decode(item.example.ids).startswith(f"<|start|>{role}")
+        for role in ("user", "system")
+    }
     assert begins == {True, False}  # a turn's beginning: what goes is whole turns
     assert len(item.example) <= limit and item.dropped_tokens == full - len(item.example)
     answers = [text + "<|end|>" for role, text in messages if role == "assistant"]
@@ -107,7 +114,9 @@ def test_one_token_to_train_on_is_enough_but_not_the_first(tokenizer: Any) -> No
     (item,) = encode(chat(("user", "a"), ("assistant", " great")), bare, max_length_tokens=99).items
     assert item.example.labels == (IGNORE, item.example.ids[1])
     bare.chat_template = "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}"
-    dataset = encode(chat(("user", "a"), ("assistant", " great")), bare, max_length_tokens=99, allow_empty=True)
+    dataset = encode(
+        chat(("user", "a"), ("assistant", " great")), bare, max_length_tokens=99, allow_empty=True
+    )
     assert "no assistant turn has a token" in dataset.problems[0].reason
 
 
@@ -128,21 +137,30 @@ def test_instruct_without_a_template_has_its_own_prompt(tokenizers: dict[str, An
     plain = encode(Rows("f", "instruct", [row]), tokenizers["bos"], max_length_tokens=99)
     framed = encode(Rows("f", "instruct", [row]), tokenizers["bytes"], max_length_tokens=99)
     assert (plain.template, framed.template) == ("instruction prompt", "chat template")
-    assert tokenizers["bos"].decode(plain.items[0].example.ids, skip_special_tokens=True) == "".join(pair)
+    assert tokenizers["bos"].decode(
+        plain.items[0].example.ids, skip_special_tokens=True
+    ) == "".join(pair)
     assert tokenizers["bytes"].decode(framed.items[0].example.ids).startswith("<|start|>user\nAdd.")
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses the turns: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses the turns: roles must alternate",
+        ),
         ("{{ messages | length }} turns", "rewrites earlier turns"),
         ("{{ messages[0].nothing.more }}", "refuses the turns"),
         ("no turns", "drops the last assistant turn"),
     ],
 )
-def test_template_that_does_not_fit_is_a_problem(template: str, reason: str, tokenizer: Any) -> None:
+def test_template_that_does_not_fit_is_a_problem(
+    template: str, reason: str, tokenizer: Any
+) -> None:
     odd = copy.deepcopy(tokenizer)
     odd.chat_template = template
-    dataset = encode(chat(("user", "a"), ("assistant", "b")), odd, max_length_tokens=99, allow_empty=True)
+    dataset = encode(
+        chat(("user", "a"), ("assistant", "b")), odd, max_length_tokens=99, allow_empty=True
+    )
     assert reason in dataset.problems[0].reason and dataset.problems[0].field == "messages"

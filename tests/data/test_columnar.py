@@ -21,21 +21,30 @@ FEATURES = {"info": {"features": {"label": {"names": ["neg", "pos"], "_type": "C
 
 def labelled(rows: int = 3) -> Any:
     """A table as the package `datasets` writes it: numbers of labels, and their names beside the schema."""
-    columns = {"text": [f"row {number}" for number in range(rows)], "label": [number % 2 for number in range(rows)]}
+    columns = {
+        "text": [f"row {number}" for number in range(rows)],
+        "label": [number % 2 for number in range(rows)],
+    }
     return pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(FEATURES)})
 
 
 def test_class_labels_have_their_names(tmp_path: Path) -> None:
     parquet.write_table(labelled(), tmp_path / "a.parquet")
     rows = read_rows(tmp_path / "a.parquet")
-    assert (rows.format, [row.label for row in rows.items]) == ("classification", ["neg", "pos", "neg"])
+    assert (rows.format, [row.label for row in rows.items]) == (
+        "classification",
+        ["neg", "pos", "neg"],
+    )
     assert [row.line for row in rows.items] == [1, 2, 3]
 
 
 def test_nested_values_stay_nested(tmp_path: Path) -> None:
     turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     parquet.write_table(pyarrow.table({"messages": turns}), tmp_path / "a.parquet")
-    assert read_rows(tmp_path / "a.parquet").items[0].messages == (("user", "a"), ("assistant", "b"))
+    assert read_rows(tmp_path / "a.parquet").items[0].messages == (
+        ("user", "a"),
+        ("assistant", "b"),
+    )
 
 
 @pytest.mark.parametrize("make", [ipc.new_stream, ipc.new_file])
@@ -48,7 +57,9 @@ def test_arrow_is_read_in_pieces(make: Any, tmp_path: Path) -> None:
     assert records[2999].fields == {"text": "row 2999", "label": "pos"}
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.parquet", b"PAR1"), ("a.arrow", b"ARROW1"), ("a.arrow", b"\1\2")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.parquet", b"PAR1"), ("a.arrow", b"ARROW1"), ("a.arrow", b"\1\2")]
+)
 def test_a_damaged_file_is_a_data_error(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match="cannot read"):

@@ -12,12 +12,18 @@ from ondevice.core.errors import ConfigError, DataError
 from ondevice.data import read_rows
 
 Write = Callable[..., Path]
-TICKETS = [{"Body": "It broke.", "meta": {"team": "repairs"}}, {"Body": "Where is it?", "meta": {"team": "post"}}]
+TICKETS = [
+    {"Body": "It broke.", "meta": {"team": "repairs"}},
+    {"Body": "Where is it?", "meta": {"team": "post"}},
+]
 
 
 def test_columns_are_named(write: Write) -> None:
     rows = read_rows(write(TICKETS), columns={"text": "Body", "label": "meta.team"})
-    assert (rows.format, [row.label for row in rows.items]) == ("classification", ["repairs", "post"])
+    assert (rows.format, [row.label for row in rows.items]) == (
+        "classification",
+        ["repairs", "post"],
+    )
     assert rows.items[0].pairs[0] == ("It broke.\nLabel:", " post")
     assert rows.notes == ["columns: text is 'Body', label is 'meta.team'"]
 
@@ -30,7 +36,9 @@ def test_columns_are_named(write: Write) -> None:
         ({"text": "label", "label": "text"}, "classification"),
     ],
 )
-def test_named_columns_decide_the_format(columns: dict[str, str], format_: str, write: Write) -> None:
+def test_named_columns_decide_the_format(
+    columns: dict[str, str], format_: str, write: Write
+) -> None:
     rows = read_rows(write([{"text": "good", "label": "yes"}]), columns=columns)
     assert rows.format == format_
     if format_ == "classification":
@@ -38,23 +46,38 @@ def test_named_columns_decide_the_format(columns: dict[str, str], format_: str, 
 
 
 def test_a_column_that_was_named_is_no_longer_there_under_its_own_name(write: Write) -> None:
-    rows = read_rows(write([{"prompt": "a", "chosen": "b", "rejected": "c"}]), columns={"completion": "chosen"})
+    rows = read_rows(
+        write([{"prompt": "a", "chosen": "b", "rejected": "c"}]), columns={"completion": "chosen"}
+    )
     assert (rows.format, rows.items[0].pairs) == ("completion", (("a", "b"),))
 
 
 def test_columns_of_a_task(write: Write) -> None:
-    row: dict[str, Any] = {"premise": "not this", "First": "A dog runs.", "Second": "It runs.", "Entails": "entailment"}
+    row: dict[str, Any] = {
+        "premise": "not this",
+        "First": "A dog runs.",
+        "Second": "It runs.",
+        "Entails": "entailment",
+    }
     columns = {"premise": "First", "hypothesis": "Second", "label": "Entails"}
     rows = read_rows(write([row]), task="rte", columns=columns)
     assert rows.items[0].pairs[0][0].startswith("A dog runs.\n") and rows.items[0].gold == 0
-    nested = {"task": "rte", "prompt_fields": {"a": "A dog runs.", "b": "It runs."}, "label": "not_entailment"}
+    nested = {
+        "task": "rte",
+        "prompt_fields": {"a": "A dog runs.", "b": "It runs."},
+        "label": "not_entailment",
+    }
     rows = read_rows(write([nested]), task="rte", columns={"premise": "a", "hypothesis": "b"})
     assert rows.items[0].gold == 1
 
 
 def test_a_record_without_the_column_is_a_problem(write: Write) -> None:
-    rows = read_rows(write([*TICKETS, {"Body": "x"}]), columns={"text": "Body", "label": "meta.team"})
-    assert len(rows) == 2 and [(problem.line, problem.field) for problem in rows.problems] == [(3, "meta.team")]
+    rows = read_rows(
+        write([*TICKETS, {"Body": "x"}]), columns={"text": "Body", "label": "meta.team"}
+    )
+    assert len(rows) == 2 and [(problem.line, problem.field) for problem in rows.problems] == [
+        (3, "meta.team")
+    ]
 
 
 def test_wrong_names_are_named(write: Write) -> None:
@@ -62,7 +85,9 @@ def test_wrong_names_are_named(write: Write) -> None:
         read_rows(write(TICKETS), columns={"text": "body", "label": "meta.team"})
     with pytest.raises(ConfigError, match=r"'txt' is no field[^$]*did you mean 'text'"):
         read_rows(write(TICKETS), columns={"txt": "Body"})
-    with pytest.raises(ConfigError, match="expected: hypothesis, label, premise, sentence1, sentence2"):
+    with pytest.raises(
+        ConfigError, match="expected: hypothesis, label, premise, sentence1, sentence2"
+    ):
         read_rows(write(TICKETS), task="rte", columns={"text": "Body"})
 
 
@@ -84,6 +109,8 @@ def test_errors_do_not_send_each_other_in_a_circle(write: Write) -> None:
         read_rows(readable, task="tickets")
     with pytest.raises(DataError) as unfit:
         read_rows(unreadable)
-    assert "--column prompt=Body --column completion=meta" in str(unfit.value) and "--task" not in str(unfit.value)
+    assert "--column prompt=Body --column completion=meta" in str(
+        unfit.value
+    ) and "--task" not in str(unfit.value)
     with pytest.raises(DataError, match="the columns are those of --task rte or mrpc or wnli"):
         read_rows(write([{"sentence1": "a", "sentence2": "b", "label": 1}]))

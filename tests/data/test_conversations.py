@@ -69,8 +69,13 @@ def trained(tokenizer: Any, dataset: Any) -> str:
 def test_tool_calls_are_written_for_a_template_without_them(write: Write, tokenizer: Any) -> None:
     dataset = encode(read_rows(write([TOOL_SHAPES["OpenAI"]])), tokenizer, max_length_tokens=999)
     shown = tokenizer.decode(dataset.items[0].example.ids)
-    assert shown.startswith("<|start|>system\nYou may call these functions:\n<tools>\n") and '"name": "add"' in shown
-    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>' in trained(tokenizer, dataset)
+    assert (
+        shown.startswith("<|start|>system\nYou may call these functions:\n<tools>\n")
+        and '"name": "add"' in shown
+    )
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>' in trained(
+        tokenizer, dataset
+    )
     assert "<|start|>tool\n4<|end|>" in shown and "<tools>" not in trained(tokenizer, dataset)
 
 
@@ -89,20 +94,40 @@ def test_a_template_with_tool_calls_gets_them_as_they_are(write: Write, tokenize
 
 
 BAD: list[tuple[Any, str, str]] = [
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content.0.type", "received 'image_url'"),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        "content.0.type",
+        "received 'image_url'",
+    ),
     ({"role": "user", "content": [7]}, "content.0.type", "received a number 7"),
     ({"from": "robot", "value": "x"}, "from", "received 'robot'"),
-    ({"role": "assistant", "tool_calls": [{"name": "x", "arguments": "{"}]}, "tool_calls.0.arguments", "expected JSON"),
-    ({"role": "assistant", "tool_calls": [{"name": "x", "arguments": [1]}]}, "tool_calls.0.arguments", "an object"),
-    ({"role": "assistant", "tool_calls": [{}]}, "tool_calls.0", "expected a call with name and arguments"),
+    (
+        {"role": "assistant", "tool_calls": [{"name": "x", "arguments": "{"}]},
+        "tool_calls.0.arguments",
+        "expected JSON",
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{"name": "x", "arguments": [1]}]},
+        "tool_calls.0.arguments",
+        "an object",
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{}]},
+        "tool_calls.0",
+        "expected a call with name and arguments",
+    ),
     ({"role": "assistant", "content": None}, "content", "received null"),
 ]
 
 
 @pytest.mark.parametrize(("turn", "place", "reason"), BAD)
-def test_what_cannot_be_read_is_named_by_its_place(turn: Any, place: str, reason: str, write: Write) -> None:
+def test_what_cannot_be_read_is_named_by_its_place(
+    turn: Any, place: str, reason: str, write: Write
+) -> None:
     good = {"role": "user", "content": "a"}
-    rows = read_rows(write([{"messages": [good, turn, {"role": "assistant", "content": "b"}]}]), allow_empty=True)
+    rows = read_rows(
+        write([{"messages": [good, turn, {"role": "assistant", "content": "b"}]}]), allow_empty=True
+    )
     (problem,) = rows.problems
     assert problem.field == f"messages.1.{place}" and reason in problem.reason
 
@@ -125,9 +150,14 @@ def test_preference_pairs(shape: str, write: Write, tokenizer: Any) -> None:
     rows = read_rows(write([PAIRS[shape]]))
     (row,) = rows.items
     assert (rows.format, row.gold) == ("preference", 0)
-    assert (row.messages, row.rejected) == tuple((("user", "2 + 2?"), ("assistant", text)) for text in "45")
+    assert (row.messages, row.rejected) == tuple(
+        (("user", "2 + 2?"), ("assistant", text)) for text in "45"
+    )
     (item,) = encode(rows, tokenizer, max_length_tokens=99).items
-    ends = [tokenizer.decode([label for label in c.labels if label != IGNORE]).strip() for c in item.candidates]
+    ends = [
+        tokenizer.decode([label for label in c.labels if label != IGNORE]).strip()
+        for c in item.candidates
+    ]
     assert ends == ["4<|end|>", "5<|end|>"]
 
 
@@ -139,15 +169,24 @@ def test_pairs_that_are_one_text_are_cut_at_their_last_answer(write: Write) -> N
 
 @pytest.mark.parametrize(("value", "label"), [(True, "up"), ("false", "down"), (False, "down")])
 def test_thumbs(value: Any, label: str, write: Write) -> None:
-    told = {"prompt": "a", "completion": "b", "label": value}, {"prompt": "a", "answer": "b", "liked": value}
+    told = (
+        {"prompt": "a", "completion": "b", "label": value},
+        {"prompt": "a", "answer": "b", "liked": value},
+    )
     for row in told:  # as the daemon exports it, and as the phone app keeps it
         rows = read_rows(write([row]))
-        assert (rows.format, rows.items[0].label, rows.items[0].messages[1][1]) == ("thumbs", label, "b")
+        assert (rows.format, rows.items[0].label, rows.items[0].messages[1][1]) == (
+            "thumbs",
+            label,
+            "b",
+        )
 
 
 def test_preferences_are_not_trained_on_and_the_way_out_works(write: Write, tokenizer: Any) -> None:
     path = write([PAIRS["texts behind a prompt"]])
-    with pytest.raises(DataError, match="--column completion=chosen trains on the chosen texts alone"):
+    with pytest.raises(
+        DataError, match="--column completion=chosen trains on the chosen texts alone"
+    ):
         read_dataset(path, tokenizer, task=None, max_length_tokens=99)
     columns = {"prompt": "prompt", "completion": "chosen"}
     dataset = read_dataset(path, tokenizer, task=None, max_length_tokens=99, columns=columns)
@@ -156,4 +195,7 @@ def test_preferences_are_not_trained_on_and_the_way_out_works(write: Write, toke
     with pytest.raises(DataError, match="holds preferences"):
         read_dataset(thumbs, tokenizer, task=None, max_length_tokens=99)
     columns = {"prompt": "prompt", "completion": "completion"}
-    assert read_dataset(thumbs, tokenizer, task=None, max_length_tokens=99, columns=columns).format == "completion"
+    assert (
+        read_dataset(thumbs, tokenizer, task=None, max_length_tokens=99, columns=columns).format
+        == "completion"
+    )

@@ -36,35 +36,60 @@ def rendered(write: Write, template: str, *records: dict[str, Any], **options: A
 
 def test_answer_words_are_words_and_labels_may_share_one(write: Write) -> None:
     row = {"premise": "It rains. ", "hypothesis": "It is wet."}
-    rows = rendered(write, CB, *(row | {"label": label} for label in ("entailment", "contradiction", "neutral", 2)))
+    rows = rendered(
+        write,
+        CB,
+        *(row | {"label": label} for label in ("entailment", "contradiction", "neutral", 2)),
+    )
     prompt = "It rains.\nQuestion: It is wet. Yes, No or Maybe?\n"
     assert rows.items[0].pairs == ((prompt, "Yes"), (prompt, "No"), (prompt, "Maybe"))
-    assert [(row.gold, row.label) for row in rows.items] == [(0, "Yes"), (1, "No"), (2, "Maybe"), (2, "Maybe")]
+    assert [(row.gold, row.label) for row in rows.items] == [
+        (0, "Yes"),
+        (1, "No"),
+        (2, "Maybe"),
+        (2, "Maybe"),
+    ]
     assert (rows.format, rows.task, rows.metric) == ("classification", "own", "macro_f1")
 
 
 def test_a_label_that_is_none_is_a_problem(write: Write) -> None:
     row = {"premise": "a", "hypothesis": "b"}
-    rows = rendered(write, CB, row | {"label": "neutral"}, row | {"label": "other"}, row | {"hypothesis": " "}, row)
+    rows = rendered(
+        write,
+        CB,
+        row | {"label": "neutral"},
+        row | {"label": "other"},
+        row | {"hypothesis": " "},
+        row,
+    )
     assert [(problem.line, problem.field) for problem in rows.problems] == [
         (2, "label"),
         (3, "hypothesis"),
         (4, "label"),
     ]
-    assert "expected a label of own: entailment, contradiction, 2, neutral; received 'other'" in rows.problems[0].reason
+    assert (
+        "expected a label of own: entailment, contradiction, 2, neutral; received 'other'"
+        in rows.problems[0].reason
+    )
 
 
 def test_rows_with_candidates_of_their_own(write: Write) -> None:
     choices = {"text": ["red", "blue", "green"], "label": ["1", "2", "3"]}
     rows = rendered(write, ARC, {"question": "Sky?", "choices": choices, "answerKey": "2"})
-    assert rows.items[0].pairs == tuple(("Question: Sky?\nAnswer:", f" {text}") for text in choices["text"])
+    assert rows.items[0].pairs == tuple(
+        ("Question: Sky?\nAnswer:", f" {text}") for text in choices["text"]
+    )
     assert (rows.items[0].gold, rows.items[0].label, rows.format) == (1, "B", "multiple_choice")
 
 
 def test_candidates_from_columns_and_a_list_in_the_prompt(write: Write) -> None:
-    template = "prompt: '{Q}\n\n  {options}\n\n  Answer:'\nlabel: right\ncandidates: ['{A}', '{B}']\n"
+    template = (
+        "prompt: '{Q}\n\n  {options}\n\n  Answer:'\nlabel: right\ncandidates: ['{A}', '{B}']\n"
+    )
     row = {"Q": "2 + 2?", "options": ["3", "4"], "A": "three", "B": "four"}
-    rows = rendered(write, template, row | {"right": "B"}, row | {"right": 0}, row | {"right": "four"})
+    rows = rendered(
+        write, template, row | {"right": "B"}, row | {"right": 0}, row | {"right": "four"}
+    )
     assert rows.items[0].pairs[0] == ("2 + 2?\nA. 3\nB. 4\nAnswer:", " three")
     assert [row.gold for row in rows.items] == [1, 0, 1]
 
@@ -75,29 +100,44 @@ def test_free_answers_are_completions_or_generated(write: Write, tokenizer: Any)
     assert (rows.format, rows.items[0].pairs, rows.items[0].end) == (
         "completion", (("Question: Why?", " Because."),), True,
     )  # fmt: skip
-    assert encode(rows, tokenizer, max_length_tokens=99).items[0].example.ids[-1] == tokenizer.eos_token_id
-    rows = rendered(write, template + "metric: f1\n", {"question": "Why?", "answer": ["Because.", "So."]})
+    assert (
+        encode(rows, tokenizer, max_length_tokens=99).items[0].example.ids[-1]
+        == tokenizer.eos_token_id
+    )
+    rows = rendered(
+        write, template + "metric: f1\n", {"question": "Why?", "answer": ["Because.", "So."]}
+    )
     assert (rows.format, rows.items[0].answers, rows.items[0].pairs[0][1]) == (
         "qa", ("Because.", "So."), " Because.\n",
     )  # fmt: skip
 
 
-def test_regression_takes_the_nearest_answer_and_keeps_the_number(write: Write, tokenizer: Any) -> None:
+def test_regression_takes_the_nearest_answer_and_keeps_the_number(
+    write: Write, tokenizer: Any
+) -> None:
     template = "prompt: '{a} {b}:'\nlabel: score\ncandidates: {0: none, 2.5: some, 5: all}\nmetric: pearson\n"
     records = [{"a": "x", "b": "y", "score": score} for score in (0.2, "3.4", 5, "many")]
     rows = rendered(write, template, *records)
     assert [(row.gold, row.value) for row in rows.items] == [(0, 0.2), (1, 3.4), (2, 5.0)]
-    assert (rows.format, rows.values) == ("regression", (0.0, 2.5, 5.0)) and "expected a number" in rows.problems[
-        0
-    ].reason
+    assert (rows.format, rows.values) == (
+        "regression",
+        (0.0, 2.5, 5.0),
+    ) and "expected a number" in rows.problems[0].reason
     dataset = encode(rows, tokenizer, max_length_tokens=99)
-    assert (dataset.metric, dataset.values, dataset.items[1].value) == ("pearson", (0.0, 2.5, 5.0), 3.4)
+    assert (dataset.metric, dataset.values, dataset.items[1].value) == (
+        "pearson",
+        (0.0, 2.5, 5.0),
+        3.4,
+    )
 
 
 def test_fields_have_columns_and_columns_can_be_named(write: Write) -> None:
     template = "prompt: '{text} It was'\nfields: {text: [review, meta.body]}\ncandidates: {0: bad, 1: good}\n"
     records = [{"review": "A", "label": 1}, {"meta": {"body": "B"}, "label": 0.0}]
-    assert [row.pairs[0][0] for row in rendered(write, template, *records).items] == ["A It was", "B It was"]
+    assert [row.pairs[0][0] for row in rendered(write, template, *records).items] == [
+        "A It was",
+        "B It was",
+    ]
     rows = rendered(write, template, {"X": "C", "Y": "1"}, columns={"text": "X", "label": "Y"})
     assert (rows.items[0].pairs[0][0], rows.items[0].gold) == ("C It was", 1)
 
@@ -111,12 +151,21 @@ MISTAKES = {
     "no prompt": ("candidates: {a: b, c: d}", "prompt"),
     "no field": ("prompt: Is it?\ncandidates: {a: b, c: d}", "the prompt has no field"),
     "an unknown key": ("promt: '{x}'\nprompt: '{x}'", "did you mean 'prompt'"),
-    "a field without a place": ("prompt: '{x}'\nfields: {y: z}", "fields without a place in the prompt: y"),
+    "a field without a place": (
+        "prompt: '{x}'\nfields: {y: z}",
+        "fields without a place in the prompt: y",
+    ),
     "one candidate": ("prompt: '{x}'\ncandidates: {a: b}", "two or more"),
     "candidates that are a word": ("prompt: '{x}'\ncandidates: word", "one placeholder"),
     "a metric": ("prompt: '{x}'\nmetric: bleu", "metric"),
-    "a metric without candidates": ("prompt: '{x}'\nmetric: matthews", "metric 'matthews' does not fit"),
-    "a generated metric with candidates": ("prompt: '{x}'\nmetric: f1\ncandidates: [a, b]", "metric 'f1' does not fit"),
+    "a metric without candidates": (
+        "prompt: '{x}'\nmetric: matthews",
+        "metric 'matthews' does not fit",
+    ),
+    "a generated metric with candidates": (
+        "prompt: '{x}'\nmetric: f1\ncandidates: [a, b]",
+        "metric 'f1' does not fit",
+    ),
     "a regression of words": (
         "prompt: '{x}'\nmetric: pearson\ncandidates: {low: 0, high: 5}",
         "labels that are numbers",

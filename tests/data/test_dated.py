@@ -59,7 +59,10 @@ def test_a_set_clock_renders_what_transformers_renders_at_that_time(
 
 def test_named_templates_have_the_same_clock() -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}", "tool_use": "{{ strftime_now('%d') }}"}
+    tokenizer.chat_template = {
+        "default": "{{ strftime_now('%Y') }}",
+        "tool_use": "{{ strftime_now('%d') }}",
+    }
     assert rendered(dated(tokenizer, WHEN)) == "2001"
 
 

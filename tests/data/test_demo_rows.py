@@ -16,18 +16,27 @@ COUNTS = {"reviews_train.jsonl": 240, "reviews_valid.jsonl": 80}
 
 
 def sentences(root: Path, name: str) -> list[str]:
-    return [json.loads(line)["sentence"] for line in (root / "examples/data" / name).read_text("utf-8").splitlines()]
+    return [
+        json.loads(line)["sentence"]
+        for line in (root / "examples/data" / name).read_text("utf-8").splitlines()
+    ]
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_rows_are_usable_and_balanced(name: str, root: Path) -> None:
     rows = read_rows(root / "examples/data" / name, task="sst2")
     assert rows.problems == []
-    assert Counter(row.label for row in rows.items) == dict.fromkeys(("great", "terrible"), COUNTS[name] // 2)
+    assert Counter(row.label for row in rows.items) == dict.fromkeys(
+        ("great", "terrible"), COUNTS[name] // 2
+    )
 
 
 def test_no_two_rows_are_alike(root: Path) -> None:
-    words = [frozenset(re.findall(r"\w+", text.lower())) for name in COUNTS for text in sentences(root, name)]
+    words = [
+        frozenset(re.findall(r"\w+", text.lower()))
+        for name in COUNTS
+        for text in sentences(root, name)
+    ]
     assert max(len(a & b) / len(a | b) for a, b in combinations(words, 2)) < 0.4
 
 

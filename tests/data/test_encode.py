@@ -50,11 +50,15 @@ def labelled(example: Example) -> tuple[int, ...]:
 
 def check(example: Example, limit: int) -> None:
     assert len(example.ids) == len(example.labels) <= limit
-    assert all(label in (IGNORE, token) for token, label in zip(example.ids, example.labels, strict=True))
+    assert all(
+        label in (IGNORE, token) for token, label in zip(example.ids, example.labels, strict=True)
+    )
     assert example.trained_tokens == sum(label != IGNORE for label in example.labels[1:]) > 0
 
 
-def encode_one(rows: Rows, tokenizer: Any, limit: int, **options: Any) -> tuple[Dataset, Item | None]:
+def encode_one(
+    rows: Rows, tokenizer: Any, limit: int, **options: Any
+) -> tuple[Dataset, Item | None]:
     dataset = encode(rows, tokenizer, max_length_tokens=limit, allow_empty=True, **options)
     assert len(dataset.items) + len(dataset.problems) == 1
     return dataset, dataset.items[0] if dataset.items else None
@@ -62,7 +66,9 @@ def encode_one(rows: Rows, tokenizer: Any, limit: int, **options: Any) -> tuple[
 
 @settings(max_examples=120, deadline=None)
 @given(kind=kinds, prompt=texts, answer=answers)
-def test_labels_cover_the_answer(kind: str, prompt: str, answer: str, tokenizers: dict[str, Any]) -> None:
+def test_labels_cover_the_answer(
+    kind: str, prompt: str, answer: str, tokenizers: dict[str, Any]
+) -> None:
     tokenizer = tokenizers[kind]
     _, item = encode_one(completion(prompt, answer), tokenizer, 10_000)
     assume(item is not None)  # an answer that merges with the first token of a prompt without BOS
@@ -82,14 +88,19 @@ def test_labels_cover_the_answer(kind: str, prompt: str, answer: str, tokenizers
 
 @settings(max_examples=120, deadline=None)
 @given(kind=kinds, prompt=texts, answer=answers, limit=st.integers(2, 24))
-def test_answer_is_never_cut(kind: str, prompt: str, answer: str, limit: int, tokenizers: dict[str, Any]) -> None:
+def test_answer_is_never_cut(
+    kind: str, prompt: str, answer: str, limit: int, tokenizers: dict[str, Any]
+) -> None:
     _, whole = encode_one(completion(prompt, answer), tokenizers[kind], 10_000)
     assume(whole is not None)
     dataset, item = encode_one(completion(prompt, answer), tokenizers[kind], limit)
     wanted = labelled(whole.example)
     if item is None:
         room = limit - 1 if whole.prompt_tokens else limit
-        assert len(wanted) > room and f"the answer has {len(wanted)} tokens" in dataset.problems[0].reason
+        assert (
+            len(wanted) > room
+            and f"the answer has {len(wanted)} tokens" in dataset.problems[0].reason
+        )
         assert dataset.too_long_tokens == [len(whole.example)]
         return
     check(item.example, limit)
@@ -170,7 +181,9 @@ def test_windows_predict_every_token_once(
 
 def test_windows_know_their_line(any_tokenizer: Any) -> None:
     text = "\n".join(f"line {number} was great" for number in range(1, 30))
-    dataset = encode(Rows("f", "text", [Row(1, (("", text),), end=False)]), any_tokenizer, max_length_tokens=16)
+    dataset = encode(
+        Rows("f", "text", [Row(1, (("", text),), end=False)]), any_tokenizer, max_length_tokens=16
+    )
     lines = [item.line for item in dataset.items]
     assert lines == sorted(lines) and lines[0] == 1 and len(set(lines)) > 3
     for item in dataset.items:

@@ -37,9 +37,14 @@ def test_texts_are_documents_of_their_own(write: Write, tokenizer) -> None:
 
 def test_shards_are_read_in_the_order_of_their_names(write: Write) -> None:
     for number in (2, 1):
-        folder = write([{"prompt": str(number), "completion": "b"}], f"shards/rows-{number}.jsonl").parent
+        folder = write(
+            [{"prompt": str(number), "completion": "b"}], f"shards/rows-{number}.jsonl"
+        ).parent
     rows = read_rows(folder)
-    assert [(row.file, row.pairs[0][0]) for row in rows.items] == [("rows-1.jsonl", "1"), ("rows-2.jsonl", "2")]
+    assert [(row.file, row.pairs[0][0]) for row in rows.items] == [
+        ("rows-1.jsonl", "1"),
+        ("rows-2.jsonl", "2"),
+    ]
     assert f"2 files of {folder}" in rows.notes[-1]
 
 
@@ -47,7 +52,9 @@ def test_a_split_is_named_by_file_or_folder(write: Write) -> None:
     write([ROW], "set/train-00000-of-00001.jsonl")
     write([ROW, ROW], "set/validation/a.jsonl")
     folder = write([ROW] * 3, "set/test.jsonl").parent
-    assert [len(read_rows(f"{folder}{split}")) for split in ("", "@train", "@valid", "@dev", "@test")] == [
+    assert [
+        len(read_rows(f"{folder}{split}")) for split in ("", "@train", "@valid", "@dev", "@test")
+    ] == [
         1,
         1,
         2,

@@ -19,7 +19,12 @@ Write = Callable[..., Path]
 
 FORMATS = {
     "chat": [
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "hello"},
+            ]
+        },
     ],
     "instruct": [
         {"instruction": "Add.", "input": "1 + 1", "output": "2"},
@@ -55,13 +60,17 @@ def test_values_arrive_unchanged(write: Write) -> None:
     assert added.pairs[0] == ("### Instruction:\nAdd.\n\n### Input:\n1 + 1\n\n### Response:\n", "2")
     assert read_rows(write(FORMATS["completion"])).items[0].pairs == (("1 + 1 =", " 2"),)
     good = read_rows(write(FORMATS["classification"])).items[0]
-    assert good.pairs == (("so good\nLabel:", " neg"), ("so good\nLabel:", " pos")) and good.gold == 1
+    assert (
+        good.pairs == (("so good\nLabel:", " neg"), ("so good\nLabel:", " pos")) and good.gold == 1
+    )
     assert [row.gold for row in read_rows(write(FORMATS["multiple_choice"])).items] == [2, 2, 2]
 
 
 def test_turns_after_the_last_assistant_turn_are_left_out(write: Write) -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
-    rows = read_rows(write([{"messages": [{"role": role, "content": text} for role, text in turns]}]))
+    rows = read_rows(
+        write([{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    )
     assert rows.items[0].messages == (("user", "a"), ("assistant", "b"))
 
 
@@ -73,7 +82,11 @@ BAD_LINES: dict[str, tuple[bytes, str, str]] = {
     "nul escape": (b'{"prompt": "\\u0000", "completion": "x"}', "prompt", "NUL"),
     "half a surrogate": (b'{"prompt": "\\ud800", "completion": "x"}', "prompt", "surrogate"),
     "duplicate key": (b'{"prompt": "a", "prompt": "b", "completion": "x"}', "prompt", "twice"),
-    "wrong type": (b'{"prompt": 7, "completion": "x"}', "prompt", "expected a text, received a number 7"),
+    "wrong type": (
+        b'{"prompt": 7, "completion": "x"}',
+        "prompt",
+        "expected a text, received a number 7",
+    ),
     "null": (b'{"prompt": "a", "completion": null}', "completion", "received null"),
     "empty answer": (b'{"prompt": "a", "completion": "  "}', "completion", "is empty"),
     "missing key": (b'{"prompt": "a"}', "completion", "is missing; the keys are prompt"),
@@ -85,7 +98,11 @@ BAD_LINES: dict[str, tuple[bytes, str, str]] = {
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_bad_line_is_named(name: str, write: Write) -> None:
     line, field, reason = BAD_LINES[name]
-    path = write(b'{"prompt": "a", "completion": "b"}\n \t\r\n' + line + b'\n{"prompt": "c", "completion": "d"}')
+    path = write(
+        b'{"prompt": "a", "completion": "b"}\n \t\r\n'
+        + line
+        + b'\n{"prompt": "c", "completion": "d"}'
+    )
     rows = read_rows(path)
     assert [row.line for row in rows.items] == [1, 4]
     (problem,) = rows.problems
@@ -98,21 +115,58 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", {"messages": []}, "messages", "expected a list of turns"),
     ("chat", {"messages": "hi"}, "messages", "received 'hi'"),
     ("chat", {"messages": ["hi"]}, "messages.0", "expected an object with role and content"),
-    ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "received 'robot'"),
-    ("chat", {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "received a number 1"),
+    (
+        "chat",
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages.0.role",
+        "received 'robot'",
+    ),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": 1}]},
+        "messages.0.content",
+        "received a number 1",
+    ),
     ("chat", {"messages": [{"role": "user", "content": "x"}]}, "messages", "no assistant turn"),
-    ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, "messages.0.role", "system or user first"),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "content": "x"}]},
+        "messages.0.role",
+        "system or user first",
+    ),
     ("classification", {"text": "x", "label": None}, "label", "received null"),
     ("classification", {"text": "x", "label": ["a"]}, "label", "received a list"),
-    ("multiple_choice", {"question": "x", "choices": ["a"], "answer": 0}, "choices", "at least two"),
-    ("multiple_choice", {"question": "x", "choices": ["a", "b"], "answer": 2}, "answer", "received a number 2"),
-    ("multiple_choice", {"question": "x", "choices": ["a", "b"], "answer": True}, "answer", "a boolean true"),
-    ("multiple_choice", {"question": "x", "choices": ["a", 1], "answer": 0}, "choices.1", "a number 1"),
+    (
+        "multiple_choice",
+        {"question": "x", "choices": ["a"], "answer": 0},
+        "choices",
+        "at least two",
+    ),
+    (
+        "multiple_choice",
+        {"question": "x", "choices": ["a", "b"], "answer": 2},
+        "answer",
+        "received a number 2",
+    ),
+    (
+        "multiple_choice",
+        {"question": "x", "choices": ["a", "b"], "answer": True},
+        "answer",
+        "a boolean true",
+    ),
+    (
+        "multiple_choice",
+        {"question": "x", "choices": ["a", 1], "answer": 0},
+        "choices.1",
+        "a number 1",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "row", "field", "reason"), BAD_FIELDS)
-def test_bad_field_is_named(name: str, row: dict[str, Any], field: str, reason: str, write: Write) -> None:
+def test_bad_field_is_named(
+    name: str, row: dict[str, Any], field: str, reason: str, write: Write
+) -> None:
     rows = read_rows(write([*FORMATS[name], row]))
     (problem,) = rows.problems
     assert (problem.line, problem.field) == (len(FORMATS[name]) + 1, field)
@@ -156,12 +210,16 @@ def test_missing_file_folder_and_task(tmp_path: Path, write: Write) -> None:
         read_rows(write(FORMATS["text"]), task="sst3")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the package is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is not None, reason="the package is installed"
+)
 def test_data_set_name_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingPackageError) as caught:
         read_rows("glue:sst2@validation", task="sst2")
-    assert "there is no file glue" in str(caught.value) and "pip install datasets" in str(caught.value)
+    assert "there is no file glue" in str(caught.value) and "pip install datasets" in str(
+        caught.value
+    )
 
 
 def test_too_many_labels_are_not_classes(write: Write) -> None:
@@ -178,14 +236,20 @@ def test_csv_with_bom_quotes_and_bad_rows(write: Write) -> None:
         (7, ("", "empty prompt")),
         (9, ("last", "fine")),
     ]
-    assert [(problem.line, problem.field) for problem in rows.problems] == [(5, ""), (6, "completion"), (8, "")]
+    assert [(problem.line, problem.field) for problem in rows.problems] == [
+        (5, ""),
+        (6, "completion"),
+        (8, ""),
+    ]
     assert "expected 2 columns" in rows.problems[0].reason
     assert "save the file as UTF-8" in rows.problems[1].reason
 
 
 def test_line_separators_inside_json_do_not_split_rows(write: Write) -> None:
     text = "one\u2028two\u0085three"
-    rows = read_rows(write(b"\xef\xbb\xbf" + json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n"))
+    rows = read_rows(
+        write(b"\xef\xbb\xbf" + json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n")
+    )
     assert rows.items[0].pairs == (("", text),)
 
 
@@ -201,7 +265,9 @@ def test_every_message_can_be_printed(write: Write) -> None:
     assert "received '\\ud800'" in str(problem).encode("utf-8").decode("utf-8")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(content=st.binary(max_size=200), suffix=st.sampled_from([".jsonl", ".csv", ".txt"]))
 def test_no_bytes_cause_a_traceback(content: bytes, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"fuzz{suffix}"
@@ -215,15 +281,23 @@ def test_no_bytes_cause_a_traceback(content: bytes, suffix: str, tmp_path: Path)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 KEYS = ("messages", "role", "content", "prompt", "completion", "text", "sentence", "label", "question",
         "choices", "answer", "instruction", "output", "task", "prompt_fields")  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), min_size=1, max_size=4))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.lists(
+        st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), min_size=1, max_size=4
+    )
+)
 def test_no_values_cause_a_traceback(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "fuzz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -234,8 +308,14 @@ def test_no_values_cause_a_traceback(rows: list[dict[str, Any]], tmp_path: Path)
     assert len(read.items) + len(read.problems) == len(rows)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=20)), min_size=1, max_size=5))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    pairs=st.lists(
+        st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=20)), min_size=1, max_size=5
+    )
+)
 def test_text_survives_the_file(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
     path = tmp_path / "round trip.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))

@@ -45,11 +45,17 @@ def test_one_row_over_many_lines_is_a_row(write: Write) -> None:
 
 def test_lines_in_a_json_file_stay_lines(write: Write) -> None:
     rows = read_rows(write('{"prompt": "a", "completion": "b"}\n{"prompt":\n', "a.json"))
-    assert [row.line for row in rows.items] == [1] and [problem.line for problem in rows.problems] == [2]
+    assert [row.line for row in rows.items] == [1] and [
+        problem.line for problem in rows.problems
+    ] == [2]
 
 
 def test_an_element_that_is_no_row_is_a_problem(write: Write) -> None:
-    rows = read_rows(write('[{"prompt": "a", "completion": "b"},\n7,\n{"prompt": "a", "prompt": "b"}\n]', "a.json"))
+    rows = read_rows(
+        write(
+            '[{"prompt": "a", "completion": "b"},\n7,\n{"prompt": "a", "prompt": "b"}\n]', "a.json"
+        )
+    )
     assert [(problem.line, problem.field) for problem in rows.problems] == [(2, ""), (3, "prompt")]
 
 

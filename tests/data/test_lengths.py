@@ -11,7 +11,11 @@ from ondevice.data.lengths import SAMPLE_ROWS, WINDOW_TOKENS, choose
 
 
 def completions(*sizes: int) -> Rows:
-    return Rows("f", "completion", [Row(number, (("a", " great" * size),)) for number, size in enumerate(sizes, 1)])
+    return Rows(
+        "f",
+        "completion",
+        [Row(number, (("a", " great" * size),)) for number, size in enumerate(sizes, 1)],
+    )
 
 
 def test_the_length_holds_the_share_it_promises(tokenizer: Any) -> None:
@@ -19,14 +23,19 @@ def test_the_length_holds_the_share_it_promises(tokenizer: Any) -> None:
     length = length_of(rows, tokenizer)
     dataset = encode(rows, tokenizer, max_length_tokens=length.tokens, allow_empty=True)
     assert len(dataset.items) == 99 and dataset.too_long_tokens == [62]
-    assert (length.tokens, length.said) == (24, "max length 24 tokens: holds 99% of the rows, the longest has 62")
+    assert (length.tokens, length.said) == (
+        24,
+        "max length 24 tokens: holds 99% of the rows, the longest has 62",
+    )
     assert length_of(rows, tokenizer, percentile=100).tokens == 64
     capped = length_of(rows, tokenizer, percentile=100, most_tokens=40)
     assert (capped.tokens, "the model takes no more" in capped.said) == (40, True)
 
 
 def test_candidates_count_by_their_longest(tokenizer: Any) -> None:
-    rows = Rows("f", "classification", [Row(1, (("a", " great"), ("a", " great" * 30)), 0, end=False)])
+    rows = Rows(
+        "f", "classification", [Row(1, (("a", " great"), ("a", " great" * 30)), 0, end=False)]
+    )
     assert length_of(rows, tokenizer).tokens == 32
 
 

@@ -28,7 +28,12 @@ ROWS = [
 def drawn(view: Preview, width: int = 200, color: bool = False) -> str:
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+    )
     console.print(view.render())
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -39,12 +44,22 @@ def view(write: Write, tokenizer: Any) -> Preview:
 
 
 def test_figures(view: Preview) -> None:
-    assert (view.format, view.task, view.rows, view.sequences, view.truncated) == ("classification", "sst2", 4, 3, 1)
+    assert (view.format, view.task, view.rows, view.sequences, view.truncated) == (
+        "classification",
+        "sst2",
+        4,
+        3,
+        1,
+    )
     assert view.labels == {"great": 2, "terrible": 1} and view.trained_tokens == 3
     lengths = view.lengths_tokens
     assert lengths["p50"] <= lengths["p90"] <= lengths["p99"] == lengths["max"] > 40
     suggested = view.suggested_max_length_tokens
-    assert suggested is not None and suggested % 8 == 0 and lengths["max"] <= suggested < lengths["max"] + 8
+    assert (
+        suggested is not None
+        and suggested % 8 == 0
+        and lengths["max"] <= suggested < lengths["max"] + 8
+    )
     assert [(problem.line, problem.field) for problem in view.problems] == [(4, "label")]
 
 
@@ -70,7 +85,9 @@ def test_rows_cannot_drive_the_terminal(view: Preview) -> None:
 
 def test_every_problem_is_listed(view: Preview) -> None:
     text = drawn(view, width=250)
-    assert view.problems[0].file in text and "0 or negative (terrible), 1 or positive (great)" in text
+    assert (
+        view.problems[0].file in text and "0 or negative (terrible), 1 or positive (great)" in text
+    )
     assert "1 of 3 prompts cut at the front to 40 tokens" in text
 
 
@@ -84,13 +101,18 @@ def test_answers_that_do_not_fit_count_towards_the_suggestion(write: Write, toke
     rows = [{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]
     view = preview(write(rows), tokenizer, max_length_tokens=16)
     assert (view.too_long, view.sequences) == (1, 1)
-    assert view.suggested_max_length_tokens == 48 and "max_length_tokens=48 holds 99%" in drawn(view)
+    assert view.suggested_max_length_tokens == 48 and "max_length_tokens=48 holds 99%" in drawn(
+        view
+    )
     assert "rows left out because they do not fit: 1" in drawn(view)
 
 
 def test_the_length_is_the_rows_own(write: Write, tokenizer: Any) -> None:
     view = preview(
-        write([{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]), tokenizer
+        write(
+            [{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]
+        ),
+        tokenizer,
     )
     assert (view.max_length_tokens, view.too_long, view.truncated) == (48, 0, 0)
     assert "max length 48 tokens: holds 99% of the rows, the longest has 42" in drawn(view)
@@ -106,7 +128,9 @@ def test_both_answers_of_a_preference_are_shown(write: Write, tokenizer: Any) ->
     assert thumbs.example_names == ("thumbs down",) and thumbs.labels == {"down": 1}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(prompt=st.text(max_size=20), answer=st.text(min_size=1, max_size=20).filter(str.strip))
 def test_segments_spell_the_row(prompt: str, answer: str, write: Write, tokenizer: Any) -> None:
     rows = json.dumps({"prompt": prompt, "completion": answer})
@@ -116,9 +140,15 @@ def test_segments_spell_the_row(prompt: str, answer: str, write: Write, tokenize
         assert view.examples[0][-1].trained
 
 
-def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not_read(write: Write) -> None:
+def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not_read(
+    write: Write,
+) -> None:
     qwen = tokenizer_for("qwen3")
-    call = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    call = {
+        "id": "abc123def",
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"town": "Ulm"}},
+    }
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Ask."},
@@ -128,10 +158,17 @@ def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not
     view = preview(write([{"messages": messages, "id": 7}] * 2), qwen, rows=1)
     shown = qwen.apply_chat_template(messages, tokenize=False).rstrip("\n")
     whole = ["".join(segment.text for segment in example) for example in view.examples]
-    trained = ["".join(segment.text for segment in example if segment.trained) for example in view.examples]
-    assert whole[-1] == shown and '<think>\nAsk.\n</think>\n\n<tool_call>\n{"name": "weather"' in trained[0]
+    trained = [
+        "".join(segment.text for segment in example if segment.trained) for example in view.examples
+    ]
+    assert (
+        whole[-1] == shown
+        and '<think>\nAsk.\n</think>\n\n<tool_call>\n{"name": "weather"' in trained[0]
+    )
     assert view.unread == {"messages[].tool_calls[].id": 2, "messages[].mood": 2, "id": 2}
-    assert {*view.example_unread[0]} == {*view.unread} and len(view.examples) == len(view.example_unread)
+    assert {*view.example_unread[0]} == {*view.unread} and len(view.examples) == len(
+        view.example_unread
+    )
     text = drawn(view)
     assert (
         text.count("not read") == 1 + len(view.examples)
@@ -140,6 +177,8 @@ def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not
     )
 
 
-def test_a_long_answer_is_shown_whole_and_a_long_prompt_in_part(write: Write, tokenizer: Any) -> None:
+def test_a_long_answer_is_shown_whole_and_a_long_prompt_in_part(
+    write: Write, tokenizer: Any
+) -> None:
     text = drawn(preview(write([{"prompt": "foo " * 900, "completion": " bar" * 900}]), tokenizer))
     assert text.count("bar") == 900 and text.count("foo") < 400

@@ -53,13 +53,18 @@ NO_RESULTS = ("cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi
 REASONS_IN_CONTENT = ("deepseek_r1_distill_training",)
 """Templates by what they do not write, or write otherwise, as read in them and in their README."""
 
-REFUSED = {("gemma", "system"): "System role not supported", ("gemma_training", "system"): "System role not supported"}
+REFUSED = {
+    ("gemma", "system"): "System role not supported",
+    ("gemma_training", "system"): "System role not supported",
+}
 """Cells that are not trained, and the reason, which is the template's own."""
 
 BY_HAND = f"You may call these functions:\n<tools>\n{json.dumps(WEATHER)}\n</tools>"
 
 
-def as_documented(template: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def as_documented(
+    template: str, row: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Return messages and tools in the form that the template takes."""
     name = template.removesuffix("_training")
     messages, tools = json.loads(json.dumps(row["messages"])), row.get("tools")
@@ -78,13 +83,17 @@ def as_documented(template: str, row: dict[str, Any]) -> tuple[list[dict[str, An
         if message["role"] == "tool" and name in NO_RESULTS:
             message.update(role="user", content=f"<tool_response>\n{RESULT}\n</tool_response>")
         if "reasoning_content" in message and template in REASONS_IN_CONTENT:
-            message["content"] = f"<think>\n{message.pop('reasoning_content')}\n</think>\n\n{message['content']}"
+            message["content"] = (
+                f"<think>\n{message.pop('reasoning_content')}\n</think>\n\n{message['content']}"
+            )
         if name in PARTS:
             message["content"] = [{"type": "text", "text": message["content"]}]
     return messages, tools
 
 
-def answers(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[list[int], int]]:
+def answers(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> list[tuple[list[int], int]]:
     """Return each answer's ids, with all before it, and where what the template asks with ends: by transformers."""
     marks = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     result = []
@@ -92,10 +101,16 @@ def answers(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | N
         if message["role"] != "assistant":
             continue
         asked, whole = (
-            list(tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=ask, return_dict=False))
+            list(
+                tokenizer.apply_chat_template(
+                    turns, tools=tools, add_generation_prompt=ask, return_dict=False
+                )
+            )
             for turns, ask in ((messages[:number], True), (messages[: number + 1], False))
         )
-        begin = next((place for place, (a, b) in enumerate(zip(asked, whole)) if a != b), len(asked))
+        begin = next(
+            (place for place, (a, b) in enumerate(zip(asked, whole)) if a != b), len(asked)
+        )
         end = len(whole)
         while whole[end - 1] not in marks and not tokenizer.decode(whole[end - 1 : end]).strip():
             end -= 1  # the white space behind an end-of-turn token teaches nothing
@@ -105,7 +120,9 @@ def answers(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | N
 
 @pytest.mark.parametrize("cell", ROWS)
 @pytest.mark.parametrize("template", names())
-def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str, cell: str, tmp_path: Path) -> None:
+def test_each_answer_is_trained_on_as_transformers_shows_that_turn(
+    template: str, cell: str, tmp_path: Path
+) -> None:
     tokenizer, file = tokenizer_for(template), tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS[cell]) + "\n", encoding="utf-8")
     dataset = encode(read_rows(file), tokenizer, max_length_tokens=99_999, allow_empty=True)
@@ -120,7 +137,9 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str
     examples = [item.example for item in dataset.items]
     for ids, begin in expected:
         (example,) = [
-            one for one in examples if list(one.ids[: len(ids)]) == ids and one.labels[len(ids) - 1] == ids[-1]
+            one
+            for one in examples
+            if list(one.ids[: len(ids)]) == ids and one.labels[len(ids) - 1] == ids[-1]
         ]
         assert list(example.labels[begin - 1 : len(ids)]) == [IGNORE, *ids[begin:]]
     # Every answer once, and nothing else.
@@ -128,9 +147,13 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str
         len(ids) - begin for ids, begin in expected
     )
     if cell == "reasoning":  # it is trained on, or the template does not write it and that is said
-        trained = "".join(tokenizer.decode([label for label in one.labels if label != IGNORE]) for one in examples)
+        trained = "".join(
+            tokenizer.decode([label for label in one.labels if label != IGNORE]) for one in examples
+        )
         thoughts = [
-            message["reasoning_content"] for message in ROWS[cell]["messages"] if "reasoning_content" in message
+            message["reasoning_content"]
+            for message in ROWS[cell]["messages"]
+            if "reasoning_content" in message
         ]
         left = dataset.report.left.get("messages[].reasoning_content", 0)
         assert [thought in trained for thought in thoughts] == [not left] * 2 and left in (0, 2)
@@ -138,4 +161,6 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(template: str
 
 def test_the_wheel_has_the_templates_that_the_figures_are_of() -> None:
     found = names()
-    assert len(found) == 72 and sum(not name.endswith("_training") for name in found) == 41, "count the cells anew"
+    assert len(found) == 72 and sum(not name.endswith("_training") for name in found) == 41, (
+        "count the cells anew"
+    )

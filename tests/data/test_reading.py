@@ -16,15 +16,23 @@ from ondevice.data.reading import check_rows, open_reading
 from ondevice.data.records import Limits, read_records
 
 Write = Callable[..., Path]
-CHAT = [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": f"y{n}"}]} for n in range(4)]
-CLASSES = [{"text": f"t{n} \u6771\u4eac", "label": label} for n, label in enumerate(["no", "yes", "", 3, "no", None])]
+CHAT = [
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": f"y{n}"}]}
+    for n in range(4)
+]
+CLASSES = [
+    {"text": f"t{n} \u6771\u4eac", "label": label}
+    for n, label in enumerate(["no", "yes", "", 3, "no", None])
+]
 TABLE = 'Review;Label\r\nfine;1\r\n"two\r\nlines";0\r\na;b;c\r\n\r\nbad;\r\n'
 FILES: dict[str, Any] = {
     "chat.jsonl": [*CHAT, {"messages": []}, {"text": "another kind"}],
     "pairs.jsonl": [{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}] * 3,
     "classes.jsonl": CLASSES,
     "broken.jsonl": b'{"prompt": "a", "completion": "b"}\nno\n\n{"prompt": 1}\n\xff\n{"prompt": "c", "completion": ""}',
-    "list.json": json.dumps([*CLASSES, 7, {"text": 1.25, "label": -12.5e3}], indent=1, ensure_ascii=False),
+    "list.json": json.dumps(
+        [*CLASSES, 7, {"text": 1.25, "label": -12.5e3}], indent=1, ensure_ascii=False
+    ),
     "one_line.json": json.dumps([{"prompt": "a", "completion": "b"}, {"prompt": 1}, 3.25, 17]),
     "object.json": json.dumps({"version": 1, "data": CLASSES}, indent=1),
     "row.json": json.dumps(CHAT[0], indent=1),
@@ -77,7 +85,9 @@ def test_a_preview_of_a_file_is_that_of_its_rows(path: Path, tokenizer: Any) -> 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 64])
 @pytest.mark.parametrize("name", ["list.json", "one_line.json", "object.json"])
-def test_a_list_is_the_same_wherever_its_text_is_cut(name: str, piece_bytes: int, write: Write, monkeypatch) -> None:
+def test_a_list_is_the_same_wherever_its_text_is_cut(
+    name: str, piece_bytes: int, write: Write, monkeypatch
+) -> None:
     path = write(FILES[name], name)
     whole = list(read_records(path).records)
     monkeypatch.setattr(json_list, "PIECE_BYTES", piece_bytes)
@@ -97,7 +107,11 @@ def test_what_is_longer_than_its_limit_is_named_and_the_rest_is_read(write: Writ
     for content, name, part in (
         (f"[{good},\n{long}]", "a.json", "the element in line 2 is too long"),
         (f"text\nb\n{'a' * (2 << 20)}\n", "a.csv", "line 3 is too long"),
-        (json.dumps({"data": [{"text": "a" * (2 << 20)}]}, indent=1), "b.json", "not a whole JSON object"),
+        (
+            json.dumps({"data": [{"text": "a" * (2 << 20)}]}, indent=1),
+            "b.json",
+            "not a whole JSON object",
+        ),
     ):
         with pytest.raises(DataError, match=part):
             check_rows(write(content, name), limits=limits)
@@ -111,12 +125,19 @@ def test_a_column_that_one_row_lacks_is_a_problem_of_that_row(write: Write) -> N
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
 def test_checking_and_previewing_hold_no_rows(name: str, write: Write, tokenizer: Any) -> None:
-    rows = [{"text": f"{number} " + "text " * 40, "label": ["a", "b"][number % 2]} for number in range(4000)]
+    rows = [
+        {"text": f"{number} " + "text " * 40, "label": ["a", "b"][number % 2]}
+        for number in range(4000)
+    ]
     content = {"rows.jsonl": rows, "rows.json": json.dumps(rows)}.get(name)
-    path = write(content or "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows), name)
+    path = write(
+        content or "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows), name
+    )
     check_rows(write(rows[:2], "warm.jsonl"))
     assert peak(lambda: read_rows(path)) > 4 << 20
-    assert peak(lambda: check_rows(path)) < 4 << 20  # a list has a piece of 1 MiB, as bytes and as text
+    assert (
+        peak(lambda: check_rows(path)) < 4 << 20
+    )  # a list has a piece of 1 MiB, as bytes and as text
     reading = open_reading(path)
     assert peak(lambda: length_of(reading, tokenizer)) < 4 << 20
 

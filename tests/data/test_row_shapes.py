@@ -19,10 +19,17 @@ from ondevice.data import Dataset, encode, read_rows
 from tests.data.public_templates import tokenizer_for
 
 Write = Callable[..., Path]
-ASKED, ANSWERED = {"role": "user", "content": "Name a fruit."}, {"role": "assistant", "content": "Apple."}
+ASKED, ANSWERED = (
+    {"role": "user", "content": "Name a fruit."},
+    {"role": "assistant", "content": "Apple."},
+)
 GPT = [{"from": "human", "value": "Name a fruit."}, {"from": "gpt", "value": "Apple."}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
+CALL = {
+    "id": "abc123def",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"town": "Ulm"}'},
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "OpenAI": {"messages": [ASKED, ANSWERED]},
@@ -88,14 +95,22 @@ def qwen() -> Any:
 
 
 def encoded(write: Write, row: dict[str, Any], tokenizer: Any, name: str = "rows.jsonl") -> Dataset:
-    others = [row, row | {"label": "negative"}] if row.get("label") == "positive" else [row]  # classes are two
+    others = (
+        [row, row | {"label": "negative"}] if row.get("label") == "positive" else [row]
+    )  # classes are two
     rows = read_rows(write(others, name))
     return encode(rows, tokenizer, max_length_tokens=9_999)
 
 
 def paths(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Return the path of every key that holds something, however deep."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         if isinstance(key, str) and inner not in (None, "", [], {}):
             yield (*place, key)
@@ -124,11 +139,16 @@ def test_every_key_is_read_or_named(shape: str, write: Write, qwen: Any) -> None
     for path in paths(row):
         key = path[-1]
         try:
-            changed = trains(encoded(write, without(row, path), qwen, "less.jsonl")) != trains(dataset)
+            changed = trains(encoded(write, without(row, path), qwen, "less.jsonl")) != trains(
+                dataset
+            )
         except DataError:
             changed = True  # it cannot be left out
         # Obeyed where they say what is so anyway: weights, labels, a call's type, a prompt that both answers repeat.
-        changed |= key in ("weight", "train", "loss", "label", "type") or (shape, key) == ("UltraFeedback", "prompt")
+        changed |= key in ("weight", "train", "loss", "label", "type") or (shape, key) == (
+            "UltraFeedback",
+            "prompt",
+        )
         assert changed or named & set(path), path
     assert all(any(name in path for path in paths(row)) for name in named)
     with pytest.raises(DataError, match="nothing reads") if named else nullcontext():

@@ -17,7 +17,9 @@ def test_reasons_are_counted_without_the_rows_own_values() -> None:
         ("", "the answer has 93 tokens; with max_length_tokens=64 at most 63 fit"),
         ("", "expected 2 columns as in the header, received 3; quote a cell that holds a comma"),
     ]
-    assert count_reasons([RowProblem("f", line, *reason) for line, reason in enumerate(reasons, 1)]) == {
+    assert count_reasons(
+        [RowProblem("f", line, *reason) for line, reason in enumerate(reasons, 1)]
+    ) == {
         "label: expected a label of sst2: 0 or 1": 2,
         "messages.N.role: expected user": 2,
         "is not JSON: Expecting value at column N": 2,
@@ -28,7 +30,13 @@ def test_reasons_are_counted_without_the_rows_own_values() -> None:
 
 
 def test_many_reasons_are_told_short() -> None:
-    rare = [RowProblem("f", line, f"key {line}", "occurs twice") for line in range(MOST_REASONS + 5)]
+    rare = [
+        RowProblem("f", line, f"key {line}", "occurs twice") for line in range(MOST_REASONS + 5)
+    ]
     counted = count_reasons([*rare, rare[0]])
-    assert len(counted) == MOST_REASONS + 1 and counted["other reasons"] == 5 and counted["key 0: occurs twice"] == 2
+    assert (
+        len(counted) == MOST_REASONS + 1
+        and counted["other reasons"] == 5
+        and counted["key 0: occurs twice"] == 2
+    )
     assert sum(counted.values()) == len(rare) + 1

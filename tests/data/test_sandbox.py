@@ -19,7 +19,9 @@ from ondevice.models.generate import tokenize
 MOST_MIB = 96
 TURNS = [{"role": "user", "content": "a %d {b} ~"}, {"role": "assistant", "content": "c\n  d"}]
 MEGABYTE = "{% set s = 'a' * 1000000 %}"
-DOUBLED = "{% set n = namespace(x=['a']) %}{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+DOUBLED = (
+    "{% set n = namespace(x=['a']) %}{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+)
 BOMBS = {
     "a text times a number": "{{ 'A' * 1500000000 }}",
     "a number times a text": "{{ 1500000000 * 'A' }}",
@@ -73,7 +75,9 @@ HONEST = (
 
 
 def render(template: str, **named: Any) -> str:
-    rendered, _ = chat_template_utils.render_jinja_template([TURNS], chat_template=template, eos_token="</s>", **named)
+    rendered, _ = chat_template_utils.render_jinja_template(
+        [TURNS], chat_template=template, eos_token="</s>", **named
+    )
     return rendered[0]
 
 
@@ -107,7 +111,9 @@ def test_loops_without_end_are_refused(limited, monkeypatch, name: str) -> None:
 def test_an_honest_template_renders_as_without_limits(monkeypatch, template: str) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
+    monkeypatch.setattr(
+        chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment
+    )
     chat_template_utils._compile_jinja_template.cache_clear()
     expected = render(template, add_generation_prompt=True)
     sandbox.install()
@@ -117,7 +123,9 @@ def test_an_honest_template_renders_as_without_limits(monkeypatch, template: str
 def test_a_long_conversation_renders(limited) -> None:
     content = "word " * 200_000
     turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "ok"}]
-    rendered, _ = chat_template_utils.render_jinja_template([turns], chat_template=HONEST[0], eos_token="</s>")
+    rendered, _ = chat_template_utils.render_jinja_template(
+        [turns], chat_template=HONEST[0], eos_token="</s>"
+    )
     assert len(rendered[0]) > len(content) and content.strip() in rendered[0]
 
 
@@ -129,7 +137,11 @@ def test_rows_and_questions_render_under_the_limits(tokenizer: Any) -> None:
     with pytest.raises(ModelError, match="takes too much"):
         tokenize(hostile, TURNS[:1], "a model")
     with pytest.raises(ModelError, match="takes too much"):
-        encode(Rows("f", "chat", [Row(1, messages=(("user", "a"), ("assistant", "b")))]), hostile, max_length_tokens=99)
+        encode(
+            Rows("f", "chat", [Row(1, messages=(("user", "a"), ("assistant", "b")))]),
+            hostile,
+            max_length_tokens=99,
+        )
 
 
 def test_every_template_is_rendered_by_the_one_function(root: Any) -> None:

@@ -68,7 +68,9 @@ def test_lowest_mean_a_token_wins() -> None:
         pick_candidate([1.0, 2.0], [1])
 
 
-@pytest.mark.parametrize(("text", "line"), [(" Paris\nQuestion: next?", "Paris"), ("\n\n two \n", "two"), ("", "")])
+@pytest.mark.parametrize(
+    ("text", "line"), [(" Paris\nQuestion: next?", "Paris"), ("\n\n two \n", "two"), ("", "")]
+)
 def test_first_line(text: str, line: str) -> None:
     assert first_line(text) == line
 
@@ -99,7 +101,9 @@ def test_the_final_number(text: str, number: str | None) -> None:
     st.sampled_from(["", "$", "€"]),
     st.sampled_from(["", ".", ".00", " km.", "%", "\n"]),
 )
-def test_a_number_is_the_same_however_it_is_written(number: int, currency: str, behind: str) -> None:
+def test_a_number_is_the_same_however_it_is_written(
+    number: int, currency: str, behind: str
+) -> None:
     sign = "-" if number < 0 else ""
     for mark in ("#### ", "They need 3 x 4 of them: "):
         for digits in (f"{abs(number):,}", f"{abs(number)}"):
@@ -119,14 +123,18 @@ def test_wilson_interval_is_the_published_one() -> None:
 
 
 @given(st.integers(1, 10_000), st.data())
-def test_wilson_interval_holds_the_share_and_solves_its_equation(rows: int, data: st.DataObject) -> None:
+def test_wilson_interval_holds_the_share_and_solves_its_equation(
+    rows: int, data: st.DataObject
+) -> None:
     correct = data.draw(st.integers(0, rows))
     low, high = wilson_interval(correct, rows)
     share = correct / rows
     assert 0 <= low <= share <= high <= 1 and low < high
     for end in (low, high):
         if 0 < end < 1:
-            assert (share - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / rows, rel=1e-6, abs=1e-12)
+            assert (share - end) ** 2 == pytest.approx(
+                1.959964**2 * end * (1 - end) / rows, rel=1e-6, abs=1e-12
+            )
 
 
 def test_measures_of_classes() -> None:
@@ -140,7 +148,9 @@ def test_measures_of_classes() -> None:
 
 
 def test_measures_of_numbers() -> None:
-    assert pearson([1, 2, 3], [2, 4, 6]) == pytest.approx(1) and pearson([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert pearson([1, 2, 3], [2, 4, 6]) == pytest.approx(1) and pearson(
+        [1, 2, 3], [3, 2, 1]
+    ) == pytest.approx(-1)
     assert pearson([0, 0, 1, 1], [0, 1, 0, 1]) == pytest.approx(0)
     # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: covariance 4.5, spreads 4.5 and 5.
     assert spearman([1, 5, 5, 100], [0, 1, 2, 3]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))

@@ -22,11 +22,16 @@ LENGTH = 48
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"Question {n}:", "completion": f" {n % 7} foo" if n % 5 else ""} for n in range(count)]
+    return [
+        {"prompt": f"Question {n}:", "completion": f" {n % 7} foo" if n % 5 else ""}
+        for n in range(count)
+    ]
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("\ufeff" + "".join(json.dumps(record) + "\n\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "\ufeff" + "".join(json.dumps(record) + "\n\n" for record in records), encoding="utf-8"
+    )
     return path
 
 
@@ -52,17 +57,25 @@ def stream(path: Path, tokenizer: Any, window: int = 8, seed: int = 3) -> Stream
     return Stream(path, encoded, task=None, columns=None, window_records=window, seed=seed)
 
 
-KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {"jsonl": lines, "csv": table, "parquet": columnar}
+KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
+    "jsonl": lines,
+    "csv": table,
+    "parquet": columnar,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_comes_once_an_epoch_and_the_figures_are_those_of_the_file(kind, tokenizer, tmp_path) -> None:
+def test_every_row_comes_once_an_epoch_and_the_figures_are_those_of_the_file(
+    kind, tokenizer, tmp_path
+) -> None:
     path = KINDS[kind](tmp_path / f"my rows.{kind}", rows(37))
     whole = read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH)
     opened = stream(path, tokenizer)
     count = len(whole.items)
     assert count == 29 and len(opened.first.items) == 6
-    epochs = [[opened.example(place).ids for place in range(count * n, count * (n + 1))] for n in range(3)]
+    epochs = [
+        [opened.example(place).ids for place in range(count * n, count * (n + 1))] for n in range(3)
+    ]
     for epoch in epochs:
         assert sorted(epoch) == sorted(item.example.ids for item in whole.items)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -71,12 +84,17 @@ def test_every_row_comes_once_an_epoch_and_the_figures_are_those_of_the_file(kin
         key: expected[key] for key in ("sequences", "left_out", "cut", "cut_tokens")
     }
     assert told["left_out"] == {"completion: is empty": 8}
-    assert told["notes"] == [*expected["notes"], "streamed: 5 windows of 8 records, all of the file"]
+    assert told["notes"] == [
+        *expected["notes"],
+        "streamed: 5 windows of 8 records, all of the file",
+    ]
 
 
 def test_one_window_has_the_order_of_rows_in_memory(tokenizer, tmp_path) -> None:
     path = lines(tmp_path / "rows.jsonl", rows(20))
-    whole = Batches(read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH), 3, None, 3, 0)
+    whole = Batches(
+        read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH), 3, None, 3, 0
+    )
     streamed = StreamBatches(stream(path, tokenizer, window=100), 3, None, 0)
     for step in range(12):
         assert (whole.at(step).ids == streamed.at(step).ids).all()
@@ -93,7 +111,9 @@ def test_any_place_is_the_same_however_it_is_reached(tokenizer, tmp_path) -> Non
     reads: list[int] = []
     read, resumed._read = resumed._read, lambda window: (reads.append(window), read(window))[1]  # type: ignore
     assert [resumed.example(place).ids for place in range(60, 70)] == places[60:70]
-    assert reads == [1], reads  # places 60 to 69 are rows 2 to 11 of the third epoch; the first window is there
+    assert reads == [1], (
+        reads
+    )  # places 60 to 69 are rows 2 to 11 of the third epoch; the first window is there
     assert resumed.figures() == forward.figures()
     other = stream(path, tokenizer)
     other.keep(kept, {"sha256": "another file"}, recall=True)
@@ -118,7 +138,9 @@ def test_a_file_of_any_size_takes_the_memory_of_its_windows(kind, tokenizer, tmp
     assert peak < 4 * 16 * 20_000 + 1e6 < size / 5, (peak, size)
 
 
-def test_a_row_of_another_kind_at_a_window_s_beginning_does_not_change_the_format(tokenizer, tmp_path) -> None:
+def test_a_row_of_another_kind_at_a_window_s_beginning_does_not_change_the_format(
+    tokenizer, tmp_path
+) -> None:
     records = rows(16)
     records[8] = {"text": "not a prompt"}
     opened = stream(lines(tmp_path / "rows.jsonl", records), tokenizer)
@@ -139,7 +161,9 @@ def test_a_file_that_cannot_be_streamed_says_why(name, content, why, tokenizer, 
 
 
 def test_the_length_is_measured_on_the_first_window(tokenizer, tmp_path) -> None:
-    assert len(first_rows(lines(tmp_path / "rows.jsonl", rows(37)), 8, task=None, columns=None)) == 6
+    assert (
+        len(first_rows(lines(tmp_path / "rows.jsonl", rows(37)), 8, task=None, columns=None)) == 6
+    )
 
 
 def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer, tmp_path) -> None:
@@ -148,7 +172,8 @@ def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer
     opened = stream(path, tokenizer, window=4)
     assert len(opened.first.items) == len(first_rows(path, 4, task=None, columns=None)) == 4
     wanted = sorted(
-        item.example.ids for item in read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH).items
+        item.example.ids
+        for item in read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH).items
     )
     assert sorted(opened.example(place).ids for place in range(len(wanted))) == wanted
     opened.example(len(wanted))
@@ -162,7 +187,10 @@ def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer
 
 def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp_path) -> None:
     labels = ["foo", "bar", "foo", "bar", "foo", "new", "bar"]
-    path = lines(tmp_path / "rows.jsonl", [{"text": f"{n} foo", "label": label} for n, label in enumerate(labels)])
+    path = lines(
+        tmp_path / "rows.jsonl",
+        [{"text": f"{n} foo", "label": label} for n, label in enumerate(labels)],
+    )
     opened = stream(path, tokenizer, window=4)
     answers, why = _answers(RunRows(opened.first, None, 0, opened))
     assert len(answers) == 2, why
@@ -170,9 +198,15 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
     for place in range(12):
         assert {*opened.example(place).labels} <= {*answers, IGNORE}
     (reason,) = opened.figures()["left_out"].items()
-    assert reason[0].startswith("label: is not among the labels of the first window") and reason[1] == 1
+    assert (
+        reason[0].startswith("label: is not among the labels of the first window")
+        and reason[1] == 1
+    )
     sorted_ = stream(path, tokenizer, window=1)
-    assert _answers(RunRows(sorted_.first, None, 0, sorted_)) == ((), "the first window has one label alone")
+    assert _answers(RunRows(sorted_.first, None, 0, sorted_)) == (
+        (),
+        "the first window has one label alone",
+    )
 
 
 def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:
@@ -190,7 +224,12 @@ def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:
 
 def test_conversations_of_several_sequences_are_streamed_as_they_are_read(tmp_path) -> None:
     tokenizer = tokenizer_for("qwen3")
-    turns = [("user", "Name a fruit."), ("assistant", "Apple."), ("user", "Another?"), ("assistant", "Pear.")]
+    turns = [
+        ("user", "Name a fruit."),
+        ("assistant", "Apple."),
+        ("user", "Another?"),
+        ("assistant", "Pear."),
+    ]
     path = lines(tmp_path / "rows.jsonl", [
         {"id": n, "messages": [{"role": role, "content": f"{text} {n}"} for role, text in turns[: 2 + 2 * (n % 2)]]}
         for n in range(11)])  # fmt: skip
@@ -207,7 +246,10 @@ def test_conversations_of_several_sequences_are_streamed_as_they_are_read(tmp_pa
     assert count == 16 and sorted(epoch) == sorted(item.example.ids for item in whole.items)
     first.example(count)
     told, expected = first.figures(), whole.figures()
-    assert told["unread"] == expected["unread"] == {"id": 11} and told["notes"][:-1] == expected["notes"]
+    assert (
+        told["unread"] == expected["unread"] == {"id": 11}
+        and told["notes"][:-1] == expected["notes"]
+    )
     again = opened()
     again.keep(tmp_path / "windows.json", {}, recall=True)
     assert again.figures()["unread"] == {"id": 11}

@@ -37,12 +37,16 @@ def test_the_separator_is_the_files_own(text: str, suffix: str, separator: str) 
     assert find_separator(text, suffix) == separator
 
 
-@pytest.mark.parametrize(("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv", ",")])
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv", ",")]
+)
 def test_rows_arrive_whatever_separates_them(name: str, separator: str, write: Write) -> None:
     rows = read_rows(write(f'prompt{separator}completion\n"2 + 2;\t,"{separator}4\n', name))
     assert rows.items[0].pairs == (("2 + 2;\t,", "4"),)
     usual = separator == ("," if name == "a.csv" else "\t")
-    assert bool(rows.notes) is not usual and ("semicolon" in "".join(rows.notes)) is (separator == ";")
+    assert bool(rows.notes) is not usual and ("semicolon" in "".join(rows.notes)) is (
+        separator == ";"
+    )
 
 
 def test_rows_of_another_separator_than_the_header_are_named(write: Write) -> None:
@@ -55,7 +59,9 @@ def test_rows_of_another_separator_than_the_header_are_named(write: Write) -> No
 
 
 def test_a_separator_that_is_none_is_named(write: Write) -> None:
-    with pytest.raises(DataError, match=r"if '\^' separates the columns, save the file with commas"):
+    with pytest.raises(
+        DataError, match=r"if '\^' separates the columns, save the file with commas"
+    ):
         read_rows(write("text^label\ngood^1\n", "a.csv"))
 
 
@@ -74,7 +80,9 @@ def test_columns_without_a_name_are_left_out(write: Write) -> None:
         (b"old", "a.xls", "save it as .xlsx"),
     ],
 )
-def test_a_file_of_another_kind_than_its_name_is_named(content: bytes, name: str, part: str, write: Write) -> None:
+def test_a_file_of_another_kind_than_its_name_is_named(
+    content: bytes, name: str, part: str, write: Write
+) -> None:
     with pytest.raises(DataError) as caught:
         read_rows(write(content, name))
     assert part in str(caught.value)
@@ -109,7 +117,15 @@ def test_cells_of_excel_are_read_as_they_show(tmp_path: Path) -> None:
 
 
 def test_rows_are_filled_up_to_the_header() -> None:
-    rows = _even([(1, ["", ""]), (2, ["a", "b", ""]), (3, ["x"]), (4, ["x", "y", "", ""]), (5, ["x", "y", "z"])])
+    rows = _even(
+        [
+            (1, ["", ""]),
+            (2, ["a", "b", ""]),
+            (3, ["x"]),
+            (4, ["x", "y", "", ""]),
+            (5, ["x", "y", "z"]),
+        ]
+    )
     assert list(rows) == [(2, ["a", "b"]), (3, ["x", ""]), (4, ["x", "y"]), (5, ["x", "y", "z"])]
 
 

@@ -81,7 +81,11 @@ def test_the_table_is_table_7() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_prompt_and_answers(name: str, nested: bool, write: Write) -> None:
     fields, label = ROWS[name]
-    row = {"task": name, "prompt_fields": fields, "label": label} if nested else fields | {"label": label}
+    row = (
+        {"task": name, "prompt_fields": fields, "label": label}
+        if nested
+        else fields | {"label": label}
+    )
     rows = read_rows(write([row]), task=None if nested else name)
     assert (rows.problems, rows.task, rows.format) == ([], name, TASKS[name].kind)
     (item,) = rows.items
@@ -101,7 +105,9 @@ def test_data_set_reads_and_encodes_whole(name: str, write: Write, tokenizer: An
     rows = read_rows(path)
     assert (rows.task, rows.problems, len(rows)) == (name, [], count)
     rows.items = rows.items[:20]
-    for item, row in zip(encode(rows, tokenizer, max_length_tokens=256).items, rows.items, strict=True):
+    for item, row in zip(
+        encode(rows, tokenizer, max_length_tokens=256).items, rows.items, strict=True
+    ):
         assert len(item.candidates) == (0 if name == "squad" else len(row.pairs))
         assert bool(item.answers) == (name == "squad")
         judged = item.candidates or (item.example,)
@@ -121,17 +127,25 @@ def test_label_types_are_the_same_label(write: Write) -> None:
 @pytest.mark.parametrize("label", [2, -1, "grand", None, True, [1], {"a": 1}, 1e400])
 def test_unknown_label_names_the_allowed(label: Any, write: Write) -> None:
     path = write(
-        [json.loads(json.dumps(row)) for row in ({"sentence": "x", "label": 0}, {"sentence": "y", "label": label})]
+        [
+            json.loads(json.dumps(row))
+            for row in ({"sentence": "x", "label": 0}, {"sentence": "y", "label": label})
+        ]
     )
     (problem,) = read_rows(path, task="sst2").problems
     assert (problem.line, problem.field) == (2, "label")
     if label is not None:
-        assert "expected a label of sst2: 0 or negative (terrible), 1 or positive (great); received" in problem.reason
+        assert (
+            "expected a label of sst2: 0 or negative (terrible), 1 or positive (great); received"
+            in problem.reason
+        )
 
 
 def test_entailment_by_number_is_refused(write: Write) -> None:
     """0 is entailment in one copy of RTE and not in another: a guess could turn the task round."""
-    rows = read_rows(write([{**ROWS["rte"][0], "label": label} for label in ("entailment", 0)]), task="rte")
+    rows = read_rows(
+        write([{**ROWS["rte"][0], "label": label} for label in ("entailment", 0)]), task="rte"
+    )
     assert "entailment (Yes), not_entailment (No)" in rows.problems[0].reason
 
 
@@ -149,7 +163,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "change", "field", "reason"), BAD)
-def test_bad_column_is_named(name: str, change: dict[str, Any], field: str, reason: str, write: Write) -> None:
+def test_bad_column_is_named(
+    name: str, change: dict[str, Any], field: str, reason: str, write: Write
+) -> None:
     fields, label = ROWS[name]
     good = fields | {"label": label}
     (problem,) = read_rows(write([good, good | change]), task=name).problems
@@ -157,9 +173,16 @@ def test_bad_column_is_named(name: str, change: dict[str, Any], field: str, reas
 
 
 def test_rows_of_another_task(write: Write) -> None:
-    rows = [{"task": name, "prompt_fields": ROWS[name][0], "label": ROWS[name][1]} for name in ("sst2", "rte")]
+    rows = [
+        {"task": name, "prompt_fields": ROWS[name][0], "label": ROWS[name][1]}
+        for name in ("sst2", "rte")
+    ]
     (problem,) = read_rows(write(rows)).problems
-    assert (problem.line, problem.field, problem.reason) == (2, "task", "expected 'sst2', received 'rte'")
+    assert (problem.line, problem.field, problem.reason) == (
+        2,
+        "task",
+        "expected 'sst2', received 'rte'",
+    )
 
 
 def test_hugging_face_answers(write: Write) -> None:
@@ -168,7 +191,12 @@ def test_hugging_face_answers(write: Write) -> None:
 
 
 def test_copa_keeps_the_pronoun_i_large(write: Write) -> None:
-    row = ROWS["copa"][0] | {"question": "cause", "choice1": "I'm old.", "choice2": "I Sang.", "label": 0}
+    row = ROWS["copa"][0] | {
+        "question": "cause",
+        "choice1": "I'm old.",
+        "choice2": "I Sang.",
+        "label": 0,
+    }
     (item,) = read_rows(write([row]), task="copa").items
     assert item.pairs == (("It rained because", " I'm old."), ("It rained because", " I Sang."))
 

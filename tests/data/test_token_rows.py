@@ -16,7 +16,10 @@ X = IGNORE
 
 
 def examples(*rows: dict[str, Any], limit: int | None = None) -> list[tuple[list[int], list[int]]]:
-    return [(list(item.example.ids), list(item.example.labels)) for item in tokens(given(rows), limit).items]
+    return [
+        (list(item.example.ids), list(item.example.labels))
+        for item in tokens(given(rows), limit).items
+    ]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,10 @@ def examples(*rows: dict[str, Any], limit: int | None = None) -> list[tuple[list
         ({}, IDS),
         ({"labels": [X, X, 7, 8, 9]}, [X, X, 7, 8, 9]),
         ({"completion_mask": [0, 0, 0, 1, 1]}, [X, X, X, 8, 9]),  # TRL, prompt and completion
-        ({"assistant_masks": [0, 1, 1, 0, 1]}, [X, 6, 7, X, 9]),  # TRL and transformers, conversations
+        (
+            {"assistant_masks": [0, 1, 1, 0, 1]},
+            [X, 6, 7, X, 9],
+        ),  # TRL and transformers, conversations
         ({"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]}, [X, X, 7, X, 9]),
         ({"labels": [X, X, X, 8, 9], "assistant_masks": [1, 1, 1, 1, 0]}, [X, X, X, 8, X]),
         ({"attention_mask": [1] * 5, "token_type_ids": [0] * 5, "length": 5}, IDS),
@@ -43,7 +49,12 @@ def test_masks_are_those_of_transformers_own_loss() -> None:
     expected = labels.clone()
     expected[completion == 0] = -100
     expected[assistant == 0] = -100
-    row = {"input_ids": ids, "labels": labels, "completion_mask": completion, "assistant_masks": assistant}
+    row = {
+        "input_ids": ids,
+        "labels": labels,
+        "completion_mask": completion,
+        "assistant_masks": assistant,
+    }
     assert examples(row) == [(IDS, expected.tolist())]
 
 
@@ -57,7 +68,10 @@ def test_masks_are_those_of_transformers_own_loss() -> None:
     ],
 )
 def test_a_packed_row_is_the_sequences_in_it(columns: dict[str, Any]) -> None:
-    assert examples({"input_ids": IDS, **columns}, limit=3) == [([5, 6], [5, 6]), ([7, 8, 9], [7, 8, 9])]
+    assert examples({"input_ids": IDS, **columns}, limit=3) == [
+        ([5, 6], [5, 6]),
+        ([7, 8, 9], [7, 8, 9]),
+    ]
     said = tokens(given([{"input_ids": IDS, **columns}]), None).report.said()
     assert said == ("rows that were packed, as the sequences in them: 1",)
 
@@ -69,7 +83,12 @@ def test_padding_on_either_side_goes() -> None:
         "attention_mask": [0, 0, 1, 1],
         "position_ids": [1, 1, 0, 1],
     }
-    right = {"input_ids": [5, 6, 0], "labels": [5, 6, X], "attention_mask": [1, 1, 0], "position_ids": [0, 1, 0]}
+    right = {
+        "input_ids": [5, 6, 0],
+        "labels": [5, 6, X],
+        "attention_mask": [1, 1, 0],
+        "position_ids": [0, 1, 0],
+    }
     assert examples(left) == [([5, 6], [X, 6])]
     assert examples(right) == [([5, 6], [5, 6])]
 
@@ -84,16 +103,26 @@ def test_padding_on_either_side_goes() -> None:
         ({"assistant_masks": [0, 2, 2, 2, 2]}, "assistant_masks", "expected zeros and ones"),
         ({"assistant_masks": [0] * 5}, "labels", "there is no token to train on"),
         ({"attention_mask": [1, 1, 0, 1, 1]}, "attention_mask", "zeros between tokens"),
-        ({"attention_mask": [[1, 0], [1, 1]]}, "attention_mask", "expected a list of integers, received a list in it"),
+        (
+            {"attention_mask": [[1, 0], [1, 1]]},
+            "attention_mask",
+            "expected a list of integers, received a list in it",
+        ),
         ({"attention_mask": [0] * 5}, "attention_mask", "a token that is not padding"),
         ({"position_ids": [0, 1, 5, 6, 7]}, "position_ids", "count from 0"),
         ({"position_ids": [3, 4, 5, 6, 7]}, "position_ids", "count from 0"),
         ({"seq_lengths": [2, 2]}, "seq_lengths", "add up to 5 tokens, received 4"),
-        ({"seq_lengths": [2, 3], "position_ids": [0, 1, 2, 0, 1]}, "position_ids", "names other sequences"),
+        (
+            {"seq_lengths": [2, 3], "position_ids": [0, 1, 2, 0, 1]},
+            "position_ids",
+            "names other sequences",
+        ),
         ({"token_type_ids": [0, 0, 1, 1, 1]}, "token_type_ids", "no token types"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name(columns: dict[str, Any], field: str, reason: str) -> None:
+def test_what_cannot_be_obeyed_is_refused_by_name(
+    columns: dict[str, Any], field: str, reason: str
+) -> None:
     dataset = tokens(given([{"input_ids": IDS}, {"input_ids": IDS, **columns}]), None)
     (problem,) = dataset.problems
     assert (len(dataset), problem.line, problem.field) == (1, 2, field) and reason in problem.reason
@@ -113,5 +142,10 @@ def test_nulls_of_an_arrow_data_set_are_no_keys_of_its_calls() -> None:
         features: dict[str, Any] = {}
 
     call = {"name": "add", "arguments": {"a": 1, "town": None}}
-    (record,) = given(Arrow([{"messages": [{"role": "user", "tool_calls": [call]}], "x": None}])).records
-    assert record == {"messages": [{"role": "user", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}], "x": None}
+    (record,) = given(
+        Arrow([{"messages": [{"role": "user", "tool_calls": [call]}], "x": None}])
+    ).records
+    assert record == {
+        "messages": [{"role": "user", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}],
+        "x": None,
+    }

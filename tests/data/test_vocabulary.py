@@ -35,7 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(model: Path, tmp_path: Path, method: str, backend: str = "torch", **more: Any) -> dict[str, Any]:
+def settings(
+    model: Path, tmp_path: Path, method: str, backend: str = "torch", **more: Any
+) -> dict[str, Any]:
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     return {
         "model.source": str(model), "model.device": "cpu", "data.path": str(rows), "train.steps": 2,
@@ -61,7 +63,10 @@ def test_a_run_is_refused_before_its_first_step(
     with pytest.raises(DataError) as caught:
         ondevice.train(settings(model, tmp_path, method, backend, **more))
     assert "rows.jsonl:2: token 260 is not in the model's vocabulary" in caught.value.message
-    assert "0 to 259" in str(caught.value.expected) and not (tmp_path / "run" / "events.jsonl").exists()
+    assert (
+        "0 to 259" in str(caught.value.expected)
+        and not (tmp_path / "run" / "events.jsonl").exists()
+    )
 
 
 def test_rows_to_evaluate_are_checked_too(model: Path, tmp_path: Path) -> None:
@@ -73,14 +78,20 @@ def test_rows_to_evaluate_are_checked_too(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ids", "token"), [([1, 2, 900], 900), ([1, -1, 3], -1)])
-def test_rows_that_are_token_ids_already_are_checked(ids: list[int], token: int, model: Path, tmp_path: Path) -> None:
+def test_rows_that_are_token_ids_already_are_checked(
+    ids: list[int], token: int, model: Path, tmp_path: Path
+) -> None:
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": ids}]
-    options = {key: value for key, value in settings(model, tmp_path, "lora").items() if key != "data.path"}
+    options = {
+        key: value for key, value in settings(model, tmp_path, "lora").items() if key != "data.path"
+    }
     with pytest.raises(DataError, match=f"rows:2: token {token} is not"):
         ondevice.train(options, rows=rows)
 
 
-def test_ondevice_data_with_a_model_says_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ondevice_data_with_a_model_says_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ondevice.cli.app import run
 
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
@@ -102,8 +113,13 @@ def test_a_padding_token_beyond_the_embedding_is_not_used(model: Path, tmp_path:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"pad_token": "<another>"})
     write_rows(tmp_path / "rows.jsonl", [ROWS[0]])
-    config = RunConfig.load(None, {"model.source": "tiny:llama", "data.path": str(tmp_path / "rows.jsonl")})
-    assert tokenizer.pad_token_id > 260 and read_rows_of(config, tokenizer, 32, vocabulary=260).pad == 0
+    config = RunConfig.load(
+        None, {"model.source": "tiny:llama", "data.path": str(tmp_path / "rows.jsonl")}
+    )
+    assert (
+        tokenizer.pad_token_id > 260
+        and read_rows_of(config, tokenizer, 32, vocabulary=260).pad == 0
+    )
 
 
 def test_candidates_are_checked_too() -> None:
@@ -115,7 +131,9 @@ def test_candidates_are_checked_too() -> None:
     assert [unknown_token(item, 50) for item in dataset.items] == [None, 50]
 
 
-@pytest.mark.parametrize("kind", ["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "kind", ["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"]
+)
 def test_the_tokenizer_of_a_model_with_a_nested_configuration_is_held_against_its_language_model(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

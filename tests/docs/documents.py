@@ -46,7 +46,9 @@ def blocks(text: str) -> list[Block]:
         fence = FENCE.match(lines[start]) if start < len(lines) else None
         if fence is None or fence[1] not in LANGUAGE[marker[1]]:
             wanted = " or ".join(LANGUAGE[marker[1]])
-            raise ValueError(f"line {index + 1}: <!-- {marker[1]} --> expects a block of {wanted} below it")
+            raise ValueError(
+                f"line {index + 1}: <!-- {marker[1]} --> expects a block of {wanted} below it"
+            )
         end = lines.index("```", start + 1)
         body = lines[start + 1 : end]
         if marker[1] == "run":
@@ -69,7 +71,9 @@ def commands(lines: list[str]) -> list[str]:
 
 def prose(text: str) -> str:
     """`text` without code blocks and inline code."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return re.sub(
+        r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 def links(text: str) -> list[str]:
@@ -98,7 +102,12 @@ def broken_links(path: Path, root: Path) -> list[str]:
             continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path.resolve()
-        missing_anchor = anchor and file.suffix == ".md" and file.is_file() and anchor not in anchors(file.read_text())
+        missing_anchor = (
+            anchor
+            and file.suffix == ".md"
+            and file.is_file()
+            and anchor not in anchors(file.read_text())
+        )
         if not file.is_relative_to(root.resolve()) or not file.exists() or missing_anchor:
             broken.append(target)
     return broken

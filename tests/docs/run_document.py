@@ -23,7 +23,9 @@ def main(document: str) -> int:
             # Empty lines before the code make the line numbers of a traceback those of the document.
             exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), namespace)
             continue
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text], stdin=subprocess.DEVNULL, check=False
+        )
         if done.returncode:
             print(f"{document}:{block.line}: exit status {done.returncode}", file=sys.stderr)
             return done.returncode

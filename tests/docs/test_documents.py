@@ -32,7 +32,9 @@ documents = _load("documents")
 DOCUMENTS = tables.documents(ROOT)
 FOLDERS = ("exporters", "runtime_ops", "ondevice", "android_app", "benchmarks", "examples")
 EVERY_MARKDOWN = list(
-    dict.fromkeys([*DOCUMENTS, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))])
+    dict.fromkeys(
+        [*DOCUMENTS, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
+    )
 )
 TESTED = [path for path in DOCUMENTS if documents.blocks(path.read_text())]
 
@@ -47,7 +49,9 @@ def run(
     """Run a document's blocks in `folder`, with the checkout's examples/ in it and `ondevice` on the path."""
     if (ROOT / "examples").is_dir():
         (folder / "examples").symlink_to(ROOT / "examples")
-    path = os.pathsep.join([str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     return subprocess.run(
         [str(python), str(HERE / "run_document.py"), str(document)],
         cwd=folder,
@@ -88,7 +92,9 @@ def test_tables_are_the_measured_ones(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_make_goals_exist(document: Path) -> None:
     goals = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    code = re.findall(r"```.*?```|`[^`\n]+`|^    .+$", document.read_text(), re.DOTALL | re.MULTILINE)
+    code = re.findall(
+        r"```.*?```|`[^`\n]+`|^    .+$", document.read_text(), re.DOTALL | re.MULTILINE
+    )
     named = {goal for part in code for goal in re.findall(r"\bmake ([a-z][a-z-]*)", part)}
     assert named - goals == set()
 
@@ -142,4 +148,8 @@ def test_links(tmp_path: Path) -> None:
         "[d](https://example.org/x) ![e](gone.png)\n"
         "[f](other.md#no-heading) [g](../outside.md) `[not a link](nowhere)`\n```\n[nor](this)\n```\n"
     )
-    assert documents.broken_links(page, tmp_path) == ["gone.png", "other.md#no-heading", "../outside.md"]
+    assert documents.broken_links(page, tmp_path) == [
+        "gone.png",
+        "other.md#no-heading",
+        "../outside.md",
+    ]

@@ -24,7 +24,11 @@ def test_sdk(root: Path, tmp_path: Path, warm: Warm) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "replayed from the log: the same bits" in done.stdout
-    for name in ("artifact/manifest.json", "run/adapter/adapter_config.json", "fused/model.safetensors"):
+    for name in (
+        "artifact/manifest.json",
+        "run/adapter/adapter_config.json",
+        "fused/model.safetensors",
+    ):
         assert (tmp_path / "out" / name).is_file()
 
 
@@ -36,7 +40,18 @@ def test_mac_finetune(root: Path, tmp_path: Path, warm: Warm) -> None:
     from ondevice.models import save_tiny
 
     model = save_tiny(tmp_path / "model", "qwen2")
-    words = ["--model", str(model), "--steps", "3", "--max-length", "48", "--rank", "4", "--out", str(tmp_path / "out")]
+    words = [
+        "--model",
+        str(model),
+        "--steps",
+        "3",
+        "--max-length",
+        "48",
+        "--rank",
+        "4",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     words += ["--prompt", "hello", "--max-new-tokens", "4"]
     environment = os.environ | {"ONDEVICE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     for _ in range(2):
@@ -46,11 +61,17 @@ def test_mac_finetune(root: Path, tmp_path: Path, warm: Warm) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr[-3000:]
         assert "adapter-mlx-lm" in done.stdout and "MLX's peak" in done.stdout
-    for name in ("run/adapter/adapter_config.json", "adapter-mlx-lm/adapters.safetensors", "model/config.json"):
+    for name in (
+        "run/adapter/adapter_config.json",
+        "adapter-mlx-lm/adapters.safetensors",
+        "model/config.json",
+    ):
         assert (tmp_path / "out" / name).is_file()
     assert (tmp_path / "cache/models/mlx").is_dir()
     done = subprocess.run(
         [str(warm.python), str(root / "examples/mac_finetune.py"), "--model", str(tmp_path / "nothing")],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 4 and "does not exist" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 4 and "does not exist" in done.stderr and "Traceback" not in done.stderr
+    )

@@ -13,7 +13,10 @@ from types import ModuleType
 import pytest
 
 PAGES = (
-    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")),
+    *(
+        f"docs/reference/{name}.md"
+        for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")
+    ),
     "docs/methods/index.md",
     "docs/howto/models.md",
     "README.md",
@@ -71,7 +74,9 @@ def test_a_page_that_differs_is_seen(generate: ModuleType) -> None:
 
 def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
     commands, settings = generate.commands(), generate.settings()
-    assert all(f"## ondevice {verb}\n" in commands for verb in ("train", "run", "export", "config show"))
+    assert all(
+        f"## ondevice {verb}\n" in commands for verb in ("train", "run", "export", "config show")
+    )
     assert "`--perturbation-scale` FLOAT" in commands
     interface = generate.interface()
     assert "### RunConfig.load\n" in interface and "### Callback.on_step\n" in interface
@@ -84,11 +89,16 @@ def test_pages_say_of_exports_and_of_the_first_command_what_holds(root: Path) ->
 
     for spec in methods():
         page = (root / "docs/methods" / spec.page).read_text()
-        assert not (spec.programs and re.search(r"\b(It|They|This method) (does|do) not export", page)), spec.name
+        assert not (
+            spec.programs and re.search(r"\b(It|They|This method) (does|do) not export", page)
+        ), spec.name
     pages = [root / "README.md", *(root / "docs").rglob("*.md")]
     assert not [path for path in pages if re.search(r"git clone REPOSITORY", path.read_text())]
     for path in (root / "README.md", root / "docs/quickstart.md"):
-        assert re.search(r"^    (.+)$", path.read_text(), re.M)[1] == 'pip install "ondevice-train[executorch]"'
+        assert (
+            re.search(r"^    (.+)$", path.read_text(), re.M)[1]
+            == 'pip install "ondevice-train[executorch]"'
+        )
 
 
 def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
@@ -105,14 +115,22 @@ def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
         Evaluate(step=12, loss=4.0, accuracy=0.5),
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(event.to_line() for event in log))
-    command = [sys.executable, "docs/images/make.py", str(tmp_path / "events.jsonl"), str(tmp_path / "run.png")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "docs/images/make.py",
+        str(tmp_path / "events.jsonl"),
+        str(tmp_path / "run.png"),
+    ]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 COMMAND = re.compile(
-    r"^(?:    |\$ |)(?:sudo )?(?:\S*/bin/)?ondevice ((?:.*\\\n)*.*)$|`ondevice ([^`\n]+)`", re.MULTILINE
+    r"^(?:    |\$ |)(?:sudo )?(?:\S*/bin/)?ondevice ((?:.*\\\n)*.*)$|`ondevice ([^`\n]+)`",
+    re.MULTILINE,
 )
 
 
@@ -127,7 +145,9 @@ def commands_of(text: str) -> list[list[str]]:
             words = list(lexer)
         except ValueError:  # prose with an apostrophe
             continue
-        end = next((place for place, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words))
+        end = next(
+            (place for place, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words)
+        )
         found.append(words[:end])
     return found
 
@@ -145,7 +165,12 @@ def test_every_command_of_the_pages_has_its_verb_and_its_flags(root: Path) -> No
             while rest and rest[0] in getattr(command, "commands", {}):
                 command, rest = command.commands[rest[0]], rest[1:]
             flags = {name for one in command.params for name in one.opts} | {"--help"}
-            named = {word.partition("=")[0].rstrip(".,:") for word in rest if re.match(r"--?[a-z]", word)}
+            named = {
+                word.partition("=")[0].rstrip(".,:") for word in rest if re.match(r"--?[a-z]", word)
+            }
             seen += len(named)
-            wrong += [f"{page.relative_to(root)}: ondevice {' '.join(words)}: {flag}" for flag in sorted(named - flags)]
+            wrong += [
+                f"{page.relative_to(root)}: ondevice {' '.join(words)}: {flag}"
+                for flag in sorted(named - flags)
+            ]
     assert wrong == [] and seen > 150

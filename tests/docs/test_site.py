@@ -24,14 +24,27 @@ cli(sys.argv[1:])
 
 
 def test_the_site_builds_without_a_network(root: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OFFLINE, "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-c",
+        OFFLINE,
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())
     assert any("patience" in page["text"] for page in index["docs"])
     first = (tmp_path / "site" / "index.html").read_text()
-    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', first), "a page fetches from elsewhere"
+    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', first), (
+        "a page fetches from elsewhere"
+    )
 
 
 def test_every_page_is_in_the_site_s_menu(root: Path) -> None:
@@ -41,7 +54,9 @@ def test_every_page_is_in_the_site_s_menu(root: Path) -> None:
 
 
 def test_workflows_call_what_there_is(root: Path) -> None:
-    goals = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (root / "Makefile").read_text(), re.MULTILINE))
+    goals = set(
+        re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (root / "Makefile").read_text(), re.MULTILINE)
+    )
     files = sorted((root / ".github/workflows").glob("*.yml"))
     assert [path.stem for path in files] == ["check", "nightly", "release"]
     for path in files:
@@ -54,7 +69,9 @@ def test_workflows_call_what_there_is(root: Path) -> None:
             for goal in line.partition(" ARGS=")[0].split()
         }
         assert called <= goals, called - goals
-    publish = yaml.safe_load((root / ".github/workflows/release.yml").read_text())["jobs"]["publish"]
+    publish = yaml.safe_load((root / ".github/workflows/release.yml").read_text())["jobs"][
+        "publish"
+    ]
     assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
 
 

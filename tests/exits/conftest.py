@@ -49,8 +49,12 @@ def random_adapter(loaded: LoadedModel, scale: float = 0.05) -> Adapter:
         for target in loaded.family.linear_targets:
             inputs, outputs = loaded.dims.linear_shape(target)
             name = loaded.family.linear_name(layer, target)
-            tensors[f"{name}.lora_A.weight"] = (rng.normal(size=(3, inputs)) / inputs**0.5).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = (rng.normal(size=(outputs, 3)) * scale).astype(np.float32)
+            tensors[f"{name}.lora_A.weight"] = (rng.normal(size=(3, inputs)) / inputs**0.5).astype(
+                np.float32
+            )
+            tensors[f"{name}.lora_B.weight"] = (rng.normal(size=(outputs, 3)) * scale).astype(
+                np.float32
+            )
     return Adapter(tensors, 3, 7.0, loaded.family.linear_targets, loaded.source.source)
 
 
@@ -67,5 +71,8 @@ def zero_adapter(folder: Path, like: Path) -> Path:
     """Write an adapter whose products are all zero."""
     adapter = load_adapter(like)
     tensors = {name: value * (".lora_A." in name) for name, value in adapter.tensors.items()}
-    save_adapter(Adapter(tensors, adapter.rank, adapter.alpha, adapter.target_modules, adapter.base_model), folder)
+    save_adapter(
+        Adapter(tensors, adapter.rank, adapter.alpha, adapter.target_modules, adapter.base_model),
+        folder,
+    )
     return folder

@@ -55,7 +55,9 @@ class LlamaCpp:
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of a text, as llama.cpp cuts it."""
-        return self.http("tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        return self.http("tokenize", {"content": text, "add_special": True, "parse_special": True})[
+            "tokens"
+        ]
 
     def chat(self, messages: list[dict[str, str]]) -> str:
         """Return the prompt that llama.cpp makes of a conversation by the file's template."""
@@ -66,7 +68,9 @@ class LlamaCpp:
         from urllib import request
 
         headers = {"Content-Type": "application/json"}
-        asked = request.Request(f"{self.server.listening_address}/{path}", json.dumps(body).encode(), headers)
+        asked = request.Request(
+            f"{self.server.listening_address}/{path}", json.dumps(body).encode(), headers
+        )
         with request.urlopen(asked, timeout=30) as answer:
             return json.load(answer)
 
@@ -76,7 +80,10 @@ def base_gguf(case: Case) -> Path:
     path = case.model.parent / "base.gguf"
     if not path.exists():
         adapter = load_adapter(case.adapter)
-        small = {name: value * (1e-4 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()}
+        small = {
+            name: value * (1e-4 if ".lora_B." in name else 1)
+            for name, value in adapter.tensors.items()
+        }
         folder = case.model.parent / "small"
         save_adapter(Adapter(small, 3, 7.0, adapter.target_modules, adapter.base_model), folder)
         convert(folder, "gguf", path, model=str(case.model), dtype="float32")
@@ -88,8 +95,12 @@ def check_zeros_change_nothing(case: Case, folder: Path) -> None:
     zeros = load_adapter(zero_adapter(folder / "zero", case.adapter))
     request = Request(zeros, folder / "zero", str(case.model), None, "", folder / "zero.gguf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_lora, "check_adapter", lambda request, written: Checked(None, None, None))
+        patch.setattr(
+            gguf_lora, "check_adapter", lambda request, written: Checked(None, None, None)
+        )
         gguf_lora.write(request, folder / "zero.gguf")
     plain = LlamaCpp(base_gguf(case)).log_probabilities(IDS, case.base.size)
-    with_zeros = LlamaCpp(base_gguf(case), folder / "zero.gguf").log_probabilities(IDS, case.base.size)
+    with_zeros = LlamaCpp(base_gguf(case), folder / "zero.gguf").log_probabilities(
+        IDS, case.base.size
+    )
     np.testing.assert_allclose(with_zeros, plain, rtol=0, atol=1e-6)

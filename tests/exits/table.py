@@ -32,9 +32,14 @@ OF_MORE = ("gguf", "gguf-lora")
 
 def table() -> str:
     """Write the table as Markdown."""
-    lines = ["| Family | " + " | ".join(f"`{form}`" for form in READERS) + " |", "|---" * (len(READERS) + 1) + "|"]
+    lines = [
+        "| Family | " + " | ".join(f"`{form}`" for form in READERS) + " |",
+        "|---" * (len(READERS) + 1) + "|",
+    ]
     for family in sorted((*FAMILIES, *MORE)):
-        lines.append(f"| `{family}` | " + " | ".join(_cell(form, family) for form in READERS) + " |")
+        lines.append(
+            f"| `{family}` | " + " | ".join(_cell(form, family) for form in READERS) + " |"
+        )
     return "\n".join(lines)
 
 

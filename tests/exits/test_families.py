@@ -28,7 +28,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {"layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
                                     "query_pre_attn_scalar": 24}),
@@ -52,7 +57,10 @@ rotary embedding, so its tensors alone are compared."""
 def add_merge(path: Path) -> None:
     """Let the tiny tokenizer merge two letters: transformers reads no GGUF tokenizer that merges none."""
     rules = json.loads(path.read_text())
-    rules["model"]["vocab"]["ab"], rules["model"]["merges"] = 256, [["a", "b"]]  # the special ones move up
+    rules["model"]["vocab"]["ab"], rules["model"]["merges"] = (
+        256,
+        [["a", "b"]],
+    )  # the special ones move up
     rules["pre_tokenizer"]["use_regex"] = True  # GPT-2's way
     path.write_text(json.dumps(rules))
 
@@ -89,7 +97,9 @@ def test_a_gguf_file_is_the_model(form: str, tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-6, msg=name)
     np.testing.assert_allclose(log_probabilities(again.model), expected, rtol=0, atol=1e-5)
     if family in TRANSFORMERS_READS:
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file=path.name, dtype=torch.float32
+        ).state_dict()
         assert theirs.keys() == state.keys()
         for name, value in theirs.items():
             assert torch.equal(value, state[name]), name

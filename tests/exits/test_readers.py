@@ -36,7 +36,9 @@ def by_llama_cpp(case: Case, form: str, out: Path) -> np.ndarray:
     if form == "gguf-lora":
         base = base_gguf(case)
         return LlamaCpp(base, out).log_probabilities(IDS, case.base.size)
-    return LlamaCpp(out / "model.gguf" if form == "ollama" else out).log_probabilities(IDS, case.base.size)
+    return LlamaCpp(out / "model.gguf" if form == "ollama" else out).log_probabilities(
+        IDS, case.base.size
+    )
 
 
 def by_peft(case: Case, form: str, out: Path) -> np.ndarray:
@@ -58,7 +60,9 @@ def by_mlx_lm(case: Case, form: str, out: Path) -> np.ndarray:
 
     if form == "mlx-model":
         packed, config = load_mlx(out)
-        assert config["quantization"]["bits"] == 8 and "scales" in packed.model.layers[0].mlp.up_proj
+        assert (
+            config["quantization"]["bits"] == 8 and "scales" in packed.model.layers[0].mlp.up_proj
+        )
         logits = np.array(packed(mx.array([IDS])).astype(mx.float32))[0, -1].astype(np.float64)
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
     config = json.loads((case.model / "config.json").read_text())
@@ -87,15 +91,21 @@ OPEN = {
 
 
 @pytest.mark.parametrize(("form", "family"), CELLS)
-def test_the_reader_computes_base_plus_adapter(cases, tmp_path: Path, form: str, family: str) -> None:
+def test_the_reader_computes_base_plus_adapter(
+    cases, tmp_path: Path, form: str, family: str
+) -> None:
     case, out = cases[family], tmp_path / "out ä"
-    exact = {"dtype": next((one for one in ("float32", "8bit") if one in form_of(form).dtypes), None)}
+    exact = {
+        "dtype": next((one for one in ("float32", "8bit") if one in form_of(form).dtypes), None)
+    }
     report = convert(case.adapter, form, out, model=str(case.model), **exact)
     rounds = exact["dtype"] == "8bit"
     assert report.bytes and report.max_abs_difference_from_base and report.kept is not None
     assert report.kept == pytest.approx(1.0, abs=0.05) if rounds else report.kept == 1.0
     found = OPEN[READERS[form]](case, form, out)
-    np.testing.assert_allclose(found, case.expected, rtol=0, atol=GGUF_ERROR["q8_0"] if rounds else 1e-3)
+    np.testing.assert_allclose(
+        found, case.expected, rtol=0, atol=GGUF_ERROR["q8_0"] if rounds else 1e-3
+    )
     assert np.abs(found - case.base).max() > 0.1
 
 
@@ -124,7 +134,9 @@ def test_rank_stabilised_lora_keeps_its_scale(cases, tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
     out = tmp_path / "rs.gguf"
     convert(folder, "gguf-lora", out, model=str(case.model))
-    expected = log_probabilities(PeftModel.from_pretrained(load_model(str(case.model)).model, folder))
+    expected = log_probabilities(
+        PeftModel.from_pretrained(load_model(str(case.model)).model, folder)
+    )
     assert np.abs(expected - case.expected).max() > 0.1
     found = LlamaCpp(base_gguf(case), out).log_probabilities(IDS, case.base.size)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
-from ondevice.core.errors import ArtifactError, ConfigError, ModelError, OndeviceError, StorageError, VerificationError
+from ondevice.core.errors import (
+    ArtifactError,
+    ConfigError,
+    ModelError,
+    OndeviceError,
+    StorageError,
+    VerificationError,
+)
 from ondevice.exits import check, convert, form_names, gguf, gguf_lora
 from ondevice.models import load_model, save_tiny
 from tests.cli.command import CommandLine
@@ -30,14 +37,28 @@ def refused(kind: type[OndeviceError], words: str, *arguments, **options) -> Non
 def test_an_adapter_that_changes_nothing(cases, tmp_path: Path, form: str) -> None:
     case = cases["llama"]
     zero = zero_adapter(tmp_path / "zero", case.adapter)
-    refused(VerificationError, "changes nothing", zero, form, model=str(case.model), folder=tmp_path / "f")
+    refused(
+        VerificationError,
+        "changes nothing",
+        zero,
+        form,
+        model=str(case.model),
+        folder=tmp_path / "f",
+    )
 
 
 @pytest.mark.parametrize("form", form_names())
 def test_an_adapter_of_another_model(cases, tmp_path: Path, form: str) -> None:
     other = save_tiny(tmp_path / "other", "llama", hidden=32, layers=1)
     adapter = cases["llama"].adapter
-    refused(ArtifactError, "is not of .*other.*down_proj", adapter, form, model=str(other), folder=tmp_path / "f")
+    refused(
+        ArtifactError,
+        "is not of .*other.*down_proj",
+        adapter,
+        form,
+        model=str(other),
+        folder=tmp_path / "f",
+    )
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -47,11 +68,18 @@ def test_an_adapter_of_another_model(cases, tmp_path: Path, form: str) -> None:
 ])  # fmt: skip
 def test_heads_embeddings_and_norms_are_named(cases, tmp_path: Path, name: str, words: str) -> None:
     adapter = load_adapter(cases["llama"].adapter)
-    tensors = {f"{name}.lora_A.weight": np.ones((3, 64), np.float32), f"{name}.lora_B.weight": np.ones((288, 3), "f4")}
-    wider = replace(adapter, tensors=adapter.tensors | tensors, target_modules=(*adapter.target_modules, name))
+    tensors = {
+        f"{name}.lora_A.weight": np.ones((3, 64), np.float32),
+        f"{name}.lora_B.weight": np.ones((288, 3), "f4"),
+    }
+    wider = replace(
+        adapter, tensors=adapter.tensors | tensors, target_modules=(*adapter.target_modules, name)
+    )
     save_adapter(wider, tmp_path / "wider")
     model = str(cases["llama"].model)
-    refused(ArtifactError, words, tmp_path / "wider", "gguf-lora", model=model, folder=tmp_path / "f")
+    refused(
+        ArtifactError, words, tmp_path / "wider", "gguf-lora", model=model, folder=tmp_path / "f"
+    )
 
 
 def test_a_rank_beyond_the_readers_limit(cases, tmp_path: Path) -> None:
@@ -59,7 +87,10 @@ def test_a_rank_beyond_the_readers_limit(cases, tmp_path: Path) -> None:
     linear = adapter.linears[0]
     a, b = (rng.normal(size=size).astype(np.float32) for size in ((513, 128), (64, 513)))
     tensors = {f"{linear}.lora_A.weight": a, f"{linear}.lora_B.weight": b}
-    save_adapter(replace(adapter, tensors=tensors, rank=513, target_modules=("down_proj",)), tmp_path / "wide")
+    save_adapter(
+        replace(adapter, tensors=tensors, rank=513, target_modules=("down_proj",)),
+        tmp_path / "wide",
+    )
     refused(ConfigError, "vLLM does not take", tmp_path / "wide", "vllm", folder=tmp_path / "f")
 
 
@@ -68,11 +99,22 @@ def test_a_family_without_gguf_form(cases, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("ondevice.models.qwen2.Qwen2.gguf_architecture", None)
     for form in ("gguf-lora", "gguf", "ollama"):
         words = "models of type qwen2 have no GGUF form"
-        refused(ModelError, words, case.adapter, form, model=str(case.model), folder=tmp_path / form)
+        refused(
+            ModelError, words, case.adapter, form, model=str(case.model), folder=tmp_path / form
+        )
     monkeypatch.setattr("ondevice.models.qwen2.Qwen2.gguf_architecture", "gpt2")
     words = "has no name in GGUF files of architecture gpt2"
-    refused(ModelError, words, case.adapter, "gguf-lora", model=str(case.model), folder=tmp_path / "f")
-    refused(ModelError, "a merged GGUF file", case.adapter, "gguf", model=str(case.model), folder=tmp_path / "g")
+    refused(
+        ModelError, words, case.adapter, "gguf-lora", model=str(case.model), folder=tmp_path / "f"
+    )
+    refused(
+        ModelError,
+        "a merged GGUF file",
+        case.adapter,
+        "gguf",
+        model=str(case.model),
+        folder=tmp_path / "g",
+    )
 
 
 @pytest.mark.parametrize("form", form_names())
@@ -81,7 +123,14 @@ def test_a_full_disk(cases, tmp_path: Path, form: str) -> None:
     case = cases["llama"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))  # less than any of the forms needs
     try:
-        refused(StorageError, "no space left", case.adapter, form, model=str(case.model), folder=tmp_path / "f")
+        refused(
+            StorageError,
+            "no space left",
+            case.adapter,
+            form,
+            model=str(case.model),
+            folder=tmp_path / "f",
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -103,14 +152,20 @@ def test_what_is_there_stays(cases, tmp_path: Path) -> None:
     assert convert(case.adapter, "gguf-lora", out, model=model, overwrite=True).bytes == first.bytes
 
 
-@pytest.mark.parametrize("fault", ["no permutation", "no scale", "a tensor missing", "another number"])
+@pytest.mark.parametrize(
+    "fault", ["no permutation", "no scale", "a tensor missing", "another number"]
+)
 def test_a_fault_of_the_writer_is_found(cases, tmp_path: Path, monkeypatch, fault: str) -> None:
     """Each of these would give an adapter that llama.cpp loads without a word."""
     case, plain = cases["llama"], gguf_lora.write_gguf
     if fault == "no permutation":
-        monkeypatch.setattr(gguf_lora, "to_gguf", lambda family, name, weights, dims, whole: weights)
+        monkeypatch.setattr(
+            gguf_lora, "to_gguf", lambda family, name, weights, dims, whole: weights
+        )
     elif fault == "no scale":
-        monkeypatch.setattr("gguf.GGUFWriter.add_float32", lambda self, key, value: self.add_key_value(key, 1.0, 6))
+        monkeypatch.setattr(
+            "gguf.GGUFWriter.add_float32", lambda self, key, value: self.add_key_value(key, 1.0, 6)
+        )
     else:
 
         def faulty(writer, tensors, plan):
@@ -122,24 +177,48 @@ def test_a_fault_of_the_writer_is_found(cases, tmp_path: Path, monkeypatch, faul
             plain(writer, values, plan)
 
         monkeypatch.setattr(gguf_lora, "write_gguf", faulty)
-    refused(VerificationError, "", case.adapter, "gguf-lora", model=str(case.model), folder=tmp_path / "f")
+    refused(
+        VerificationError,
+        "",
+        case.adapter,
+        "gguf-lora",
+        model=str(case.model),
+        folder=tmp_path / "f",
+    )
 
 
 def test_a_merge_that_is_not_base_plus_adapter(cases, tmp_path: Path, monkeypatch) -> None:
     case = cases["llama"]
     monkeypatch.setattr(gguf, "to_gguf", lambda family, name, weights, dims, whole=True: weights)
-    refused(VerificationError, "_proj", case.adapter, "gguf", model=str(case.model), folder=tmp_path / "f")
+    refused(
+        VerificationError,
+        "_proj",
+        case.adapter,
+        "gguf",
+        model=str(case.model),
+        folder=tmp_path / "f",
+    )
     monkeypatch.undo()
     monkeypatch.setattr(check, "fuse_in_place", lambda loaded: [
         loaded.family.set_linear(i, t, loaded.family.linear(i, t).base)
         for i in range(2) for t in loaded.family.linear_targets
     ])  # fmt: skip
-    refused(VerificationError, "", case.adapter, "gguf", model=str(case.model), dtype="float32", folder=tmp_path / "g")
+    refused(
+        VerificationError,
+        "",
+        case.adapter,
+        "gguf",
+        model=str(case.model),
+        dtype="float32",
+        folder=tmp_path / "g",
+    )
 
 
 def test_an_adapter_that_rounding_swallows(cases, tmp_path: Path) -> None:
     adapter = load_adapter(cases["llama"].adapter)
-    tensors = {name: value * (1e-9 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()}
+    tensors = {
+        name: value * (1e-9 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()
+    }
     save_adapter(replace(adapter, tensors=tensors), tmp_path / "small")
     model = str(cases["llama"].model)
     for dtype in ("float16", "q8_0", "q4_0"):
@@ -159,7 +238,10 @@ def test_the_command(cases, tmp_path: Path, capsys) -> None:
     assert done.json["bytes"] == out.stat().st_size and done.json["model"] == str(case.model)
     assert command("convert", run, "--to", "gguf-lora", "--out", out).code == StorageError.exit_code
     shown = command("convert", run, "--to", "vllm", "--out", tmp_path / "served")
-    assert "--max-lora-rank 8" in " ".join(shown.err.split()) and (tmp_path / "served" / "serve.sh").is_file()
+    assert (
+        "--max-lora-rank 8" in " ".join(shown.err.split())
+        and (tmp_path / "served" / "serve.sh").is_file()
+    )
     for arguments, code in (
         (("--to", "onnx", "--out", tmp_path / "x"), ConfigError.exit_code),
         (("--to", "gguf"), ConfigError.exit_code),
@@ -167,10 +249,23 @@ def test_the_command(cases, tmp_path: Path, capsys) -> None:
         (("--to", "peft", "--dtype", "float16", "--out", tmp_path / "x"), ConfigError.exit_code),
     ):
         assert command("convert", run, *arguments).code == code
-    assert command("convert", tmp_path / "nowhere", "--out", tmp_path / "x").code == ArtifactError.exit_code
+    assert (
+        command("convert", tmp_path / "nowhere", "--out", tmp_path / "x").code
+        == ArtifactError.exit_code
+    )
 
 
 def test_an_adapter_that_names_no_model(cases, tmp_path: Path) -> None:
-    save_adapter(replace(load_adapter(cases["llama"].adapter), base_model=""), tmp_path / "nameless")
-    refused(ConfigError, "does not name its model", tmp_path / "nameless", "gguf-lora", folder=tmp_path / "f")
-    assert convert(tmp_path / "nameless", "mlx", tmp_path / "mlx").max_abs_difference_from_base is None
+    save_adapter(
+        replace(load_adapter(cases["llama"].adapter), base_model=""), tmp_path / "nameless"
+    )
+    refused(
+        ConfigError,
+        "does not name its model",
+        tmp_path / "nameless",
+        "gguf-lora",
+        folder=tmp_path / "f",
+    )
+    assert (
+        convert(tmp_path / "nameless", "mlx", tmp_path / "mlx").max_abs_difference_from_base is None
+    )

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ondevice.artifact.adapter import save_adapter
@@ -37,7 +47,9 @@ MESSAGES = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "cont
 
 def byte_level(*before) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not before or not isinstance(before[0], Split))
+    last = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=not before or not isinstance(before[0], Split)
+    )
     # Trained without cutting, so that there are merges across every place where text is cut.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +60,9 @@ def byte_level(*before) -> Tokenizer:
 
 def sentencepiece() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)])
     return trained(tokenizer, [], ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))])
@@ -58,22 +72,30 @@ def gemmas() -> Tokenizer:
     """No space before a text, a first token, spaces and lines that are tokens before a text is cut."""
     tokenizer = sentencepiece()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("\n\n", "  ", "   ", "\n")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("\n\n", "  ", "   ", "\n")]
+    )
     tokenizer.add_special_tokens(["<bos>"])
     ids = [("<bos>", tokenizer.token_to_id("<bos>"))]
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=ids)
     return tokenizer
 
 
-def trained(tokenizer: Tokenizer, alphabet: list[str], special: list[str] | None = None) -> Tokenizer:
+def trained(
+    tokenizer: Tokenizer, alphabet: list[str], special: list[str] | None = None
+) -> Tokenizer:
     tokens = [*(special or []), "<eos>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=400 + len(tokens), initial_alphabet=alphabet, special_tokens=tokens,
                                   show_progress=False, limit_alphabet=300)  # fmt: skip
     tokenizer.train_from_iterator(CORPUS, trainer)
     if special:  # bytes are no text of their own
         rules = json.loads(tokenizer.to_str())
-        rules["added_tokens"] = [token for token in rules["added_tokens"] if not token["content"].startswith("<0x")]
+        rules["added_tokens"] = [
+            token for token in rules["added_tokens"] if not token["content"].startswith("<0x")
+        ]
         tokenizer = Tokenizer.from_str(json.dumps(rules))
     return tokenizer
 
@@ -82,7 +104,10 @@ Split = pre_tokenizers.Split
 WAYS = {
     "GPT-2": lambda: byte_level(),
     "SmolLM": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
-    **{name: lambda words=words: byte_level(Split(Regex(words), "isolated")) for words, name in _WORDS.items()},
+    **{
+        name: lambda words=words: byte_level(Split(Regex(words), "isolated"))
+        for words, name in _WORDS.items()
+    },
     "sentencepiece": sentencepiece,
     "Gemma": gemmas,
 }
@@ -92,14 +117,18 @@ def model_with(folder: Path, tokenizer: Tokenizer) -> Path:
     """Write a tiny model that has that tokenizer."""
     save_tiny(folder, vocab=tokenizer.get_vocab_size() + 3)  # some rows without a token
     names = {"bos_token": "<bos>"} if tokenizer.token_to_id("<bos>") else {}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", **names)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", **names
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_gives_the_same_tokens(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the file that was written is read back as the same tokenizer, whatever transformers makes of it."""
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
     model = model_with(tmp_path / "model", WAYS[way]())
@@ -110,14 +139,20 @@ def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, way: str, monkeypatch: 
     back: Any = load_tokenizer(str(tmp_path / "a.gguf"))
     for text in (*TEXTS, WORDS[1500:1700]):
         assert reader.tokens(text) == tokenizer(text)["input_ids"] == back(text)["input_ids"], text
-        assert back.decode(back(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
-    assert back.apply_chat_template(MESSAGES, tokenize=False) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+        assert back.decode(back(text)["input_ids"]) == tokenizer.decode(
+            tokenizer(text)["input_ids"]
+        )
+    assert back.apply_chat_template(MESSAGES, tokenize=False) == tokenizer.apply_chat_template(
+        MESSAGES, tokenize=False
+    )
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert reader.chat(MESSAGES) == expected
 
 
 def test_another_way_of_cutting_is_refused(tmp_path: Path) -> None:
-    model = model_with(tmp_path / "model", byte_level(Split(Regex(r"\w+|\s+|[^\w\s]+"), "isolated")))
+    model = model_with(
+        tmp_path / "model", byte_level(Split(Regex(r"\w+|\s+|[^\w\s]+"), "isolated"))
+    )
     save_adapter(random_adapter(load_model(str(model))), tmp_path / "adapter")
     with pytest.raises(ModelError, match="no name for how the tokenizer cuts"):
         convert(tmp_path / "adapter", "gguf", tmp_path / "a.gguf", model=str(model))
@@ -146,9 +181,16 @@ def test_a_template_of_texts_around_messages_is_found(text: str) -> None:
     tokenizer = Fake(text)
     found = template_of(tokenizer)
     assert isinstance(found, Template)
-    for messages in (MESSAGES, [{"role": "system", "content": "Be brief"}, *MESSAGES], MESSAGES[:1]):
+    for messages in (
+        MESSAGES,
+        [{"role": "system", "content": "Be brief"}, *MESSAGES],
+        MESSAGES[:1],
+    ):
         assert found.render(messages) == tokenizer.apply_chat_template(messages, False, True)
-    assert all(part in found.go() for part in ("{{ range .Messages }}", 'eq .Role "user"', "{{ .Content }}"))
+    assert all(
+        part in found.go()
+        for part in ("{{ range .Messages }}", 'eq .Role "user"', "{{ .Content }}")
+    )
     assert ("ne (index .Messages 0).Role" in found.go()) == (text == DEFAULT_SYSTEM)
 
 

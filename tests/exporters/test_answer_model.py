@@ -22,7 +22,9 @@ IDS = list(range(40, 63))
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "smollm3"])
 def test_cut_anywhere_it_computes_what_the_model_does(tmp_path: Path, family: str) -> None:
     load_operators()
-    loaded = load_model(str(save_tiny(tmp_path / "model", family, layers=4 if family == "smollm3" else 2)))
+    loaded = load_model(
+        str(save_tiny(tmp_path / "model", family, layers=4 if family == "smollm3" else 2))
+    )
     adapter = random_adapter(loaded)
     model = AnswerModel(loaded, 32, adapter.linears, adapter.rank)
     flat = torch.from_numpy(flatten(adapter, model.pairs, adapter.rank))

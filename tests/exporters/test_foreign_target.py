@@ -107,7 +107,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     info = site / "notebook_target-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: notebook-target\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ondevice.targets]\nnotebook = notebook_target:TARGET\n")
+    (info / "entry_points.txt").write_text(
+        "[ondevice.targets]\nnotebook = notebook_target:TARGET\n"
+    )
     monkeypatch.syspath_prepend(str(site))
     _forget()
     yield site
@@ -126,17 +128,28 @@ def _forget() -> None:
 def test_it_is_listed_exports_runs_and_verifies(site, tmp_path: Path) -> None:
     source, folder = save_tiny(tmp_path / "model", "llama"), tmp_path / "artifact"
     assert "notebook" in registry.target_names()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-m", "ondevice", "export", "--list", "--json"]
-    listed = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    listed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=True
+    ).stdout
     assert json.loads(listed)["notebook"] == "A weight file, PyTorch on the CPU"
     assert "notebook" in checks_by_target()
 
-    values = {"model.source": str(source), "export.target": "notebook", "export.lengths_tokens": [16]}
+    values = {
+        "model.source": str(source),
+        "export.target": "notebook",
+        "export.lengths_tokens": [16],
+    }
     lora = RunConfig.load(None, {**values, "export.batch_size": 2, "method.name": "lora"})
     assert artifacts.export(lora, folder).target == "notebook"
     with pytest.raises(ConfigError, match="mezo does not export to notebook: use --method lora"):
-        artifacts.export(RunConfig.load(None, {**values, "method.name": "mezo"}), tmp_path / "never")
+        artifacts.export(
+            RunConfig.load(None, {**values, "method.name": "mezo"}), tmp_path / "never"
+        )
 
     result = verify(folder, steps=2)
     assert result["ok"] and result["steps"] == 2 and result["backend"] == "torch-cpu"
@@ -157,6 +170,9 @@ def test_without_its_package_an_artifact_is_refused_by_name(tmp_path: Path) -> N
 
 def test_one_that_cannot_be_imported_is_named_and_left_out(site: Path, caplog) -> None:
     (site / "notebook_target" / "__init__.py").write_text("import a_package_that_is_not_there\n")
-    assert "notebook" not in {spec.name for spec in registry.targets()} and "a_package_that_is_not" in caplog.text
+    assert (
+        "notebook" not in {spec.name for spec in registry.targets()}
+        and "a_package_that_is_not" in caplog.text
+    )
     with pytest.raises(ConfigError, match="target 'notebook' cannot be imported"):
         registry.target("notebook")

@@ -12,7 +12,9 @@ from ondevice.fleet.messages import Answer, Task
 from ondevice.fleet.numbers import pack
 
 
-def charter(*, size: int = 130, noise: str = "rademacher", rate: float = 1e-2, **agreement: Any) -> Charter:
+def charter(
+    *, size: int = 130, noise: str = "rademacher", rate: float = 1e-2, **agreement: Any
+) -> Charter:
     """A fleet of two queries a step; `size` is no multiple of a word's 64 signs."""
     return Charter(
         model_source="tiny:llama",

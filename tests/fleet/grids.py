@@ -51,7 +51,11 @@ class LocalGrid:
                 continue
             del self.waiting[name]
             content = self.reply(message.metadata.dst_node_id, message.content)
-            metadata = SimpleNamespace(src_node_id=message.metadata.dst_node_id, reply_to_message_id=name)
+            metadata = SimpleNamespace(
+                src_node_id=message.metadata.dst_node_id, reply_to_message_id=name
+            )
             if content is not None:
-                replies.append(SimpleNamespace(metadata=metadata, has_error=lambda: False, content=content))
+                replies.append(
+                    SimpleNamespace(metadata=metadata, has_error=lambda: False, content=content)
+                )
         return replies

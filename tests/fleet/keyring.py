@@ -23,5 +23,7 @@ def make_keys(folder: Path, devices: Iterable[int]) -> Keys:
 
     numbers = list(devices)
     make(folder / "keys", ("localhost",), len(numbers))
-    files = {number: folder / f"keys/devices/{place}.key" for place, number in enumerate(numbers, 1)}
+    files = {
+        number: folder / f"keys/devices/{place}.key" for place, number in enumerate(numbers, 1)
+    }
     return Keys(files, fingerprints(folder / "keys/devices"))

@@ -24,11 +24,15 @@ def damaged(data: bytes, draw: np.random.Generator) -> bytes:
         return data[:at] + draw.bytes(int(draw.integers(1, 9))) + data[at:]
     changed = bytearray(data)
     for place in draw.integers(len(data), size=int(draw.integers(1, 4))):
-        changed[place] = int(draw.integers(256)) if kind == 3 else changed[place] ^ (1 << int(draw.integers(8)))
+        changed[place] = (
+            int(draw.integers(256)) if kind == 3 else changed[place] ^ (1 << int(draw.integers(8)))
+        )
     return bytes(changed)
 
 
-def mutated(message: dict[str, Any], draw: np.random.Generator, word: str = "odd") -> dict[str, Any]:
+def mutated(
+    message: dict[str, Any], draw: np.random.Generator, word: str = "odd"
+) -> dict[str, Any]:
     """Return a message with none, one or two things wrong; `word` is what new fields are called and hold."""
     message = dict(message)
     for _ in range(int(draw.integers(0, 3))):
@@ -80,5 +84,7 @@ def in_json(data: bytes, draw: np.random.Generator, word: str) -> bytes | None:
         elif kind == 3:
             inside[key] = [inside[key]]
         else:
-            inside[key] = (None, True, -1, 1 << 70, 1e308, "", [], {}, "=" * 90)[int(draw.integers(9))]
+            inside[key] = (None, True, -1, 1 << 70, 1e308, "", [], {}, "=" * 90)[
+                int(draw.integers(9))
+            ]
         return json.dumps(values).encode()

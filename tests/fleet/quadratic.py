@@ -28,17 +28,25 @@ class Quadratic(Session):
     def _loss(self, vector: np.ndarray) -> float:
         return float(0.5 * ((vector.astype(np.float64) - self.target) ** 2).sum())
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         noise = generator.rademacher(self.seed, step, 0, self.queries, 0, len(self.vector))
         losses = [self._loss(self.vector + sign * EPSILON * z) for sign in (1, -1) for z in noise]
-        numbers = [(losses[q] - losses[q + self.queries]) / (2 * EPSILON) for q in range(self.queries)]
+        numbers = [
+            (losses[q] - losses[q + self.queries]) / (2 * EPSILON) for q in range(self.queries)
+        ]
         self.apply_update(tuple(numbers), step, learning_rate)
         return StepResult(sum(losses) / len(losses), tuple(losses), tuple(numbers))
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         noise = generator.rademacher(self.seed, step, 0, self.queries, 0, len(self.vector))
         rate = learning_rate / self.queries
-        self.vector = self.vector - (rate * np.array(projected_gradients) @ noise).astype(np.float32)
+        self.vector = self.vector - (rate * np.array(projected_gradients) @ noise).astype(
+            np.float32
+        )
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         loss = np.full(len(ids), self._loss(self.vector), dtype=np.float32)

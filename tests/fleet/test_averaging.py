@@ -30,7 +30,10 @@ def simulate(ondevice: CommandLine, folder: Path, *more: object, method: str = "
 
 def drawn(seed: int) -> Arrays:
     draw = np.random.default_rng(seed)
-    return {name: draw.normal(0, 1, shape).astype(np.float32) for name, shape in (("a", (3, 4)), ("b", (5,)))}
+    return {
+        name: draw.normal(0, 1, shape).astype(np.float32)
+        for name, shape in (("a", (3, 4)), ("b", (5,)))
+    }
 
 
 @pytest.mark.flower
@@ -62,9 +65,18 @@ def test_rules_have_the_bits_of_flowers_strategies(strategy: Rule) -> None:
         before = after
 
 
-def test_a_first_order_fleet_learns_and_goes_on_to_the_same_hash(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_a_first_order_fleet_learns_and_goes_on_to_the_same_hash(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     (tmp_path / "whole").mkdir()
-    adaptive = ("--set", "averaging.strategy=fedadam", "--set", "simulation.eval_every=1", "--local-steps", 2)
+    adaptive = (
+        "--set",
+        "averaging.strategy=fedadam",
+        "--set",
+        "simulation.eval_every=1",
+        "--local-steps",
+        2,
+    )
     whole = simulate(ondevice, tmp_path / "whole", *adaptive).json
     assert whole["hashes_equal"] is True
     assert whole["loss_last"] < whole["loss_first"]
@@ -76,10 +88,15 @@ def test_a_first_order_fleet_learns_and_goes_on_to_the_same_hash(ondevice: Comma
     assert again["final_hash"] == whole["final_hash"]
     status = ondevice("fleet", "status", tmp_path / "a fleet", "--json").json
     assert (status["hash"], status["rounds"]) == (whole["final_hash"], 3)
-    assert "no log to replay" in ondevice("fleet", "replay", tmp_path / "a fleet", "--json").json["message"]
+    assert (
+        "no log to replay"
+        in ondevice("fleet", "replay", tmp_path / "a fleet", "--json").json["message"]
+    )
 
 
-def test_weak_devices_send_numbers_and_the_rest_their_adapters(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_weak_devices_send_numbers_and_the_rest_their_adapters(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     weak = ("--set", "simulation.weak=0.5", "--set", "simulation.weak_rate=0.05")
     mixed = simulate(ondevice, tmp_path, *weak, method="lora-fa").json
     strong = simulate(ondevice, tmp_path, "--overwrite", method="lora-fa").json
@@ -89,21 +106,39 @@ def test_weak_devices_send_numbers_and_the_rest_their_adapters(ondevice: Command
     assert "train B alone" in refused["message"]
 
 
-def test_curves_of_two_kinds_of_fleets_are_drawn_by_round_and_by_bytes(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_curves_of_two_kinds_of_fleets_are_drawn_by_round_and_by_bytes(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     simulate(ondevice, tmp_path, "--rounds", 1)
     numbers = tmp_path / "numbers ü"
-    simulate(ondevice, tmp_path, "--rounds", 2, "--set", "simulation.eval_every=1", "--out", numbers, method="prge")
-    done = ondevice("fleet", "plot", tmp_path / "a fleet", numbers, "--out", tmp_path / "both.png", "--json").json
+    simulate(
+        ondevice,
+        tmp_path,
+        "--rounds",
+        2,
+        "--set",
+        "simulation.eval_every=1",
+        "--out",
+        numbers,
+        method="prge",
+    )
+    done = ondevice(
+        "fleet", "plot", tmp_path / "a fleet", numbers, "--out", tmp_path / "both.png", "--json"
+    ).json
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert [point["round"] for point in done["curves"][str(numbers)]] == [0, 1, 2]
     assert done["curves"][str(numbers)][2]["bytes"] == 2 * done["curves"][str(numbers)][1]["bytes"]
     begun = ondevice("fleet", "begin", "--model", "tiny:llama", "--out", tmp_path / "begun")
     assert begun.code == 0
-    assert "no evaluations" in ondevice("fleet", "plot", tmp_path / "begun", "--json").json["message"]
+    assert (
+        "no evaluations" in ondevice("fleet", "plot", tmp_path / "begun", "--json").json["message"]
+    )
 
 
-def test_robust_strategies_keep_what_hostile_devices_would_ruin(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_robust_strategies_keep_what_hostile_devices_would_ruin(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     """One device of four sends its change turned around, ten times as large: a mean walks away from the data."""
     hostile = ("--set", "simulation.hostile=0.25", "--set", "simulation.attack=flip")
     honest = simulate(ondevice, tmp_path, "--overwrite").json["loss_last"]
@@ -116,8 +151,13 @@ def test_robust_strategies_keep_what_hostile_devices_would_ruin(ondevice: Comman
 
 
 def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
-    assert "answers with adapters" in simulate(ondevice, tmp_path, "--set", "fleet.combine=median").json["message"]
-    whole = ondevice("fleet", "simulate", "--model", "tiny:llama", "--method", "full", "--json").json
+    assert (
+        "answers with adapters"
+        in simulate(ondevice, tmp_path, "--set", "fleet.combine=median").json["message"]
+    )
+    whole = ondevice(
+        "fleet", "simulate", "--model", "tiny:llama", "--method", "full", "--json"
+    ).json
     assert "nothing that a fleet" in whole["message"]
     expected = drawn(0)
     for odd, said in (
@@ -134,7 +174,9 @@ def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
 
 
 @pytest.mark.flower
-def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_server_over_flower_gives_the_simulations_adapter(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """A grid in this process, whose nodes are the simulation's members."""
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.averaging.apps import AdapterServer
@@ -160,17 +202,23 @@ def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, mo
             if asked["last"]:
                 return {CONFIG: {"digest": digest(arrays)}}
             answer = simulation.members[node].answer(asked["round"], arrays)
-            return content_of({"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss})
+            return content_of(
+                {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
+            )
 
     for rounds in (2, 3):  # a server that is started again goes on with its moments
-        with AdapterStore.create(tmp_path / "served", simulation.charter, simulation.first) as store:
+        with AdapterStore.create(
+            tmp_path / "served", simulation.charter, simulation.first
+        ) as store:
             settings = {"rounds": rounds, "least_devices": 3, "sample": 1.0, "wait_s": 1.0}
             AdapterServer(Grid([2, 0, 1]), store, settings).run()  # type: ignore[arg-type]
             assert store.count() == rounds
             assert (digest(store.tensors()) == expected) is (rounds == 3)
 
 
-def test_a_device_answers_with_the_tensors_that_it_trains(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_a_device_answers_with_the_tensors_that_it_trains(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     from ondevice.fleet.device import Device, DeviceSettings
 
     begun = ondevice("fleet", "begin", "--model", "tiny:llama", "--method", "lora-fa", "--set", "method.rank=2",
@@ -178,7 +226,9 @@ def test_a_device_answers_with_the_tensors_that_it_trains(ondevice: CommandLine,
     with AdapterStore.open(tmp_path / "server") as store:
         charter, first = store.charter, store.tensors()
     assert begun["elements"] == sum(value.size for value in first.values())
-    device = Device(DeviceSettings(str(tmp_path / "a device"), str(rows(tmp_path / "rows.jsonl")), batch_size=2))
+    device = Device(
+        DeviceSettings(str(tmp_path / "a device"), str(rows(tmp_path / "rows.jsonl")), batch_size=2)
+    )
     message = {"charter": charter.to_bytes(), "adapter": to_bytes(first), "round": 0, "last": False}
     reply = device.reply(message, 1)
     trained = from_bytes(reply["adapter"])

@@ -31,7 +31,9 @@ def test_three_devices_train_by_file(ondevice: CommandLine, tmp_path: Path) -> N
         for device, file in files.items():
             if (number, device) == (1, 2):
                 continue  # it is away
-            written = ondevice("fleet", "carry", "out", fleet, "--device", device, "--to", file, "--json").json
+            written = ondevice(
+                "fleet", "carry", "out", fleet, "--device", device, "--to", file, "--json"
+            ).json
             assert max(written["bytes"]) <= MOST_BYTES
             replied = ondevice("fleet", "carry", "answer", file, "--data", data[device], "--out",
                                tmp_path / f"device {device}", "--to", tmp_path / "answer.odfleet",
@@ -44,7 +46,9 @@ def test_three_devices_train_by_file(ondevice: CommandLine, tmp_path: Path) -> N
     for device, file in files.items():
         ondevice("fleet", "carry", "out", fleet, "--device", device, "--last", "--to", file)
         for _ in range(2):  # a file that is taken twice does nothing
-            end = ondevice("fleet", "carry", "answer", file, "--out", tmp_path / f"device {device}", "--json").json
+            end = ondevice(
+                "fleet", "carry", "answer", file, "--out", tmp_path / f"device {device}", "--json"
+            ).json
             assert end["hash"] == closed["hash"]
     late = ondevice("fleet", "carry", "in", fleet, tmp_path / "answer.odfleet", "--json")
     assert late.code == 14

@@ -43,7 +43,9 @@ print(json.dumps({"confined": confined, **{name: outcome(action) for name, actio
 """
 
 
-def test_the_process_for_the_network_reads_python_and_reaches_the_server_and_nothing_else(tmp_path: Path) -> None:
+def test_the_process_for_the_network_reads_python_and_reaches_the_server_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     for name in ("device.json", "rows.jsonl"):
         (tmp_path / name).write_text("{}")
     with (
@@ -55,7 +57,10 @@ def test_the_process_for_the_network_reads_python_and_reaches_the_server_and_not
         device.listen()
         ports = [str(one.getsockname()[1]) for one in (server, other)]
         done = subprocess.run(
-            [sys.executable, "-c", TRIED, str(tmp_path), *ports], capture_output=True, text=True, check=False
+            [sys.executable, "-c", TRIED, str(tmp_path), *ports],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
@@ -78,7 +83,9 @@ def test_a_fleets_process_writes_for_its_user_only_and_leaves_no_core_file(tmp_p
         f"Path({str(tmp_path / 'new')!r}).write_text('x'); print(resource.getrlimit(resource.RLIMIT_CORE)); "
         "print('NoNewPrivs:\\t1' in Path('/proc/self/status').read_text())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[0] == "(0, 0)"
     if sys.platform == "linux":
         assert done.stdout.splitlines()[1] == "True"

@@ -48,7 +48,9 @@ SECRET = "hf_a-token-that-only-the-device-should-have"
 
 
 @contextlib.contextmanager
-def started(*arguments: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    *arguments: str, log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a session of its own, which ends with the context."""
     with open(log, "ab") as output:
         process = subprocess.Popen(
@@ -100,13 +102,21 @@ class Fleet:
         return self.keys / "ca.crt" if self.keys else None
 
     def connected(self) -> bool:
-        logs = [self.folder / f"device-{number}" / "network.log" for number in range(1, DEVICES + 1)]
-        return all(log.is_file() and "connected as device" in log.read_text(errors="replace") for log in logs)
+        logs = [
+            self.folder / f"device-{number}" / "network.log" for number in range(1, DEVICES + 1)
+        ]
+        return all(
+            log.is_file() and "connected as device" in log.read_text(errors="replace")
+            for log in logs
+        )
 
 
 def ondevice(*arguments: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ondevice", *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ondevice", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -130,7 +140,9 @@ def devices(folder: Path, port: int, keys: Path | None) -> Iterator[list[int]]:
 
 
 @pytest.fixture(scope="module", params=["tls", "insecure"])
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     folder, port = tmp_path_factory.mktemp(request.param), free_port()
     keys = folder / "keys" if request.param == "tls" else None
     ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--queries", 2,
@@ -165,12 +177,19 @@ def test_a_registered_device_finds_the_fleet_api_and_no_other(fleet: Fleet) -> N
     more = ["/docs", "/openapi.json", "/health", "/v1/responses", "/", "/v1/fleet/../control/start-run",
             "/v1/fleet/%2e%2e/control/start-run", "//v1/control/start-run", "/v1/control/start-run/"]  # fmt: skip
     with client(fleet) as http:
-        answers = {path: http.post(path, headers=signed(key), content=b"").status_code for path in [*others, *more]}
+        answers = {
+            path: http.post(path, headers=signed(key), content=b"").status_code
+            for path in [*others, *more]
+        }
         answers |= {f"GET {path}": http.get(path, headers=signed(key)).status_code for path in more}
-        assert set(answers.values()) == {404}, {path: code for path, code in answers.items() if code != 404}
+        assert set(answers.values()) == {404}, {
+            path: code for path, code in answers.items() if code != 404
+        }
         asked = ActivateNodeRequest(public_key=public(key), heartbeat_interval=30)
         if fleet.keys:
-            done = http.post("/v1/fleet/activate-node", headers=signed(key), content=asked.SerializeToString())
+            done = http.post(
+                "/v1/fleet/activate-node", headers=signed(key), content=asked.SerializeToString()
+            )
             assert done.status_code == 200, done.text
 
 
@@ -185,7 +204,9 @@ def test_a_stranger_with_the_public_certificate_reaches_no_route_at_all(fleet: F
             for _, path in PROTOBUF_REQUEST_TYPES:
                 assert http.post(path, headers=head, content=b"").status_code in (401, 404)
             join = RegisterNodeFleetRequest(public_key=public(stranger)).SerializeToString()
-            assert http.post("/v1/fleet/register-node", headers=head, content=join).status_code == 401
+            assert (
+                http.post("/v1/fleet/register-node", headers=head, content=join).status_code == 401
+            )
 
 
 def test_a_server_that_sends_an_app_gets_an_error_from_devices_and_runs_nothing_on_them(
@@ -206,7 +227,13 @@ def test_a_server_that_sends_an_app_gets_an_error_from_devices_and_runs_nothing_
     with superlink:
         until(lambda: listens(port))
         for number in range(1, DEVICES + 1) if fleet.keys else ():
-            intruder.flwr(f"localhost:{port}", "supernode", "register", f"{fleet.keys}/devices/{number}.pub", "fleet")
+            intruder.flwr(
+                f"localhost:{port}",
+                "supernode",
+                "register",
+                f"{fleet.keys}/devices/{number}.pub",
+                "fleet",
+            )
         with devices(tmp_path, port, fleet.keys):
             loot = intruder.attack(f"localhost:{port}")
     assert loot.servers == 1, loot.said  # the attack itself worked
@@ -223,13 +250,18 @@ def test_the_process_for_the_network_has_no_secret_and_almost_no_rights(fleet: F
         assert "HF_TOKEN" not in environment and "HOME" not in environment
         for pid in (device, network.pid):
             assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
-        limits = {name: network.rlimit(getattr(psutil, f"RLIMIT_{name}")) for name in ("CORE", "DATA", "FSIZE")}
+        limits = {
+            name: network.rlimit(getattr(psutil, f"RLIMIT_{name}"))
+            for name in ("CORE", "DATA", "FSIZE")
+        }
         assert limits["CORE"] == (0, 0)
         assert max(limits["DATA"]) <= DATA_BYTES and max(limits["FSIZE"]) <= FILE_BYTES
         assert network.num_fds() < 64
 
 
-def test_the_process_for_the_network_ends_with_its_device_even_if_that_is_killed(tmp_path: Path) -> None:
+def test_the_process_for_the_network_ends_with_its_device_even_if_that_is_killed(
+    tmp_path: Path,
+) -> None:
     """One that stayed would keep the device's place at the server, and answer for nobody."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # never answers
         port = str(server.getsockname()[1])

@@ -60,7 +60,10 @@ class Walk:
     def result(self) -> dict[str, Any]:
         """Wait for its end, and return what the server said."""
         code = self.process.wait(timeout=280)
-        logs = {log.name: log.read_text(errors="replace")[-1500:] for log in self.folder.parent.rglob("*.log")}
+        logs = {
+            log.name: log.read_text(errors="replace")[-1500:]
+            for log in self.folder.parent.rglob("*.log")
+        }
         assert code == 0, logs
         return json.loads((self.folder / "result.json").read_text())
 
@@ -68,7 +71,10 @@ class Walk:
 @pytest.fixture(scope="module")
 def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walk]]:
     """Both walks at once: each waits for most of its time. TLS, a key for each device, a folder with a space."""
-    root, path = Path(__file__).parents[2], os.pathsep.join([str(python().parent), os.environ["PATH"]])
+    root, path = (
+        Path(__file__).parents[2],
+        os.pathsep.join([str(python().parent), os.environ["PATH"]]),
+    )
     found = {}
     for name, more in MORE.items():
         home = tmp_path_factory.mktemp(name)
@@ -93,7 +99,9 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walk]]
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("kind", MORE)
-def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk], kind: str) -> None:
+def test_three_devices_on_one_machine_end_with_one_adapter(
+    walks: dict[str, Walk], kind: str
+) -> None:
     result = walks[kind].result()
     assert result["hashes_equal"] is True
     assert result["devices"] == 3
@@ -106,7 +114,9 @@ def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk
 @pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_first_order_devices_rejoin_a_server_that_was_started_again(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_first_order_devices_rejoin_a_server_that_was_started_again(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     python()
     port, link = str(free_port()), ("--host", "localhost", "--insecure")
     done = ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--method",
@@ -116,15 +126,42 @@ def test_first_order_devices_rejoin_a_server_that_was_started_again(ondevice: Co
     devices = []
     for number in (1, 2):
         data, out = rows(tmp_path / f"r-{number}.jsonl"), tmp_path / f"device-{number}"
-        arguments = ["device", "--data", str(data), "--batch-size", "2", "--out", str(out), "--port", port, *link]
+        arguments = [
+            "device",
+            "--data",
+            str(data),
+            "--batch-size",
+            "2",
+            "--out",
+            str(out),
+            "--port",
+            port,
+            *link,
+        ]
         devices.append(subprocess.Popen([*command, *arguments]))
     try:
         for count in ("1", "2"):
-            arguments = ["server", str(tmp_path / "server"), "--rounds", count, "--devices", "2", "--port", port, *link]
-            server = subprocess.run([*command, *arguments, "--json"], capture_output=True, text=True, check=False)
+            arguments = [
+                "server",
+                str(tmp_path / "server"),
+                "--rounds",
+                count,
+                "--devices",
+                "2",
+                "--port",
+                port,
+                *link,
+            ]
+            server = subprocess.run(
+                [*command, *arguments, "--json"], capture_output=True, text=True, check=False
+            )
             assert server.returncode == 0, server.stderr
             result = json.loads(server.stdout)
-            assert (result["rounds"], result["devices"], result["hashes_equal"]) == (int(count), 2, True)
+            assert (result["rounds"], result["devices"], result["hashes_equal"]) == (
+                int(count),
+                2,
+                True,
+            )
     finally:
         for device in devices:
             device.terminate()
@@ -143,7 +180,10 @@ def test_flowers_engine_gives_the_hash_of_our_own(ondevice: CommandLine, tmp_pat
         pytest.skip("Ray is not installed; try: make fleet-test")
     if " " in sys.executable:
         pytest.skip("Ray cannot start a Python whose path has a space")
-    wrong = [f"--set=simulation.{name}" for name in ("dropout=0.2", "late=0.3", "hostile=0.2", "eval_every=1")]
+    wrong = [
+        f"--set=simulation.{name}"
+        for name in ("dropout=0.2", "late=0.3", "hostile=0.2", "eval_every=1")
+    ]
     data = str(rows(tmp_path / "r.jsonl"))
     command = ["fleet", "simulate", "--model", "tiny:llama", "--data", data, "--task", "sst2",
                "--devices", "5", "--rounds", "3", "--batch-size", "2", "--queries", "2", "--dirichlet", "0.5",
@@ -170,13 +210,17 @@ def test_epsilon_is_above_the_exact_one_of_the_gaussian_mechanism_and_near_it() 
         "import json; from ondevice.fleet.privacy import epsilon; "
         f"print(json.dumps([epsilon(noise, answers, 1e-5) for noise, answers in {cases}]))"
     )
-    done = subprocess.run([str(python()), "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(python()), "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for (noise, answers), value in zip(cases, json.loads(done.stdout), strict=True):
         m = noise / 2 / math.sqrt(answers)
 
         def delta(epsilon: float, m: float = m) -> float:
-            return normal(1 / (2 * m) - epsilon * m) - math.exp(epsilon) * normal(-1 / (2 * m) - epsilon * m)
+            return normal(1 / (2 * m) - epsilon * m) - math.exp(epsilon) * normal(
+                -1 / (2 * m) - epsilon * m
+            )
 
         assert delta(value) <= 1e-5 < delta(0.75 * value)
 
@@ -208,7 +252,9 @@ def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_pa
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert "fleet.example" in names.get_values_for_type(x509.DNSName)
     assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
-    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files if file.suffix == ".key")
+    assert all(
+        stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files if file.suffix == ".key"
+    )
     with pytest.raises(ConfigError, match="certificates already"):
         make(tmp_path / "keys", ("localhost",), devices=0)
 
@@ -218,7 +264,10 @@ def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) 
     session.close()
     task = Rounds(fleet).begin([9]).tasks[9].to_bytes()
     settings = DeviceSettings(
-        folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2", model=fleet.model_source
+        folder=str(tmp_path / "a device"),
+        data=str(rows(tmp_path / "r.jsonl")),
+        task="sst2",
+        model=fleet.model_source,
     )
     with answering(settings) as file:
         assert ask(file, {"task": task}, 9) == {"error": "no_fleet"}
@@ -240,7 +289,9 @@ def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
     text = (root / "examples/fleet/ondevice-fleet-device.service").read_text()
     unit = tmp_path / "ondevice-fleet-device.service"
     unit.write_text(text.replace("/opt/ondevice/bin/ondevice", "/bin/true"))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -254,7 +305,10 @@ def test_containers_of_a_fleet_are_not_root_and_publish_the_devices_port_only(ro
     }
     for service in services.values():
         assert service["user"] == "${FLEET_USER:-1000:1000}"
-        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert (service["cap_drop"], service["security_opt"]) == (
+            ["ALL"],
+            ["no-new-privileges:true"],
+        )
         assert service["read_only"] and service["mem_limit"] and service["pids_limit"]
         assert "privileged" not in service and "network_mode" not in service
         private = [volume for volume in service["volumes"] if volume.endswith(".key:ro")]

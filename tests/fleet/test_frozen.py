@@ -50,7 +50,9 @@ def test_one_device_ends_where_training_without_a_fleet_does(tmp_path: Path) -> 
         taken / "subspace-00000000.safetensors"
     ).read_bytes()
     for step in range(8):
-        session.before_replay(step, taken)  # the second gradient's weakest directions are those of rounding errors
+        session.before_replay(
+            step, taken
+        )  # the second gradient's weakest directions are those of rounding errors
         batch = batches.at(step)
         session.step(batch.ids, batch.labels, step, config.method.learning_rate)
     own_adapter = session.adapter()
@@ -61,7 +63,9 @@ def test_one_device_ends_where_training_without_a_fleet_does(tmp_path: Path) -> 
         assert np.linalg.norm(fleet[name] - value) < 1e-3 * np.linalg.norm(value), name
 
 
-def test_devices_that_follow_the_log_have_its_subspaces(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_devices_that_follow_the_log_have_its_subspaces(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     done = simulate(run(tmp_path, devices=3))
     assert done.hashes_equal
     assert done.rounds == 4
@@ -82,18 +86,26 @@ def test_a_device_over_a_network_takes_gives_and_checks_subspaces(tmp_path: Path
     config = run(tmp_path, devices=2)
     done = simulate(config)
     with Store.open(Path(done.log).parent) as store:
-        charter, events, files = store.charter, store.events(), [file.to_bytes() for file in store.files()]
+        charter, events, files = (
+            store.charter,
+            store.events(),
+            [file.to_bytes() for file in store.files()],
+        )
         with pytest.raises(FleetError, match="need a network"):
             Desk(store)
 
     def settings(name: str, **more: Any) -> DeviceSettings:
-        return DeviceSettings(str(tmp_path / name), str(tmp_path / "rows.jsonl"), batch_size=2, **more)
+        return DeviceSettings(
+            str(tmp_path / name), str(tmp_path / "rows.jsonl"), batch_size=2, **more
+        )
 
     device = Device(settings("device", gives_subspace=True))
     assert device.reply({"charter": charter.to_bytes()}, 1) == {"place": 0, "gives_subspace": True}
     assert device.reply({"events": events}, 1) == {"error": "malformed"}
     changed = Frozen("subspace-00000000.safetensors", b"other bytes").to_bytes()
-    assert device.reply({"events": events, "frozen": [changed, files[1]]}, 1) == {"error": "malformed"}
+    assert device.reply({"events": events, "frozen": [changed, files[1]]}, 1) == {
+        "error": "malformed"
+    }
     assert device.reply({"events": events, "frozen": [b"../../x"]}, 1) == {"error": "malformed"}
     said = device.reply({"events": events, "frozen": files}, 1)
     assert said["digest"].hex() == done.final_hash
@@ -104,11 +116,20 @@ def test_a_device_over_a_network_takes_gives_and_checks_subspaces(tmp_path: Path
     given = device.reply({"events": [], "subspace": True}, 1)
     refused = Device(settings("other"))
     refused.reply({"charter": charter.to_bytes()}, 1)
-    assert refused.reply({"events": events, "frozen": files, "subspace": True}, 1) == {"error": "subspace"}
+    assert refused.reply({"events": events, "frozen": files, "subspace": True}, 1) == {
+        "error": "subspace"
+    }
     event = server.refresh(Frozen.from_bytes(given["frozen"]).digest)
     task = server.begin([1]).tasks[1].to_bytes()
     answers = [
-        each.reply({"events": [*events, event.to_bytes()], "frozen": [*files, given["frozen"]], "task": task}, 1)
+        each.reply(
+            {
+                "events": [*events, event.to_bytes()],
+                "frozen": [*files, given["frozen"]],
+                "task": task,
+            },
+            1,
+        )
         for each in (device, Device(settings("new")))
         if each is device or each.reply({"charter": charter.to_bytes()}, 1)
     ]

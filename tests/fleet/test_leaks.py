@@ -74,14 +74,25 @@ def nest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nest:
 
 def found_in(reply: dict[str, Any]) -> list[bytes]:
     """The planted word's forms that a reply has."""
-    text = repr(reply).encode() + b"".join(value for value in reply.values() if isinstance(value, bytes))
+    text = repr(reply).encode() + b"".join(
+        value for value in reply.values() if isinstance(value, bytes)
+    )
     return [form for form in FORMS if form.lower() in text.lower()]
 
 
 def hostile_charters(nest: Nest) -> Iterator[Charter]:
     """Charters that name files of the device, in every field that could."""
     good = charter()
-    for task in (str(nest.secret), "secret.yaml", "secret.yml", f"../{CANARY}/secret.yaml", CANARY, 7, [CANARY], "~"):
+    for task in (
+        str(nest.secret),
+        "secret.yaml",
+        "secret.yml",
+        f"../{CANARY}/secret.yaml",
+        CANARY,
+        7,
+        [CANARY],
+        "~",
+    ):
         yield good.model_copy(update={"data": {"task": task}})
     for source in (str(nest.model), "model", "./model", "..", "~", str(nest.secret), "secret.yaml", CANARY,
                    f"package:../{CANARY}", f"tiny:{CANARY}", f"{CANARY}.gguf"):  # fmt: skip
@@ -120,16 +131,22 @@ def test_a_charter_opens_no_file_of_a_device(nest: Nest, monkeypatch: pytest.Mon
 
 def test_a_path_that_exists_and_one_that_does_not_give_one_code(nest: Nest) -> None:
     replies = []
-    for place, source in enumerate((str(nest.model), f"{nest.model} is not here", str(nest.secret))):
+    for place, source in enumerate(
+        (str(nest.model), f"{nest.model} is not here", str(nest.secret))
+    ):
         fleet = charter().model_copy(update={"model_source": source})
-        device = Device(DeviceSettings(folder=str(nest.folder / f"{place}"), data=str(nest.rows["label"])))
+        device = Device(
+            DeviceSettings(folder=str(nest.folder / f"{place}"), data=str(nest.rows["label"]))
+        )
         device.reply({"charter": fleet.to_bytes()}, 1)
         replies.append(device.reply({"task": Rounds(fleet).begin([1]).tasks[1].to_bytes()}, 1))
     assert replies == [{"error": "name"}] * 3
 
 
 @pytest.mark.parametrize("rows", ["label", "columns", "text", "json", "gone"])
-def test_a_bad_row_never_comes_back(nest: Nest, rows: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_row_never_comes_back(
+    nest: Nest, rows: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A real model, rows of the device that cannot be read: the device's own log has the row, and the reply a code."""
     from ondevice.models import load_model
 
@@ -172,7 +189,9 @@ def test_no_error_of_a_device_leaves_it_as_text(nest: Nest) -> None:
         assert not found_in(reply)
 
 
-def test_a_reply_with_a_field_too_many_does_not_leave_a_device(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_a_field_too_many_does_not_leave_a_device(
+    nest: Nest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Device(DeviceSettings(folder=str(nest.folder / "device"), data=""))
     for more in ({"note": CANARY}, {"place": CANARY}, {"error": CANARY}, {"digest": CANARY}):
         monkeypatch.setattr(device, "take", lambda content, number, more=more: {"place": 0} | more)
@@ -187,7 +206,11 @@ def genuine(fleet: Charter, secure: Charter) -> list[dict[str, Any]]:
         model_source=CANARY, model_sha256="0" * 64, method={"name": "lora"}, data={"task": "secret.yaml"}, seed=1,
         learning_rate=1e-3, local_steps=1, averaging=Averaging(),
     )  # fmt: skip
-    adapter = {"charter": adapters.to_bytes(), "adapter": to_bytes({"a": np.zeros(3, np.float32)}), "round": 0}
+    adapter = {
+        "charter": adapters.to_bytes(),
+        "adapter": to_bytes({"a": np.zeros(3, np.float32)}),
+        "round": 0,
+    }
     return [
         {"charter": fleet.to_bytes()},
         {"charter": secure.to_bytes()},
@@ -218,7 +241,9 @@ def test_planted_words_are_in_no_reply_to_damaged_and_hostile_messages(nest: Nes
                 key=str(nest.secret),
             )
             devices = [Device(settings)]
-            if fleet.model_source == "tiny:llama" and draw.random() < 0.7:  # one that answers, without a model
+            if (
+                fleet.model_source == "tiny:llama" and draw.random() < 0.7
+            ):  # one that answers, without a model
                 session = Quadratic(fleet.size, fleet.seed, fleet.queries)
                 devices[0]._member = Member(fleet, session, QuadraticRowsBatches(), 1)
             messages = genuine(fleet, fleets[1])
@@ -238,9 +263,13 @@ def QuadraticRowsBatches() -> Any:
 
 
 def test_a_broken_socket_says_a_code(nest: Nest) -> None:
-    settings = DeviceSettings(folder=str(nest.folder / "device"), data=str(nest.rows["label"]), task=str(nest.secret))
+    settings = DeviceSettings(
+        folder=str(nest.folder / "device"), data=str(nest.rows["label"]), task=str(nest.secret)
+    )
     with answering(settings) as file:
-        for content in itertools.chain([{}, {"task": CANARY.encode()}], genuine(charter(), charter())):
+        for content in itertools.chain(
+            [{}, {"task": CANARY.encode()}], genuine(charter(), charter())
+        ):
             assert not found_in(ask(file, content, 3))
         socket = file.read_text()
     file.write_text(socket)

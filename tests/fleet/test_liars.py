@@ -55,7 +55,11 @@ class Grid(LocalGrid):
     def reply(self, node: int, content: Any) -> Any:
         asked = dict(content["fleet"])
         if "task" not in asked:
-            return {"fleet": {"place": 0} if "events" not in asked else {"digest": bytes(32), "place": 0}}
+            return {
+                "fleet": {"place": 0}
+                if "events" not in asked
+                else {"digest": bytes(32), "place": 0}
+            }
         task = Task.from_bytes(asked["task"])
         record = {"answer": answer(task, node, drawn(2, 100 * task.round + node)).to_bytes()}
         if node != LIAR:
@@ -88,7 +92,9 @@ def test_malformed_replies_of_25_kinds_are_dropped_counted_and_logged(
         store = served(tmp_path, grid, len(MALFORMED), monkeypatch)
     assert [row["answers"] for row in store.table()] == [2] * len(MALFORMED)
     assert grid.count_of_lies == len(MALFORMED)
-    assert store.table()[-1]["refused"] >= len(MALFORMED) - 1  # a known code is a reply like any other
+    assert (
+        store.table()[-1]["refused"] >= len(MALFORMED) - 1
+    )  # a known code is a reply like any other
     said = [record.getMessage() for record in caplog.records if "device 9" in record.getMessage()]
     assert len(said) >= len(MALFORMED)
     assert all(line.split(": ")[-1] in set(Code) for line in said), said
@@ -96,7 +102,9 @@ def test_malformed_replies_of_25_kinds_are_dropped_counted_and_logged(
 
 @pytest.mark.flower
 @pytest.mark.timeout(3600)
-def test_damaged_numbers_never_end_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_numbers_never_end_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     draw = np.random.default_rng(1)
     grid = Grid(lambda record, number: mutated(record, draw))
@@ -108,7 +116,10 @@ def test_damaged_numbers_never_end_a_server(tmp_path: Path, monkeypatch: pytest.
 
 def adapters(node: int, number: int) -> dict[str, np.ndarray]:
     draw = np.random.default_rng([node, number])
-    return {name: draw.normal(0, 0.1, shape).astype(np.float32) for name, shape in (("a", (3, 4)), ("b", (5,)))}
+    return {
+        name: draw.normal(0, 0.1, shape).astype(np.float32)
+        for name, shape in (("a", (3, 4)), ("b", (5,)))
+    }
 
 
 def damaged_adapter(reply: Any, place: int, draw: np.random.Generator) -> Any:
@@ -136,9 +147,12 @@ def damaged_adapter(reply: Any, place: int, draw: np.random.Generator) -> Any:
         arrays = {name: value for name, value in arrays.items() if draw.random() < 0.5}
         record = ArrayRecord({name: Array(value) for name, value in arrays.items()})
     elif kind == 5:
-        arrays["a"] = (arrays["a"].T, arrays["a"].astype(np.float64), np.zeros((0,), np.float32), np.zeros((999, 999)))[
-            int(draw.integers(4))
-        ]
+        arrays["a"] = (
+            arrays["a"].T,
+            arrays["a"].astype(np.float64),
+            np.zeros((0,), np.float32),
+            np.zeros((999, 999)),
+        )[int(draw.integers(4))]
         record = ArrayRecord({name: Array(value) for name, value in arrays.items()})
     elif kind == 6:
         array = Array(arrays["a"])
@@ -156,7 +170,9 @@ def damaged_adapter(reply: Any, place: int, draw: np.random.Generator) -> Any:
 @pytest.mark.flower
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["fedavg", "fedmedian", "fedadam", "fedtrimmedavg"])
-def test_damaged_adapters_never_end_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
+def test_damaged_adapters_never_end_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.averaging import apps
     from ondevice.fleet.averaging.arrays import digest
@@ -175,7 +191,9 @@ def test_damaged_adapters_never_end_a_server(tmp_path: Path, monkeypatch: pytest
             arrays = arrays_of(content["arrays"])
             if asked["last"]:
                 return {CONFIG: {"digest": digest(arrays)}}
-            given = {name: value + adapters(node, asked["round"])[name] for name, value in arrays.items()}
+            given = {
+                name: value + adapters(node, asked["round"])[name] for name, value in arrays.items()
+            }
             from ondevice.fleet.averaging.arrays import to_bytes
 
             reply = content_of({"adapter": to_bytes(given), "rows": 4, "loss": 0.5})
@@ -196,7 +214,9 @@ def test_damaged_adapters_never_end_a_server(tmp_path: Path, monkeypatch: pytest
         assert store.table()[-1]["refused"] > rounds // 3
         assert all(np.isfinite(value).all() for value in store.tensors().values())
         # Steps of some 0.1 a number and round by honest devices: no lie has moved the adapter further.
-        assert max(float(np.abs(value).max()) for value in store.tensors().values()) < 0.6 * rounds + 1
+        assert (
+            max(float(np.abs(value).max()) for value in store.tensors().values()) < 0.6 * rounds + 1
+        )
 
 
 @pytest.mark.timeout(3600)
@@ -207,9 +227,13 @@ def test_damaged_files_never_end_a_desk(tmp_path: Path) -> None:
         desk = Desk(store)
         for place in range(COUNT):
             task = Task.from_bytes(parcel_of(desk.out(place)[-1]).task or b"")
-            whole = files_of(Parcel(device=place, answer=answer(task, place, drawn(2)).to_bytes()))[0]
+            whole = files_of(Parcel(device=place, answer=answer(task, place, drawn(2)).to_bytes()))[
+                0
+            ]
             data = damaged(whole, draw)
-            if draw.random() < 0.7:  # what is inside is damaged, and whoever damaged it made the checksum anew
+            if (
+                draw.random() < 0.7
+            ):  # what is inside is damaged, and whoever damaged it made the checksum anew
                 body = damaged(whole[len(MAGIC) : -4], draw)
                 data = MAGIC + body + struct.pack("<I", zlib.crc32(MAGIC + body))
             try:
@@ -239,7 +263,10 @@ def test_damaged_stages_never_end_a_secure_sum(tmp_path: Path) -> None:
         devices, number, blamed = secrets_of(keys), 0, []
 
         def send(
-            contents: dict[int, dict[str, Any]], place: int = place, devices: Any = devices, blamed: Any = blamed
+            contents: dict[int, dict[str, Any]],
+            place: int = place,
+            devices: Any = devices,
+            blamed: Any = blamed,
         ) -> Any:
             nonlocal number
             replies = {}
@@ -248,12 +275,16 @@ def test_damaged_stages_never_end_a_secure_sum(tmp_path: Path) -> None:
                 reply = devices[node].reply(content["secure"], lambda vector=vector: vector)
                 recorded.append(reply)
                 if node == 4 and number == place % 4:
-                    reply = in_json(reply, draw, "odd") if draw.random() < 0.7 else damaged(reply, draw)
+                    reply = (
+                        in_json(reply, draw, "odd") if draw.random() < 0.7 else damaged(reply, draw)
+                    )
                 replies[node] = reply_of({"secure": reply})
             number += 1
             return replies
 
-        sum_ = SecureSum(send, b"task", keys.names, lambda node, code, blamed=blamed: blamed.append(node))
+        sum_ = SecureSum(
+            send, b"task", keys.names, lambda node, code, blamed=blamed: blamed.append(node)
+        )
         total, alive = sum_.collect({node: {} for node in devices}, 2)
         # A vector whose numbers were changed under its mask is a vector: what it spoils is found by `suspects`.
         whole = total.view(np.int64).tolist() == [sum(alive), -3 * len(alive)]
@@ -276,7 +307,9 @@ def test_damaged_stages_never_end_a_secure_sum(tmp_path: Path) -> None:
 
 
 @pytest.mark.flower
-def test_a_device_with_shares_that_nobody_can_read_loses_its_place_and_the_others_sum(tmp_path: Path) -> None:
+def test_a_device_with_shares_that_nobody_can_read_loses_its_place_and_the_others_sum(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.stages import Masked, Shares, read
     from ondevice.fleet.sums import SecureSum
@@ -293,13 +326,18 @@ def test_a_device_with_shares_that_nobody_can_read_loses_its_place_and_the_other
             for node, content in contents.items():
                 vector = np.array([node, 1], np.int64).view(np.uint64)
                 replies[node] = reply_of(
-                    {"secure": lie(node, devices[node].reply(content["secure"], lambda vector=vector: vector))}
+                    {
+                        "secure": lie(
+                            node,
+                            devices[node].reply(content["secure"], lambda vector=vector: vector),
+                        )
+                    }
                 )
             return replies
 
-        total, alive = SecureSum(send, b"task", keys.names, lambda node, code: blamed.append(node)).collect(
-            {node: {} for node in devices}, 2
-        )
+        total, alive = SecureSum(
+            send, b"task", keys.names, lambda node, code: blamed.append(node)
+        ).collect({node: {} for node in devices}, 2)
         return total.view(np.int64).tolist(), alive, sorted(set(blamed))
 
     def garbage(reached: set[int]) -> Callable[[int, bytes], bytes]:
@@ -321,7 +359,9 @@ def test_a_device_with_shares_that_nobody_can_read_loses_its_place_and_the_other
     assert run(garbage({0, 1, 2, 3, 4})) == ([10, 5], [0, 1, 2, 3, 4], [5])
     # Too few others hold shares of its key to cancel its masks: it is in this one sum, and in no other.
     assert run(garbage({0, 1})) == ([14, 4], [2, 3, 4, 5], [5])
-    total, alive, blamed = run(garbage({2}))  # its word against another's: one goes, neither is asked again
+    total, alive, blamed = run(
+        garbage({2})
+    )  # its word against another's: one goes, neither is asked again
     assert total == [sum(alive), len(alive)]
     assert (len(alive), blamed) == (5, [2, 5])
     assert run(accuser) == ([10, 5], [0, 1, 2, 3, 4], [5])
@@ -330,8 +370,12 @@ def test_a_device_with_shares_that_nobody_can_read_loses_its_place_and_the_other
 def test_rows_and_lengths_that_a_liar_claims_count_no_more_than_an_honest_devices() -> None:
     server = Rounds(charter())
     current = server.begin([1, 2, 3, 4])
-    honest = [answer(current.tasks[n], n, drawn(2, n), rows=rows) for n, rows in ((1, 5), (2, 9), (3, 7))]
-    lie = Answer(honest[0].fleet, 0, current.begin, 4, (1 << 32) - 1, 0.5, Numbers((LIMIT, -LIMIT), 100))
+    honest = [
+        answer(current.tasks[n], n, drawn(2, n), rows=rows) for n, rows in ((1, 5), (2, 9), (3, 7))
+    ]
+    lie = Answer(
+        honest[0].fleet, 0, current.begin, 4, (1 << 32) - 1, 0.5, Numbers((LIMIT, -LIMIT), 100)
+    )
     for item in (*honest, lie):
         server.receive(item.to_bytes(), item.device)
     weights = weights_of([item.rows for item in (*honest, lie)], 10_000)
@@ -339,7 +383,9 @@ def test_rows_and_lengths_that_a_liar_claims_count_no_more_than_an_honest_device
     most = max(length_of(item.numbers.values()) for item in honest)
     taken = shortened((*honest, lie), server.charter.fleet)
     assert length_of(taken[3]) <= most * 1.001
-    assert combined((*honest, lie), server.charter.fleet) == pytest.approx(np.average(taken, axis=0, weights=weights))
+    assert combined((*honest, lie), server.charter.fleet) == pytest.approx(
+        np.average(taken, axis=0, weights=weights)
+    )
     assert server.open[0].loss == pytest.approx(0.5)
     for count in range(3, 40):
         lengths = np.random.default_rng(count).uniform(1, 2, count)
@@ -350,21 +396,30 @@ def test_rows_and_lengths_that_a_liar_claims_count_no_more_than_an_honest_device
 
 def test_a_first_order_liar_moves_the_adapter_no_further_than_an_honest_device() -> None:
     before = adapters(0, 0)
-    honest = [({name: value + adapters(node, 1)[name] for name, value in before.items()}, 4) for node in (1, 2, 3)]
+    honest = [
+        ({name: value + adapters(node, 1)[name] for name, value in before.items()}, 4)
+        for node in (1, 2, 3)
+    ]
     lie = ({name: np.full_like(value, 1e14) for name, value in before.items()}, (1 << 32) - 1)
     given = bounded(before, [*honest, lie], "fedavg")
 
     def length(arrays: dict[str, np.ndarray]) -> float:
-        return float(np.sqrt(sum(np.square(value - before[name]).sum() for name, value in arrays.items())))
+        return float(
+            np.sqrt(sum(np.square(value - before[name]).sum() for name, value in arrays.items()))
+        )
 
     assert [rows for _, rows in given] == [4] * 4
     assert length(given[3][0]) <= max(length(arrays) for arrays, _ in honest) * 1.001
-    assert sum(arrays is item[0] for (arrays, _), item in zip(given, honest, strict=False)) >= 2, "honest ones stay"
+    assert sum(arrays is item[0] for (arrays, _), item in zip(given, honest, strict=False)) >= 2, (
+        "honest ones stay"
+    )
 
 
 @pytest.mark.flower
 def test_answers_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="cryptography is not installed; try: make fleet-test")
+    pytest.importorskip(
+        "cryptography", reason="cryptography is not installed; try: make fleet-test"
+    )
     from ondevice.fleet.keys import DeviceKey
     from tests.fleet.keyring import make_keys
 
@@ -375,7 +430,9 @@ def test_answers_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path
         Desk(store).out(6)
         five, six = (answer(task, number, drawn(2)).to_bytes() for number in (5, 6))
 
-        def taken(number: int, data: bytes, key: Path | None, signed: bytes | None = None) -> Code | None:
+        def taken(
+            number: int, data: bytes, key: Path | None, signed: bytes | None = None
+        ) -> Code | None:
             mark = None if key is None else DeviceKey(key).sign(ANSWER_DOMAIN + (signed or data))
             try:
                 Desk(store).take(files_of(Parcel(device=number, answer=data, signed=mark))[0])
@@ -391,7 +448,9 @@ def test_answers_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path
         assert taken(6, six, keys.files[6]) is None
         Desk(store).close()
         task = Task.from_bytes(parcel_of(Desk(store).out(5)[0]).task or b"")
-        assert taken(5, answer(task, 5, drawn(2)).to_bytes(), keys.files[6]) == Code.SIGNATURE, "nor may it change"
+        assert taken(5, answer(task, 5, drawn(2)).to_bytes(), keys.files[6]) == Code.SIGNATURE, (
+            "nor may it change"
+        )
 
 
 @pytest.mark.flower
@@ -411,7 +470,10 @@ def test_many_neighbours_of_whom_a_few_give_wrong_shares_still_make_a_sum(tmp_pa
             vector = np.array([node, 1], np.int64).view(np.uint64)
             reply = devices[node].reply(content["secure"], lambda vector=vector: vector)
             if node < 3 and b'"seeds"' in reply:
-                shares = {peer: data[:4] + bytes(len(data) - 4) for peer, data in read(Revealed, reply).seeds.items()}
+                shares = {
+                    peer: data[:4] + bytes(len(data) - 4)
+                    for peer, data in read(Revealed, reply).seeds.items()
+                }
                 reply = Revealed(seeds=shares, keys={}).to_bytes()
             replies[node] = reply_of({"secure": reply})
         return replies

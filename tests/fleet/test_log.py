@@ -58,7 +58,9 @@ def test_answers_are_kept(finished: tuple[Path, bytes]) -> None:
         assert [row["answers"] for row in store.table()] == [2] * 7
 
 
-def test_a_log_that_is_cut_off_replays_to_the_last_whole_round(finished: tuple[Path, bytes]) -> None:
+def test_a_log_that_is_cut_off_replays_to_the_last_whole_round(
+    finished: tuple[Path, bytes],
+) -> None:
     content = read_file(finished[0])
     data = log_bytes(content.charter, [event.to_bytes() for event in content.events])
     cut = read_log(data[:-5])
@@ -97,7 +99,9 @@ def test_a_store_goes_on_from_a_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
     with Store.create(tmp_path, charter(momentum=0.9)) as store:
         digest = run(store, 8)
     with Store.create(tmp_path, charter(momentum=0.9)) as store:
-        store.connection.execute("UPDATE events SET event = x'00' WHERE place < 6")  # what the snapshot covers
+        store.connection.execute(
+            "UPDATE events SET event = x'00' WHERE place < 6"
+        )  # what the snapshot covers
         assert store.state().digest() == digest
         assert store.state().round == 8
 
@@ -125,7 +129,9 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
 
         def connect_and_die(path: Path, left: itertools.count = left):
             connection = connect(path)
-            connection.set_trace_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL) if next(left) == 1 else None)
+            connection.set_trace_callback(
+                lambda _: os.kill(os.getpid(), signal.SIGKILL) if next(left) == 1 else None
+            )
             return connection
 
         child = os.fork()

@@ -81,7 +81,13 @@ def test_a_damaged_message_is_read_or_refused_with_a_reason(vector, data) -> Non
         whole += data.draw(st.binary(min_size=1, max_size=9))
     else:
         whole = bytearray(data.draw(st.binary(max_size=200)))
-    for read in (Task.from_bytes, Answer.from_bytes, Outcome.from_bytes, Refresh.from_bytes, read_event):
+    for read in (
+        Task.from_bytes,
+        Answer.from_bytes,
+        Outcome.from_bytes,
+        Refresh.from_bytes,
+        read_event,
+    ):
         try:
             message = read(bytes(whole))
         except FleetError as error:

@@ -35,8 +35,15 @@ def nf4(name: str) -> Path:
 
     def export(place: Path) -> Path:
         rows = run.export.batch_size
-        settings = ExportConfig(target="jetson", lengths_tokens=(16,), batch_size=rows, check_steps=1, quantize="nf4")
-        job = ExportJob(ModelConfig(source=run.model.source, dtype="float32"), run.method, settings, programs.SEED)
+        settings = ExportConfig(
+            target="jetson", lengths_tokens=(16,), batch_size=rows, check_steps=1, quantize="nf4"
+        )
+        job = ExportJob(
+            ModelConfig(source=run.model.source, dtype="float32"),
+            run.method,
+            settings,
+            programs.SEED,
+        )
         find_target("jetson").export(job, place / "nf4")
         return place / "nf4"
 
@@ -46,9 +53,13 @@ def nf4(name: str) -> Path:
 def rows(session: Session, device: int) -> Batches:
     """Random rows of a device, at most 16 tokens."""
     draw = np.random.default_rng(device)
-    ids = [tuple(int(token) for token in draw.integers(0, 256, draw.integers(5, 14))) for _ in range(9)]
+    ids = [
+        tuple(int(token) for token in draw.integers(0, 256, draw.integers(5, 14))) for _ in range(9)
+    ]
     items = [Item(Example(row, (-100, *row[1:])), line=line) for line, row in enumerate(ids)]
-    return Batches(Dataset(items=items), session.batch_size or 3, session.lengths_tokens, device, pad_id=0)
+    return Batches(
+        Dataset(items=items), session.batch_size or 3, session.lengths_tokens, device, pad_id=0
+    )
 
 
 def fleet_of(name: str, **agreement: Any):
@@ -67,16 +78,25 @@ def fleet_of(name: str, **agreement: Any):
     ("stateful", {}),
     ("functional", {"momentum": 0.9, "combine": "median"}),
 ])  # fmt: skip
-def test_pytorch_4_bit_and_executorch_devices_end_with_one_hash(name: str, more: dict[str, Any]) -> None:
+def test_pytorch_4_bit_and_executorch_devices_end_with_one_hash(
+    name: str, more: dict[str, Any]
+) -> None:
     session, charter = fleet_of(name, **more)
     assert charter.noise == ("rademacher" if name == "stateful" else "gaussian")
-    sessions = [session, *(open_for(charter, artifact=place)[0] for place in (programs.program(name), nf4(name)))]
+    sessions = [
+        session,
+        *(open_for(charter, artifact=place)[0] for place in (programs.program(name), nf4(name))),
+    ]
     assert [item.backend for item in sessions] == ["torch-cpu", "executorch", "torch-cpu"]
-    members = [Member(charter, item, rows(item, device), device) for device, item in enumerate(sessions)]
+    members = [
+        Member(charter, item, rows(item, device), device) for device, item in enumerate(sessions)
+    ]
     server, outcomes, differing = Rounds(charter), [], 0
     for number in range(ROUNDS):
         current = server.begin([0, 1, 2])
-        present = [member for member in members if (number, member.device) not in ((3, 1), (4, 1), (9, 2))]
+        present = [
+            member for member in members if (number, member.device) not in ((3, 1), (4, 1), (9, 2))
+        ]
         for member in present:
             member.follow(outcomes)  # one that was away takes what it lacks
             server.receive(member.answer(current.tasks[member.device]).to_bytes(), member.device)
@@ -158,14 +178,18 @@ def test_a_task_that_is_not_this_devices_is_refused() -> None:
         with pytest.raises(FleetError, match=words):
             member.answer(wrong)
     before = member.state.hash
-    assert member.answer(task) == member.answer(task), "an answer is a function of the task and the rows"
+    assert member.answer(task) == member.answer(task), (
+        "an answer is a function of the task and the rows"
+    )
     assert member.state.hash == before
 
 
 def test_private_numbers_are_clipped_and_noisy() -> None:
     session, charter = fleet_of("stateful")
     task = Rounds(charter).begin([0]).tasks[0]
-    plain = np.linalg.norm(Member(charter, session, rows(session, 0), 0).answer(task).numbers.values())
+    plain = np.linalg.norm(
+        Member(charter, session, rows(session, 0), 0).answer(task).numbers.values()
+    )
     norm = float(plain / 2)
     _, clipped = fleet_of("stateful", clip_norm=norm)
     task = Rounds(clipped).begin([0]).tasks[0]

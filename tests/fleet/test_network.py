@@ -39,7 +39,9 @@ from tests.ports import free_port
 pytestmark = pytest.mark.flower
 
 
-def write_public(folder: Path, name: str, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey) -> None:
+def write_public(
+    folder: Path, name: str, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey
+) -> None:
     form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     (folder / "devices").mkdir(exist_ok=True)
     (folder / "devices" / f"{name}.pub").write_bytes(key.public_bytes(*form))
@@ -99,7 +101,9 @@ def test_a_device_cannot_reply_in_another_devices_name(server: Server) -> None:
         tree = ObjectTree(object_id=reply.object_id)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         head = message_to_proto(Message(metadata=reply.metadata, error=None, content=RecordDict()))
-        client.PushMessages(PushMessagesRequest(node=device.node, messages_list=[head], message_object_trees=[tree]))
+        client.PushMessages(
+            PushMessagesRequest(node=device.node, messages_list=[head], message_object_trees=[tree])
+        )
 
     with pytest.raises(httpx.HTTPStatusError, match="403"):
         push(liar, liar.client)
@@ -149,8 +153,12 @@ def honest_reply(device: Device, message: Message) -> tuple[Message, dict[str, b
     return reply, {part: one.deflate() for part, one in get_all_nested_objects(reply).items()}
 
 
-@pytest.mark.parametrize("kind", ["nonsense", "another kind of object", "a child that is not there"])
-def test_a_reply_that_cannot_be_read_is_left_out_and_the_others_are_taken(server: Server, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["nonsense", "another kind of object", "a child that is not there"]
+)
+def test_a_reply_that_cannot_be_read_is_left_out_and_the_others_are_taken(
+    server: Server, kind: str
+) -> None:
     liar, honest = server.devices
     bad, good = asked_of(server, liar), asked_of(server, honest)
     content = {
@@ -177,7 +185,9 @@ def test_a_device_that_keeps_the_content_of_its_reply_holds_nobody_up(server: Se
     other, more = honest_reply(honest, good)
     push_reply(honest, other, more, other.object_id)
     began, numbers = time.monotonic(), [late.metadata.message_id, good.metadata.message_id]
-    assert [one.metadata.src_node_id for one in server.grid.pull_messages(numbers)] == [honest.number]
+    assert [one.metadata.src_node_id for one in server.grid.pull_messages(numbers)] == [
+        honest.number
+    ]
     assert list(server.grid.pull_messages(numbers[:1])) == []
     assert time.monotonic() - began < 1
     push_objects(slow, reply.metadata.run_id, session, objects)
@@ -190,7 +200,9 @@ def test_a_reply_counts_for_the_device_that_pushed_it_whatever_is_inside(server:
     liar, honest = server.devices
     own, others = asked_of(server, liar), asked_of(server, honest)
     inside, objects = honest_reply(liar, others)
-    push_reply(liar, inside, objects, inside.object_id, head=Message(content=RecordDict(), reply_to=own))
+    push_reply(
+        liar, inside, objects, inside.object_id, head=Message(content=RecordDict(), reply_to=own)
+    )
     (taken,) = server.grid.pull_messages([own.metadata.message_id, others.metadata.message_id])
     assert taken.metadata.src_node_id == liar.number
     assert taken.metadata.reply_to_message_id == own.metadata.message_id
@@ -204,7 +216,9 @@ def object_of(kind: str, body: bytes, children: str = "") -> bytes:
 def test_a_device_cannot_take_another_devices_messages(server: Server) -> None:
     liar, honest = server.devices
     content = RecordDict({"fleet": ConfigRecord({"task": b"1"})})
-    server.grid.push_messages([Message(content=content, dst_node_id=honest.number, message_type="train")])
+    server.grid.push_messages(
+        [Message(content=content, dst_node_id=honest.number, message_type="train")]
+    )
     with pytest.raises(httpx.HTTPStatusError, match="401"):
         liar.client.PullMessages(PullMessagesRequest(node=honest.node))
     assert not liar.client.PullMessages(PullMessagesRequest(node=liar.node)).messages_list
@@ -276,5 +290,8 @@ def test_a_public_key_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_port_that_another_program_has_is_said(server: Server) -> None:
     host, port = server.address.split(":")
     link = Link(host, int(port), insecure=True)
-    with pytest.raises(FleetError, match="cannot listen at"), listening(link, fleet_api(in_memory(), None)):
+    with (
+        pytest.raises(FleetError, match="cannot listen at"),
+        listening(link, fleet_api(in_memory(), None)),
+    ):
         pass

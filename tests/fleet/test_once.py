@@ -87,7 +87,9 @@ def test_another_task_of_an_answered_round_is_refused(tmp_path: Path) -> None:
         replace(task, begin=b"\1" * 8),
     ):
         assert device.reply({"task": other.to_bytes()}, 1) == {"error": "other_task"}, other
-    assert device.reply({"task": task.to_bytes()}, 2) == {"error": "other_task"}, "in another device's name"
+    assert device.reply({"task": task.to_bytes()}, 2) == {"error": "other_task"}, (
+        "in another device's name"
+    )
     assert device.reply({"task": replace(task, fleet=1).to_bytes()}, 1) == {"error": "other_fleet"}
     assert device.reply({"task": task.to_bytes()}, 1) == first
 
@@ -103,8 +105,12 @@ def test_a_round_is_not_asked_again_from_a_state_a_hair_away(tmp_path: Path) -> 
     state.apply(nudge, check=False)
     nudge = replace(nudge, after=state.hash)
     again = replace(task, begin=state.hash)
-    assert device.reply({"events": [nudge.to_bytes()], "task": again.to_bytes()}, 1) == {"error": "other_task"}
-    ahead = replace(task, round=1, begin=state.hash)  # the directions of round 0 under another number
+    assert device.reply({"events": [nudge.to_bytes()], "task": again.to_bytes()}, 1) == {
+        "error": "other_task"
+    }
+    ahead = replace(
+        task, round=1, begin=state.hash
+    )  # the directions of round 0 under another number
     assert device.reply({"task": ahead.to_bytes()}, 1) == {"error": "other_task"}
 
 
@@ -125,7 +131,9 @@ def test_a_device_stops_at_its_privacy_budget(
 ) -> None:
     """With or without the accountant's package; a new process does not begin anew."""
     if accountant:
-        pytest.importorskip("dp_accounting", reason="dp-accounting is not installed; try: make fleet-test")
+        pytest.importorskip(
+            "dp_accounting", reason="dp-accounting is not installed; try: make fleet-test"
+        )
         assert epsilon(20.0, 17) < 2.0, "the accountant's epsilon is below the plain bound"
     else:
         monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -151,12 +159,23 @@ def test_budgets_are_counted_over_all_fleets_of_a_folder(tmp_path: Path) -> None
         ledger.check_budget(math.inf, None)  # a fleet without noise promises nothing
         for fleet in range(2):
             for number in range(3):
-                ledger.once(fleet, number, b"begin", "answer", b"task", lambda: b"numbers", cost_of(10.0), 6.0)
+                ledger.once(
+                    fleet,
+                    number,
+                    b"begin",
+                    "answer",
+                    b"task",
+                    lambda: b"numbers",
+                    cost_of(10.0),
+                    6.0,
+                )
         spent = next(budget for budget in np.arange(0.1, 9, 0.1) if not _refuses(ledger, budget))
         assert bound(10.0, 7) == pytest.approx(spent, abs=0.11)
         assert spent < BUDGET
         assert not _refuses(ledger, None)
-        assert _refuses(ledger, 5.0, noise=0.0), "an owner who names a budget gives nothing without noise"
+        assert _refuses(ledger, 5.0, noise=0.0), (
+            "an owner who names a budget gives nothing without noise"
+        )
 
 
 def _refuses(ledger: Ledger, budget: float | None, noise: float = 10.0) -> bool:
@@ -178,7 +197,9 @@ def test_a_first_order_device_trains_once_from_one_adapter(tmp_path: Path) -> No
 
         def answer(self, number: int, arrays: dict[str, np.ndarray]) -> AdapterAnswer:
             self.count += 1
-            return AdapterAnswer({name: value + self.count for name, value in arrays.items()}, 4, 0.5, 0)
+            return AdapterAnswer(
+                {name: value + self.count for name, value in arrays.items()}, 4, 0.5, 0
+            )
 
     def asked(number: int, value: float) -> dict[str, Any]:
         adapter = to_bytes({"a": np.full(3, value, np.float32)})
@@ -194,7 +215,9 @@ def test_a_first_order_device_trains_once_from_one_adapter(tmp_path: Path) -> No
     assert device().reply(asked(0, 0.0), 1) == first
     assert device().reply(asked(0, 1e-6), 1) == {"error": "other_task"}
     assert "adapter" in device().reply(asked(1, 1.0), 1)
-    assert device().reply(asked(0, 0.0), 1) == {"error": "answered"}, "megabytes are kept for one round"
+    assert device().reply(asked(0, 0.0), 1) == {"error": "answered"}, (
+        "megabytes are kept for one round"
+    )
 
 
 class Party:
@@ -207,7 +230,8 @@ class Party:
         fleet = charter(size=70, secure=True, clip_norm=9.0)
         self.fleet = fleet.model_copy(update={"device_keys": self.keys.names})
         self.devices = {
-            number: joined(folder, self.fleet, number, key=str(file)) for number, file in self.keys.files.items()
+            number: joined(folder, self.fleet, number, key=str(file))
+            for number, file in self.keys.files.items()
         }
         self.task = Rounds(self.fleet).begin(numbers).tasks[numbers[0]]
         self.codes: list[tuple[int, str]] = []
@@ -215,7 +239,9 @@ class Party:
     def send(self, contents: dict[int, dict[str, Any]]) -> dict[int, Reply]:
         replies = {}
         for number, content in contents.items():
-            reply = self.devices[number].reply({"events": [], "task": self.task.to_bytes(), **content}, number)
+            reply = self.devices[number].reply(
+                {"events": [], "task": self.task.to_bytes(), **content}, number
+            )
             if "error" in reply:
                 self.codes.append((number, reply["error"]))
             replies[number] = reply_of(reply)
@@ -265,12 +291,25 @@ def test_a_server_cannot_stand_in_for_a_neighbour(tmp_path: Path) -> None:
     keys = party.send({number: {"secure": AskKeys().to_bytes()} for number in (7, 8, 9, 10)})
     honest = {number: read(Keys, reply.secure) for number, reply in keys.items()}  # type: ignore[attr-defined]
     task = party.task.to_bytes()
-    forged = {n: Secrets(n, DeviceKey(file), task, own.names).public for n, file in own.files.items()}
+    forged = {
+        n: Secrets(n, DeviceKey(file), task, own.names).public for n, file in own.files.items()
+    }
     for peers in (
         {7: honest[7], **forged},  # keys that no device of the charter signed
-        {7: honest[7], **{n: forged[n].model_copy(update={"signer": honest[n].signer}) for n in forged}},
-        {7: honest[7], **{n: honest[n].model_copy(update={"mask_key": forged[n].mask_key}) for n in forged}},
-        {7: honest[7], 8: honest[9], 9: honest[8], 10: honest[10]},  # one device's keys under another's number
+        {
+            7: honest[7],
+            **{n: forged[n].model_copy(update={"signer": honest[n].signer}) for n in forged},
+        },
+        {
+            7: honest[7],
+            **{n: honest[n].model_copy(update={"mask_key": forged[n].mask_key}) for n in forged},
+        },
+        {
+            7: honest[7],
+            8: honest[9],
+            9: honest[8],
+            10: honest[10],
+        },  # one device's keys under another's number
         {7: honest[7], 8: honest[8], 9: honest[8], 10: honest[10]},  # one device as two
     ):
         party.codes.clear()
@@ -300,4 +339,6 @@ def test_a_secure_fleet_whose_charter_names_no_devices_is_refused_by_them(tmp_pa
     ):
         Server(None, store, {"wait_s": 1.0})  # type: ignore[arg-type]
     without = joined(tmp_path / "none", party.fleet, 7)
-    assert without.reply({"task": party.task.to_bytes(), "secure": AskKeys().to_bytes()}, 7) == {"error": "keys"}
+    assert without.reply({"task": party.task.to_bytes(), "secure": AskKeys().to_bytes()}, 7) == {
+        "error": "keys"
+    }

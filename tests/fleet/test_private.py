@@ -26,7 +26,9 @@ def a_mask_that_lets_everybody_in() -> Iterator[None]:
     os.umask(before)
 
 
-def test_all_that_the_commands_of_a_fleet_write_is_private(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_all_that_the_commands_of_a_fleet_write_is_private(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     data, out = rows(tmp_path / "r.jsonl"), tmp_path / "out"
     out.mkdir(mode=0o700)
     tiny = ("--model", "tiny:llama", "--task", "sst2", "--max-length", 64)
@@ -57,7 +59,9 @@ def test_keys_are_private_from_the_moment_they_are_written(tmp_path: Path) -> No
     assert open_to_others(tmp_path / "keys") == []
 
 
-def test_the_socket_of_a_devices_process_is_in_a_folder_that_only_its_user_enters(tmp_path: Path) -> None:
+def test_the_socket_of_a_devices_process_is_in_a_folder_that_only_its_user_enters(
+    tmp_path: Path,
+) -> None:
     with answering(DeviceSettings(folder=str(tmp_path / "device"), data="")) as file:
         socket = Path(json.loads(file.read_text())["socket"])
         assert socket.is_socket()
@@ -69,7 +73,9 @@ def test_a_seat_is_private(tmp_path: Path) -> None:
     assert open_to_others(tmp_path / "store") == []
 
 
-def test_a_fleets_file_is_private_while_it_is_open_and_an_older_one_becomes_so(tmp_path: Path) -> None:
+def test_a_fleets_file_is_private_while_it_is_open_and_an_older_one_becomes_so(
+    tmp_path: Path,
+) -> None:
     with Store.create(tmp_path / "fleet", charter()) as store:
         store.set_fact("name", "value")
         assert open_to_others(tmp_path / "fleet") == []  # with SQLite's own files
@@ -79,4 +85,6 @@ def test_a_fleets_file_is_private_while_it_is_open_and_an_older_one_becomes_so(t
         assert store.fact("name") == "value"
     assert file.stat().st_mode & 0o777 == 0o600
     assert sqlite3.connect(file).execute("PRAGMA user_version").fetchone() == (Store.version,)
-    assert AdapterStore.__mro__[1] is Store.__mro__[1], "both kinds of fleet share the file that this is of"
+    assert AdapterStore.__mro__[1] is Store.__mro__[1], (
+        "both kinds of fleet share the file that this is of"
+    )

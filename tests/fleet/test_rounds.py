@@ -31,7 +31,10 @@ def answers(server: Rounds, values: list[list[float]], rows: list[int] | None = 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (1 + 2 + 3 + 3) / 4),  # the median of the rows is 1, and the longest answer is shortened to the next one
+        (
+            {},
+            (1 + 2 + 3 + 3) / 4,
+        ),  # the median of the rows is 1, and the longest answer is shortened to the next one
         ({"most_rows": 1}, (1 + 2 + 3 + 3) / 4),
         ({"combine": "median"}, 2.5),
         ({"combine": "trimmed_mean", "trim": 0.25}, 2.5),
@@ -42,7 +45,9 @@ def answers(server: Rounds, values: list[list[float]], rows: list[int] | None = 
 )
 def test_combination(settings: dict, expected: float) -> None:
     server = Rounds(charter(**settings))
-    _, given_answers = answers(server, [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [100.0, 0.0]], [1, 2, 1, 4])
+    _, given_answers = answers(
+        server, [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [100.0, 0.0]], [1, 2, 1, 4]
+    )
     assert combined(given_answers, server.charter.fleet) == pytest.approx([expected, 0.0], rel=1e-6)
 
 
@@ -53,10 +58,14 @@ def test_clipping_shortens_and_keeps_the_direction(values: list[float], norm: fl
     assert np.allclose(np.outer(short, values), np.outer(values, short), rtol=1e-9, atol=1e-300)
 
 
-@pytest.mark.parametrize("settings", [{}, {"seeds": "own"}, {"combine": "median"}, {"combine": "trimmed_mean"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"seeds": "own"}, {"combine": "median"}, {"combine": "trimmed_mean"}]
+)
 def test_the_update_of_a_round_is_a_function_of_the_set_of_answers(settings: dict) -> None:
     server = Rounds(charter(**settings))
-    current, given_answers = answers(server, [drawn(2, device) for device in range(7)], [3, 1, 9, 2, 2, 7, 5])
+    current, given_answers = answers(
+        server, [drawn(2, device) for device in range(7)], [3, 1, 9, 2, 2, 7, 5]
+    )
     pairs = [(current.tasks[item.device].first_step, item) for item in given_answers]
     first = coefficients_of(pairs, server.charter.fleet, 5e-3)
     for seed in range(5):
@@ -115,7 +124,9 @@ def test_a_late_answer_to_a_round_that_looks_open_is_refused_by_its_hash() -> No
 
 def test_rounds_overlap_and_the_older_one_is_applied_to_the_newer_state() -> None:
     server = Rounds(charter(open_rounds=2))
-    (first, from_first), (second, from_second) = (answers(server, [drawn(2, n), drawn(2, n + 9)]) for n in (0, 1))
+    (first, from_first), (second, from_second) = (
+        answers(server, [drawn(2, n), drawn(2, n + 9)]) for n in (0, 1)
+    )
     with pytest.raises(FleetError, match="too many rounds"):
         server.begin([0])
     assert first.begin == second.begin
@@ -148,7 +159,9 @@ def test_agreements_that_contradict_themselves_are_refused() -> None:
 
 @hypothesis_settings(max_examples=1000, deadline=None)
 @given(st.data())
-def test_a_malformed_answer_is_refused_with_a_reason_and_changes_nothing(data: st.DataObject) -> None:
+def test_a_malformed_answer_is_refused_with_a_reason_and_changes_nothing(
+    data: st.DataObject,
+) -> None:
     """One thing is wrong in each of a thousand answers, or it is noise."""
     server = Rounds(charter())
     tasks = server.begin([3, 4]).tasks
@@ -178,13 +191,21 @@ def test_a_malformed_answer_is_refused_with_a_reason_and_changes_nothing(data: s
         count = data.draw(st.integers(0, 60).filter(lambda count: count != 2))
         sent = replace(whole, numbers=Numbers((1,) * count, 0)).to_bytes()
     elif wrong == "version":
-        sent = good[:1] + bytes([data.draw(st.integers(0, 255).filter(lambda version: version != 1))]) + good[2:]
+        sent = (
+            good[:1]
+            + bytes([data.draw(st.integers(0, 255).filter(lambda version: version != 1))])
+            + good[2:]
+        )
     elif wrong == "rows":
         sent = replace(whole, rows=0).to_bytes()
     elif wrong == "loss":
-        sent = replace(whole, loss=data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))).to_bytes()
+        sent = replace(
+            whole, loss=data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        ).to_bytes()
     elif wrong == "exponent":
-        sent = replace(whole, numbers=Numbers((1, 2), data.draw(st.sampled_from([-128, -127, 127])))).to_bytes()
+        sent = replace(
+            whole, numbers=Numbers((1, 2), data.draw(st.sampled_from([-128, -127, 127])))
+        ).to_bytes()
     else:
         sent = good[:-2] + b"\x00\x80"  # -32768, which no number is
     with pytest.raises(FleetError) as refused:

@@ -43,7 +43,9 @@ def member(fleet: Charter, device: int) -> Member:
     """A device with rows of its own number, whose loss falls by its own numbers."""
     session = Quadratic(fleet.size, fleet.seed, fleet.queries)
     session.target *= device % 5 + 1
-    return Member(fleet, session, Batches(QuadraticRows(device % 6 + 1).train, 1, None, 0, 0), device)
+    return Member(
+        fleet, session, Batches(QuadraticRows(device % 6 + 1).train, 1, None, 0, 0), device
+    )
 
 
 def plain(fleet: Charter, taking: list[list[int]]) -> Rounds:
@@ -67,7 +69,9 @@ class Grid(LocalGrid):
         self.devices, self.seen = {}, b""
         for number in NUMBERS:
             key = str(keys.files[number])
-            device = Device(DeviceSettings(folder=str(folder / f"device {number}"), data="", key=key))
+            device = Device(
+                DeviceSettings(folder=str(folder / f"device {number}"), data="", key=key)
+            )
             device._member = member(fleet, number)
             self.devices[number] = device
 
@@ -105,7 +109,10 @@ def test_a_secure_fleet_has_the_hash_of_plain_answers_whoever_goes_away(
     assert json.loads(store.fact("devices") or "") == {str(number): True for number in NUMBERS}
     assert b"answer" not in grid.seen
     assert store.table()[-1]["loss"] == pytest.approx(
-        np.average([member_loss(fleet, store, n) for n in NUMBERS], weights=[n % 6 + 1 for n in NUMBERS]), abs=1e-2
+        np.average(
+            [member_loss(fleet, store, n) for n in NUMBERS], weights=[n % 6 + 1 for n in NUMBERS]
+        ),
+        abs=1e-2,
     )
 
 
@@ -120,7 +127,10 @@ def member_loss(fleet: Charter, store: Store, number: int) -> float:
 
 def secrets_of(keys: Keys) -> dict[int, Secrets]:
     """A round's secrets of each device that has a key."""
-    return {number: Secrets(number, DeviceKey(file), b"task", keys.names) for number, file in keys.files.items()}
+    return {
+        number: Secrets(number, DeviceKey(file), b"task", keys.names)
+        for number, file in keys.files.items()
+    }
 
 
 @pytest.mark.flower
@@ -152,7 +162,9 @@ def test_a_device_shows_no_share_that_would_open_its_vector(tmp_path: Path) -> N
 
 
 @pytest.mark.flower
-def test_devices_share_secrets_with_their_neighbours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_share_secrets_with_their_neighbours_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     monkeypatch.setattr("ondevice.fleet.secure.HALF_RING", 2)
     keys = make_keys(tmp_path, range(9))
@@ -180,7 +192,11 @@ def test_devices_share_secrets_with_their_neighbours_alone(tmp_path: Path, monke
 
 
 def test_a_secure_fleet_is_of_sums_that_have_units(tmp_path: Path) -> None:
-    cases: list[dict[str, Any]] = [{}, {"combine": "median", "clip_norm": 1.0}, {"seeds": "own", "clip_norm": 1.0}]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"combine": "median", "clip_norm": 1.0},
+        {"seeds": "own", "clip_norm": 1.0},
+    ]
     for wrong in cases:
         with pytest.raises((ConfigError, ValueError), match="secure"):
             Agreement(secure=True, **wrong)

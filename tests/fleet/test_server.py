@@ -48,7 +48,9 @@ class Node:
             if "events" not in content:
                 return {"place": len(self.seen)}
         assert self.state is not None
-        new = [event for event in content["events"] if event not in self.seen]  # as a device's file knows them
+        new = [
+            event for event in content["events"] if event not in self.seen
+        ]  # as a device's file knows them
         for event in new:
             self.state.apply(read_event(event))
         self.seen += new
@@ -79,13 +81,17 @@ class Grid(LocalGrid):
     def push_messages(self, messages: Iterable[Any]) -> list[str]:
         given = list(messages)
         contents = [dict(message.content[RECORD]) for message in given]
-        self.tasks += [Task.from_bytes(content["task"]) for content in contents if "task" in content]
+        self.tasks += [
+            Task.from_bytes(content["task"]) for content in contents if "task" in content
+        ]
         return super().push_messages(given)
 
     def ready(self, node: int, content: Any) -> bool:
         asked = dict(content[RECORD])
         newest = max((task.round for task in self.tasks), default=-1)
-        return "task" not in asked or newest >= self.slow.get((Task.from_bytes(asked["task"]).round, node), -1)
+        return "task" not in asked or newest >= self.slow.get(
+            (Task.from_bytes(asked["task"]).round, node), -1
+        )
 
     def reply(self, node: int, content: Any) -> dict[str, Any] | None:
         asked = dict(content[RECORD])
@@ -118,7 +124,9 @@ def test_the_next_round_begins_while_a_slow_device_still_answers(tmp_path: Path)
     begun = {task.round: task.begin for task in grid.tasks}
     assert begun[0] == begun[1] == begun[2] != begun[3]
     assert [row["answers"] for row in store.table()] == [3, 2, 2, 3]
-    assert {node.state.digest() for node in grid.devices.values() if node.state} == {store.state().digest()}
+    assert {node.state.digest() for node in grid.devices.values() if node.state} == {
+        store.state().digest()
+    }
     assert replay(store.log()).digest() == store.state().digest()
 
 
@@ -142,7 +150,9 @@ def test_a_server_that_goes_on_ends_where_one_that_ran_through_does(tmp_path: Pa
 def test_answers_that_are_refused_are_counted_and_the_others_make_the_round(tmp_path: Path) -> None:
     nodes = [Node(7), Node(8), Node(9)]
     nodes[0].sends = lambda data: data[:-1]
-    nodes[1].sends = lambda data: answer(Rounds(charter()).begin([7]).tasks[7], 7, drawn(2)).to_bytes()
+    nodes[1].sends = lambda data: answer(
+        Rounds(charter()).begin([7]).tasks[7], 7, drawn(2)
+    ).to_bytes()
     store = run(tmp_path, Grid(nodes))
     assert [row["answers"] for row in store.table()] == [1] * 4
     assert store.table()[-1]["refused"] == 8

@@ -17,7 +17,18 @@ from ondevice.fleet.split import split
 from tests.cli.command import CommandLine, write_rows
 from tests.fleet.quadratic import Quadratic, QuadraticRows
 
-TINY = ("--model", "tiny:llama", "--batch-size", 1, "--set", "method.rank=2", "--queries", 2, "--seed", 3)
+TINY = (
+    "--model",
+    "tiny:llama",
+    "--batch-size",
+    1,
+    "--set",
+    "method.rank=2",
+    "--queries",
+    2,
+    "--seed",
+    3,
+)
 
 
 def rows(path: Path, count: int = 16) -> Path:
@@ -32,7 +43,9 @@ def simulate(ondevice: CommandLine, folder: Path, *more: object):
                     "--out", folder / "a fleet", "--json", *more)  # fmt: skip
 
 
-def test_a_simulated_fleet_ends_with_one_hash_that_its_log_gives(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_a_simulated_fleet_ends_with_one_hash_that_its_log_gives(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     done = simulate(ondevice, tmp_path, "--local-steps", 2).json
     assert done["hashes_equal"] is True
     assert done["rounds"] == 3
@@ -41,7 +54,10 @@ def test_a_simulated_fleet_ends_with_one_hash_that_its_log_gives(ondevice: Comma
     for place in (done["log"], tmp_path / "a fleet"):
         replayed = ondevice("fleet", "replay", place, "--json").json
         assert replayed["final_hash"] == done["final_hash"]
-    assert ondevice("fleet", "replay", done["log"], "--rounds", 2, "--json").json["final_hash"] != done["final_hash"]
+    assert (
+        ondevice("fleet", "replay", done["log"], "--rounds", 2, "--json").json["final_hash"]
+        != done["final_hash"]
+    )
     status = ondevice("fleet", "status", tmp_path / "a fleet", "--json").json
     assert status["hash"] == done["final_hash"]
     assert [row["answers"] for row in status["rounds_table"]] == [4, 4, 4]
@@ -73,12 +89,16 @@ def test_whatever_happens_every_device_has_the_servers_hash(
 ) -> None:
     done = simulate(ondevice, tmp_path, *more).json
     assert done["hashes_equal"] is True
-    assert ondevice("fleet", "replay", done["log"], "--json").json["final_hash"] == done["final_hash"]
+    assert (
+        ondevice("fleet", "replay", done["log"], "--json").json["final_hash"] == done["final_hash"]
+    )
     if "simulation.late=0.5" in more and "fleet.open_rounds=2" not in more:
         assert list(done["refused"]) == ["late"]
 
 
-def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     (tmp_path / "whole").mkdir()
     whole = simulate(ondevice, tmp_path / "whole").json
     simulate(ondevice, tmp_path, "--rounds", 1)
@@ -92,9 +112,14 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(ondevice: Comma
 
 
 def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
-    whole = ondevice("fleet", "simulate", "--model", "tiny:llama", "--method", "mezo", "--json").json
+    whole = ondevice(
+        "fleet", "simulate", "--model", "tiny:llama", "--method", "mezo", "--json"
+    ).json
     assert "nothing that a fleet" in whole["message"]
-    assert "first-order fleet" in simulate(ondevice, tmp_path, "--set", "simulation.weak=0.5").json["message"]
+    assert (
+        "first-order fleet"
+        in simulate(ondevice, tmp_path, "--set", "simulation.weak=0.5").json["message"]
+    )
     few = simulate(ondevice, tmp_path, "--devices", 40).json
     assert few["error"] == "DataError"
     assert "fewer rows than devices" in few["message"]

@@ -24,7 +24,8 @@ from tests.fleet.fleets import answer, charter, drawn
 def test_a_sum_of_signs_is_the_generators(size: int, directions: int) -> None:
     draw = np.random.default_rng(size)
     chosen = [
-        (int(draw.integers(1 << 42)), place % 4, int(draw.integers(-(2**30), 2**30))) for place in range(directions)
+        (int(draw.integers(1 << 42)), place % 4, int(draw.integers(-(2**30), 2**30)))
+        for place in range(directions)
     ]
     expected = sum(
         c * generator.rademacher(5, step, STREAM, query + 1, 0, size)[query].astype(np.int64)
@@ -58,12 +59,17 @@ def test_a_gaussian_sum_rounds_once(compiled: bool, monkeypatch: pytest.MonkeyPa
     elif noise._compiled() is None:
         pytest.skip("no compiler")
     size, chosen = 33_000, [(4, 1, 12_345), (9, 0, -777)]
-    whole = [whole_gaussians(generator.stream_key(5, step, query, STREAM), 0, size // 2) for step, query, _ in chosen]
+    whole = [
+        whole_gaussians(generator.stream_key(5, step, query, STREAM), 0, size // 2)
+        for step, query, _ in chosen
+    ]
     total = sum(c * values for (_, _, c), values in zip(chosen, whole, strict=True))
     expected = np.floor_divide(total + 2**15, 2**16)
     assert np.array_equal(weighted_sum("gaussian", 5, chosen, size), expected)
     floats = generator.normal(5, 4, STREAM, 2, 0, size)[1]
-    assert np.abs(weighted_sum("gaussian", 5, [(4, 1, 1 << 20)], size) / 2.0**20 - floats).max() < 2e-5
+    assert (
+        np.abs(weighted_sum("gaussian", 5, [(4, 1, 1 << 20)], size) / 2.0**20 - floats).max() < 2e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])

@@ -42,7 +42,9 @@ class Rounding(TorchDispatchMode):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.split("::")[1]
         if function.is_view or name.endswith("_") or name in EXACT:
@@ -52,7 +54,9 @@ class Rounding(TorchDispatchMode):
         def rounded(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
                 return value
-            return value * (1 + relative * torch.randn(value.shape, generator=self.generator, dtype=value.dtype))
+            return value * (
+                1 + relative * torch.randn(value.shape, generator=self.generator, dtype=value.dtype)
+            )
 
         return tree_map(rounded, out)
 

@@ -20,7 +20,9 @@ def adamw(value: np.ndarray, gradients: list[np.ndarray], rate: float, decay: fl
     for t, g in enumerate(gradients, 1):
         m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g**2
         value = value * (1 - rate * decay)
-        value = value - rate * (m / (1 - BETAS[0] ** t)) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPSILON)
+        value = value - rate * (m / (1 - BETAS[0] ** t)) / (
+            np.sqrt(v / (1 - BETAS[1] ** t)) + EPSILON
+        )
     return value
 
 
@@ -49,7 +51,9 @@ def test_resumed_it_has_the_same_bits(name) -> None:
     for step in range(2, 5):
         assert second.step(*batches[step], step, 1e-3) == results[step]
     ours, theirs = straight.state(), second.state()
-    assert ours.keys() == theirs.keys() and all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+    assert ours.keys() == theirs.keys() and all(
+        ours[key].tobytes() == theirs[key].tobytes() for key in ours
+    )
 
 
 def test_what_is_not_for_it_is_refused() -> None:
@@ -62,12 +66,16 @@ def test_what_is_not_for_it_is_refused() -> None:
     other.step(*batch(2), 0, 1e-3)
     state = other.state()
     with pytest.raises(CheckpointError, match="exp_avg"):
-        open_tiny("lora").load_state({k: v for k, v in state.items() if not k.startswith("exp_avg/")})
+        open_tiny("lora").load_state(
+            {k: v for k, v in state.items() if not k.startswith("exp_avg/")}
+        )
 
 
 def first_moments(state: dict[str, np.ndarray]) -> np.ndarray:
     """All first moments of AdamW, one after the other: after one step a tenth of the gradient."""
-    return np.concatenate([state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")])
+    return np.concatenate(
+        [state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")]
+    )
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-fa", "full", "mesp"])
@@ -105,7 +113,9 @@ def movement(session, steps: int = 12, rate: float = 1e-5) -> np.ndarray:
 def test_bfloat16_parameters_move_as_float32_ones_do_at_the_default_rate() -> None:
     narrow, wide = bfloat16_session(), open_tiny("full")
     ours = movement(narrow)
-    wide.load_state({name: value for name, value in bfloat16_session().state().items() if "/" not in name})
+    wide.load_state(
+        {name: value for name, value in bfloat16_session().state().items() if "/" not in name}
+    )
     theirs = movement(wide)
     assert (ours != 0).mean() > 0.99
     assert np.linalg.norm(ours) == pytest.approx(np.linalg.norm(theirs), rel=0.01)
@@ -116,7 +126,9 @@ def test_torch_s_own_step_in_bfloat16_loses_most_of_it(monkeypatch) -> None:
     """Why there are masters: without them this is what the same steps do."""
     from ondevice.methods.adamw import TorchAdamW
 
-    monkeypatch.setattr("ondevice.methods.adamw_session.open_adamw", lambda *given: [TorchAdamW(*given)])
+    monkeypatch.setattr(
+        "ondevice.methods.adamw_session.open_adamw", lambda *given: [TorchAdamW(*given)]
+    )
     assert (movement(bfloat16_session()) != 0).mean() < 0.3
 
 
@@ -145,7 +157,9 @@ def test_in_bfloat16_a_resumed_run_has_the_same_bits(name, kernel, monkeypatch) 
     for step in range(2, 5):
         second.step(*batch(2, seed=step), step, 1e-4)
     ours, theirs = straight.state(), second.state()
-    assert ours.keys() == theirs.keys() and all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+    assert ours.keys() == theirs.keys() and all(
+        ours[key].tobytes() == theirs[key].tobytes() for key in ours
+    )
 
 
 def test_without_a_compiler_the_masters_are_the_same_up_to_rounding(monkeypatch) -> None:
@@ -168,7 +182,9 @@ def test_the_plan_counts_the_masters() -> None:
     dims = session.loaded.dims
     planned = memory(dims, session.config, 2, 12, activation_bytes=2)
     assert planned["optimizer"] == held == 10 * dims.parameters
-    assert memory(dims, session.config, 2, 12, activation_bytes=4)["optimizer"] == 8 * dims.parameters
+    assert (
+        memory(dims, session.config, 2, 12, activation_bytes=4)["optimizer"] == 8 * dims.parameters
+    )
 
 
 def test_float16_weights_are_refused_and_adapters_beside_them_are_not() -> None:

@@ -43,7 +43,12 @@ CASES = [
 
 
 def stepped(
-    name: str, family: str, settings: dict[str, Any], packed: bool, device: str = "cpu", dtype: Any = None
+    name: str,
+    family: str,
+    settings: dict[str, Any],
+    packed: bool,
+    device: str = "cpu",
+    dtype: Any = None,
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """One step's result and the gradients, as far as the method has them."""
     config = method_config(name, settings)
@@ -58,36 +63,56 @@ def stepped(
         batch = pad_examples(EXAMPLES, max(LENGTHS), 0)
         result = session.step(batch.ids, batch.labels, 0, 1e-3)
     state = session.state()
-    moments = {key: 10 * value for key, value in state.items() if key.startswith("exp_avg/")}  # AdamW's first: 0.1 g
-    return result, moments or {key: value for key, value in state.items() if value.dtype.kind == "f"}
+    moments = {
+        key: 10 * value for key, value in state.items() if key.startswith("exp_avg/")
+    }  # AdamW's first: 0.1 g
+    return result, moments or {
+        key: value for key, value in state.items() if value.dtype.kind == "f"
+    }
 
 
-def assert_the_step_is_that_of_the_rows(name: str, family: str, settings: dict[str, Any], device: str) -> None:
-    (ours, gradients), (theirs, exact) = (stepped(name, family, settings, packed, device) for packed in (True, False))
+def assert_the_step_is_that_of_the_rows(
+    name: str, family: str, settings: dict[str, Any], device: str
+) -> None:
+    (ours, gradients), (theirs, exact) = (
+        stepped(name, family, settings, packed, device) for packed in (True, False)
+    )
     assert ours.loss == pytest.approx(theirs.loss, rel=2e-6)
     largest = max(map(abs, theirs.projected_gradients), default=0.0)
     assert ours.projected_gradients == pytest.approx(theirs.projected_gradients, abs=3e-3 * largest)
-    if theirs.projected_gradients:  # what is left of the rounding of two nearly equal losses moves the weights
+    if (
+        theirs.projected_gradients
+    ):  # what is left of the rounding of two nearly equal losses moves the weights
         return
-    assert set(gradients) == set(exact) and any(np.abs(value).max() > 1e-4 for value in exact.values())
+    assert set(gradients) == set(exact) and any(
+        np.abs(value).max() > 1e-4 for value in exact.values()
+    )
     for key, value in exact.items():
-        assert np.abs(gradients[key] - value).max() <= 1e-5 * max(1.0, float(np.abs(value).max())), key
+        assert np.abs(gradients[key] - value).max() <= 1e-5 * max(
+            1.0, float(np.abs(value).max())
+        ), key
 
 
 @pytest.mark.parametrize(("name", "family", "settings"), CASES)
-def test_a_packed_step_is_the_step_of_the_rows(name: str, family: str, settings: dict[str, Any]) -> None:
+def test_a_packed_step_is_the_step_of_the_rows(
+    name: str, family: str, settings: dict[str, Any]
+) -> None:
     assert_the_step_is_that_of_the_rows(name, family, settings, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "family", "settings"), CASES)
-def test_a_packed_step_is_the_step_of_the_rows_on_cuda(name: str, family: str, settings: dict[str, Any]) -> None:
+def test_a_packed_step_is_the_step_of_the_rows_on_cuda(
+    name: str, family: str, settings: dict[str, Any]
+) -> None:
     with full_precision():
         assert_the_step_is_that_of_the_rows(name, family, settings, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "family"), [("mesp", "llama"), ("lora", "llama"), ("full", "gpt2")])
+@pytest.mark.parametrize(
+    ("name", "family"), [("mesp", "llama"), ("lora", "llama"), ("full", "gpt2")]
+)
 def test_a_packed_step_in_bfloat16_errs_no_more_than_the_rows(name: str, family: str) -> None:
     """The fused kernels of a GPU, which keep rows apart by a mask or by their lengths, are those of half precision."""
     wrong = {}
@@ -128,7 +153,9 @@ def test_a_method_that_does_not_pack_says_why_and_which_do() -> None:
     refused = [spec for spec in methods() if not spec.packs]
     assert refused
     for spec in refused:
-        with pytest.raises(ConfigError, match=f"method {spec.name} does not pack rows here: ") as error:
+        with pytest.raises(
+            ConfigError, match=f"method {spec.name} does not pack rows here: "
+        ) as error:
             spec.check_packing("torch", whole=False)
         assert "mesp (torch)" in str(error.value.expected)
     mesp = spec_of(method_config("mesp"))

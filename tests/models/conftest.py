@@ -49,7 +49,9 @@ def _interleave(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def _write_gguf(path: Path, loaded: LoadedModel, kind: str | list[str] = "F32", **changes: object) -> Path:
+def _write_gguf(
+    path: Path, loaded: LoadedModel, kind: str | list[str] = "F32", **changes: object
+) -> Path:
     """A GGUF file of a tiny model; `changes` replace or (with None) drop metadata, `tensors` adds tensors.
 
     Args:
@@ -84,7 +86,9 @@ def _write_gguf(path: Path, loaded: LoadedModel, kind: str | list[str] = "F32", 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
+    writer.add_token_types(
+        [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens]
+    )
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(257)
     writer.add_pad_token_id(256)
@@ -115,8 +119,12 @@ def _add(writer: GGUFWriter, name: str, weights: np.ndarray, kind: str) -> None:
     quantisation = GGMLQuantizationType[kind]
     try:
         data = np.ascontiguousarray(weights) if kind == "F32" else quantize(weights, quantisation)
-    except NotImplementedError:  # a kind that the package reads and does not write: any bytes are numbers
+    except (
+        NotImplementedError
+    ):  # a kind that the package reads and does not write: any bytes are numbers
         count, size = GGML_QUANT_SIZES[quantisation]
         bytes_ = weights.shape[-1] // count * size
-        data = np.random.default_rng(0).integers(0, 60, (*weights.shape[:-1], bytes_), dtype=np.uint8)
+        data = np.random.default_rng(0).integers(
+            0, 60, (*weights.shape[:-1], bytes_), dtype=np.uint8
+        )
     writer.add_tensor(name, data, raw_dtype=quantisation)

@@ -74,15 +74,25 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         listed = parts[0] == "api"
         tree = "tree" in parts
-        if (parts[parts.index("tree" if tree else "revision") + 1] if listed else parts[3]) not in ("main", COMMIT):
+        if (parts[parts.index("tree" if tree else "revision") + 1] if listed else parts[3]) not in (
+            "main",
+            COMMIT,
+        ):
             return self._refuse(404, "RevisionNotFound", "Invalid rev id")
         if listed:
             names = sorted(one.name for one in hub.folder.iterdir())
             if tree:
                 sizes = [{"type": "file", "path": name, "size": (hub.folder / name).stat().st_size, "oid": name}
                          for name in names]  # fmt: skip
-                return self._send(200, {"Content-Type": "application/json"}, json.dumps(sizes).encode())
-            info = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names], "tags": []}
+                return self._send(
+                    200, {"Content-Type": "application/json"}, json.dumps(sizes).encode()
+                )
+            info = {
+                "id": NAME,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in names],
+                "tags": [],
+            }
             return self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
         return self._file("/".join(parts[4:]), with_body)
 

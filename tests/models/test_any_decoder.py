@@ -47,7 +47,9 @@ def save(folder: Path, model_type: str, **fields: Any) -> Path:
 
 def settings(name: str, loaded: LoadedModel | None = None) -> Any:
     values: dict[str, Any] = {"rank": 2} if method(name).trains == "adapter" else {}
-    if name == "mesp" and loaded is not None:  # PEFT takes gate_proj of a shared expert for the experts' own, too
+    if (
+        name == "mesp" and loaded is not None
+    ):  # PEFT takes gate_proj of a shared expert for the experts' own, too
         values["target_modules"] = loaded.dims.resolve_targets(method("lora").config())
     return method_config(name, {**values, "loss_tiles": 3})
 
@@ -60,7 +62,9 @@ def transformers_nll(model: Any, ids: np.ndarray, labels: np.ndarray) -> np.ndar
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].double()
     targets = torch.from_numpy(labels)[:, 1:]
-    nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    nll = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none", ignore_index=-100
+    )
     return nll.sum(1).numpy()
 
 
@@ -69,14 +73,18 @@ def test_a_decoder_trains_resumes_saves_and_loads_in_peft(model_type: str, tmp_p
     folder = save(tmp_path / "model", model_type)
     loaded = load_model(str(folder))
     assert read_dims(str(folder)) == loaded.dims
-    assert loaded.dims.parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+    assert loaded.dims.parameters == sum(
+        parameter.numel() for parameter in loaded.model.parameters()
+    )
     for name, rate in RATES.items():
         if name == "mesp" and not loaded.dims.whole:
             continue  # tests of its own hold the blocks that it knows
         model, config = fresh(loaded), settings(name, loaded)
         session = open_session(model, config, 7)
         untrained = session.evaluate(IDS, LABELS)[0]
-        np.testing.assert_allclose(untrained, transformers_nll(loaded.model, IDS, LABELS), rtol=2e-5)
+        np.testing.assert_allclose(
+            untrained, transformers_nll(loaded.model, IDS, LABELS), rtol=2e-5
+        )
         first = session.step(IDS, LABELS, 0, rate).loss
         session.step(IDS, LABELS, 1, rate)
         saved = {key: value.copy() for key, value in session.state().items()}
@@ -99,22 +107,30 @@ def test_a_decoder_trains_resumes_saves_and_loads_in_peft(model_type: str, tmp_p
         else:
             save_adapter(adapter, tmp_path / name)
             assert load_adapter(tmp_path / name).linears == adapter.linears
-            again = peft.PeftModel.from_pretrained(copy.deepcopy(loaded.model), str(tmp_path / name)).eval()
+            again = peft.PeftModel.from_pretrained(
+                copy.deepcopy(loaded.model), str(tmp_path / name)
+            ).eval()
             applied = fresh(loaded)
             apply_adapter(applied, adapter)
-            np.testing.assert_allclose(transformers_nll(applied.model, IDS, LABELS), trained, rtol=2e-5)
+            np.testing.assert_allclose(
+                transformers_nll(applied.model, IDS, LABELS), trained, rtol=2e-5
+            )
         np.testing.assert_allclose(transformers_nll(again, IDS, LABELS), trained, rtol=2e-5)
         assert not np.array_equal(trained, untrained)
 
 
-def test_a_method_that_computes_blocks_refuses_an_unknown_one_and_names_those_that_do_not(tmp_path: Path) -> None:
+def test_a_method_that_computes_blocks_refuses_an_unknown_one_and_names_those_that_do_not(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path / "model", "gpt_neox")
     for name in ("slideformer", "lsp", "revffn"):
         for call in (
             lambda name=name: plan(str(folder), method_config(name), batch_size=1, length_tokens=8),
             lambda name=name: open_session(load_model(str(folder)), method_config(name), 0),
         ):
-            with pytest.raises(ModelError, match="blocks of gpt_neox models are not known") as caught:
+            with pytest.raises(
+                ModelError, match="blocks of gpt_neox models are not known"
+            ) as caught:
                 call()
             assert "full, lora, lora-fa, mesp, mezo, prge" in caught.value.expected
             assert f"method {name}" in caught.value.received
@@ -156,12 +172,18 @@ def test_a_plan_says_what_was_guessed_and_which_layers_are_taken(tmp_path: Path)
     assert any("in_proj" in note for note in estimate.notes)
     rank, shapes = 2, [(16, 64)] * 2
     count = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
-    assert estimate.parts["adapter"] == 8 * count and estimate.parts["weights"] == 4 * read_dims(str(folder)).parameters
+    assert (
+        estimate.parts["adapter"] == 8 * count
+        and estimate.parts["weights"] == 4 * read_dims(str(folder)).parameters
+    )
 
 
 def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "gpt_neox")
-    weights, name = load_file(folder / "model.safetensors"), "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    weights, name = (
+        load_file(folder / "model.safetensors"),
+        "gpt_neox.layers.1.mlp.dense_h_to_4h.weight",
+    )
     rows, columns = weights[name].shape
     weights[name] = np.zeros((rows + 1, columns), np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

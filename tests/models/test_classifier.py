@@ -66,10 +66,15 @@ PROJECTED = {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0}
 def test_methods_that_train_all_parameters_agree(encoder: Path, data: Path, tmp_path: Path) -> None:
     """Full fine-tuning, SlideFormer, and LSP without projectors are the same AdamW; all take rows of other lengths."""
     whole = run(encoder, data, tmp_path / "full", "full", weight_decay=0.0)
-    for name, settings in {"slideformer": {"micro_batch_size": 16}, "lsp": {"project": False}}.items():
+    for name, settings in {
+        "slideformer": {"micro_batch_size": 16},
+        "lsp": {"project": False},
+    }.items():
         other = run(encoder, data, tmp_path / name, name, **ENGINE, **settings)
         assert other.result.final_loss == pytest.approx(whole.result.final_loss, rel=1e-3), name
-        assert other.result.evaluation.loss == pytest.approx(whole.result.evaluation.loss, rel=1e-3), name
+        assert other.result.evaluation.loss == pytest.approx(
+            whole.result.evaluation.loss, rel=1e-3
+        ), name
     assert whole.result.final_loss < whole.result.first_loss
     # What is written is transformers' own classifier, with the numbers of the evaluation.
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slideformer" / "model")
@@ -99,7 +104,9 @@ def test_it_computes_what_transformers_does(encoder: Path) -> None:
         actual = family.logits(family.hidden(ids)[:, 0])
         nll = family.class_nll(family.hidden(ids)[:, 0], classes)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(nll, torch.nn.functional.cross_entropy(expected, classes, reduction="none"))
+    torch.testing.assert_close(
+        nll, torch.nn.functional.cross_entropy(expected, classes, reduction="none")
+    )
     other = load_model(str(encoder), classes=3)  # a new head is the same every time
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name

@@ -23,7 +23,9 @@ WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 32
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_float32_gguf_is_the_model(write_gguf: Callable[..., Path], family: str, tied: bool, tmp_path: Path) -> None:
+def test_float32_gguf_is_the_model(
+    write_gguf: Callable[..., Path], family: str, tied: bool, tmp_path: Path
+) -> None:
     built = tiny_model(family, 1, tied=tied, **WIDE)
     path = write_gguf(tmp_path / "tiny.gguf", built)
     assert read_dims(str(path)) == built.dims
@@ -38,9 +40,13 @@ def test_float32_gguf_is_the_model(write_gguf: Callable[..., Path], family: str,
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
-def test_quantised_gguf_is_what_transformers_reads(write_gguf: Callable[..., Path], kind: str, tmp_path: Path) -> None:
+def test_quantised_gguf_is_what_transformers_reads(
+    write_gguf: Callable[..., Path], kind: str, tmp_path: Path
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), kind)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).state_dict()
     ours = load_model(str(path)).model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -55,21 +61,37 @@ def test_every_kind_that_the_package_reads_is_what_transformers_reads(
     from gguf.quants import _type_traits
 
     kinds = ["F16", *(GGMLQuantizationType(kind).name for kind in sorted(_type_traits))]
-    assert {"Q4_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "TQ1_0", "MXFP4", "BF16"} <= {*kinds} and len(kinds) <= 28
-    sizes = {"hidden": 256, "heads": 4, "kv_heads": 4, "intermediate": 256, "vocab": 320, "layers": 4}
+    assert {"Q4_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "TQ1_0", "MXFP4", "BF16"} <= {*kinds} and len(
+        kinds
+    ) <= 28
+    sizes = {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 4,
+        "intermediate": 256,
+        "vocab": 320,
+        "layers": 4,
+    }
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**sizes), kinds)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).state_dict()
     ours = load_model(str(path)).model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_what_another_version_converted_is_converted_again(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_another_version_converted_is_converted_again(
+    write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
     """Versions of transformers made different tokenizers, which the cache would keep."""
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE))
     loaded = load_model(str(path))
-    assert loaded.source.path is not None and cache.read_record(loaded.source.path).origin["conversion"]
+    assert (
+        loaded.source.path is not None
+        and cache.read_record(loaded.source.path).origin["conversion"]
+    )
     rules = loaded.source.path / "tokenizer.json"
     right = rules.read_bytes()
     rules.write_bytes(right.replace(b'"BPE"', b'"Unigram"'))
@@ -93,8 +115,18 @@ BROKEN_TOKENIZERS = {
 @pytest.mark.parametrize("case", BROKEN_TOKENIZERS)
 def test_tokenizer_that_cannot_be_read(case: str, tmp_path: Path) -> None:
     changes, words = BROKEN_TOKENIZERS[case]
-    keys = {"model": "gpt2", "pre": "default", "tokens": ["a", "b", "ab"], "token_type": None, "merges": ["a b"]}
-    keys = {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items() if value is not None}
+    keys = {
+        "model": "gpt2",
+        "pre": "default",
+        "tokens": ["a", "b", "ab"],
+        "token_type": None,
+        "merges": ["a b"],
+    }
+    keys = {
+        f"tokenizer.ggml.{key}": value
+        for key, value in (keys | changes).items()
+        if value is not None
+    }
     with pytest.raises(ModelError, match=f"(?s){words}"):
         write_tokenizer(Keys(keys, tmp_path / "a.gguf"), {}, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -116,15 +148,23 @@ BROKEN = {
     "experts": ({"expert_count": 4}, "mixture of experts"),
     "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "part of each head"),
     "rope scaling": ({"rope.scaling.type": "longrope"}, "longrope"),
-    "rope by hand": ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}}, "rope_freqs"),
-    "unknown tensor": ({"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}}, "attn_q_norm"),
+    "rope by hand": (
+        {"tensors": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}},
+        "rope_freqs",
+    ),
+    "unknown tensor": (
+        {"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}},
+        "attn_q_norm",
+    ),
     "too few tensors": ({"block_count": 3}, "model.layers.2"),
     "other shape": ({"feed_forward_length": 128}, "ffn_"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_gguf_that_cannot_be_used(write_gguf: Callable[..., Path], case: str, tmp_path: Path, own_cache: Path) -> None:
+def test_gguf_that_cannot_be_used(
+    write_gguf: Callable[..., Path], case: str, tmp_path: Path, own_cache: Path
+) -> None:
     changes, words = BROKEN[case]
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **changes)
     with pytest.raises(ModelError, match=words):
@@ -133,7 +173,9 @@ def test_gguf_that_cannot_be_used(write_gguf: Callable[..., Path], case: str, tm
 
 
 @pytest.mark.parametrize("content", [b"", b"not a gguf file at all", None])
-def test_damaged_gguf(write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path) -> None:
+def test_damaged_gguf(
+    write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path
+) -> None:
     path = tmp_path / "tiny.gguf"
     if content is None:
         content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]
@@ -143,7 +185,11 @@ def test_damaged_gguf(write_gguf: Callable[..., Path], content: bytes | None, tm
 
 
 def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
-    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    scaling = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    }
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **scaling)
     loaded = load_model(str(path))
     assert loaded.dims.rope_type == "yarn"
@@ -151,7 +197,9 @@ def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_pat
     assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 128)
 
 
-def test_a_replaced_file_is_converted_again(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_replaced_file_is_converted_again(
+    write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(seed=1, **WIDE))
     first = load_model(str(path))
     write_gguf(path, tiny_model(seed=2, **WIDE))
@@ -159,7 +207,9 @@ def test_a_replaced_file_is_converted_again(write_gguf: Callable[..., Path], tmp
     assert load_model(str(path)).source.sha256 != first.source.sha256
 
 
-def test_a_changed_cache_is_noticed(write_gguf: Callable[..., Path], tmp_path: Path, own_cache: Path) -> None:
+def test_a_changed_cache_is_noticed(
+    write_gguf: Callable[..., Path], tmp_path: Path, own_cache: Path
+) -> None:
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE)))
     weights = load_model(path).source.path / "model.safetensors"
     data = bytearray(weights.read_bytes())

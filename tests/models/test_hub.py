@@ -44,7 +44,9 @@ def test_a_broken_download_goes_on_where_it_stopped(server: Hub, monkeypatch) ->
     assert server.ranges[WEIGHTS] == [None, "bytes=32768-", "bytes=49152-"]
 
 
-def test_after_a_break_that_lasts_the_next_run_fetches_what_is_missing(server: Hub, monkeypatch) -> None:
+def test_after_a_break_that_lasts_the_next_run_fetches_what_is_missing(
+    server: Hub, monkeypatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.cuts = [0] * 20
     with pytest.raises(ModelError, match=f"the download of model {NAME} broke off") as caught:
@@ -95,9 +97,27 @@ def test_a_repository_without_safetensors_is_told_as_the_hub_s(server: Hub) -> N
 
 def test_the_command_line_shows_progress_to_who_looks(server: Hub, tmp_path: Path) -> None:
     """On a terminal a download has a bar, and `--json` is one object all the same."""
-    os_environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
-    environment = {**os_environment, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "TERM": "xterm"}
-    command = [sys.executable, "-m", "ondevice", "export", "--model", NAME, "--method", "lora", "--target", "jetson"]
+    os_environment = {
+        key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"
+    }
+    environment = {
+        **os_environment,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "TERM": "xterm",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "ondevice",
+        "export",
+        "--model",
+        NAME,
+        "--method",
+        "lora",
+        "--target",
+        "jetson",
+    ]
     command += ["--out", str(tmp_path / "out"), "--set", "export.check_steps=1", "--json"]
     # script(1) gives the command a terminal; standard output goes to a file, as `--json > file` does.
     inside = f"stty cols 120 rows 40; {shlex.join(command)} > {shlex.quote(str(tmp_path / 'json'))}"
@@ -114,7 +134,17 @@ def test_every_verb_that_chooses_a_model_has_its_flags(server: Hub, tmp_path: Pa
     ondevice, rows = CommandLine(capsys), tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one two three"}\n', encoding="utf-8")
     for words in (
-        ("train", "--method", "lora", "--data", str(rows), "--steps", "1", "--out", str(tmp_path / "run")),
+        (
+            "train",
+            "--method",
+            "lora",
+            "--data",
+            str(rows),
+            "--steps",
+            "1",
+            "--out",
+            str(tmp_path / "run"),
+        ),
         ("plan", "--method", "lora"),
         ("export", "--method", "lora", "--target", "jetson", "--out", str(tmp_path / "artifact")),
         ("eval", "--data", str(rows)),
@@ -129,7 +159,9 @@ def test_every_verb_that_chooses_a_model_has_its_flags(server: Hub, tmp_path: Pa
     plans = [ondevice("plan", "--model", "tiny:llama", "--method", "lora", "--dtype", dtype, "--json").json
              for dtype in ("float32", "bfloat16")]  # fmt: skip
     assert plans[0]["parts_bytes"]["weights"] == 2 * plans[1]["parts_bytes"]["weights"]
-    shown = ondevice("config", "show", "--model", NAME, "--revision", "v9", "--dtype", "float16", "--json").json
+    shown = ondevice(
+        "config", "show", "--model", NAME, "--revision", "v9", "--dtype", "float16", "--json"
+    ).json
     assert shown["model"]["revision"] == "v9" and shown["model"]["dtype"] == "float16"
 
 

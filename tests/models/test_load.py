@@ -51,7 +51,9 @@ def test_identity_follows_the_weights(folder: Path, tmp_path: Path) -> None:
     assert tiny_model("llama", 5).source.sha256 != tiny_model("llama", 6).source.sha256
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tied": False, "hidden": 96, "heads": 3, "kv_heads": 1, "vocab": 300}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tied": False, "hidden": 96, "heads": 3, "kv_heads": 1, "vocab": 300}]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_dims_without_weights(family: str, sizes: dict, tmp_path: Path) -> None:
     """From the raw file, also as transformers 4 wrote it, equal to those of the model."""
@@ -95,7 +97,12 @@ def pickle_only(folder: Path) -> None:
 
 def lost_shard(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -105,21 +112,35 @@ def damage(folder: Path) -> None:
 
 
 def other_tokenizer(folder: Path) -> None:
-    edit_weights(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()}))(
-        folder
-    )
+    edit_weights(
+        lambda t: t.update(
+            {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()}
+        )
+    )(folder)
     edit(vocab_size=200)(folder)
 
 
 NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
-    "adapter": (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "give its base model"),
-    "config cut off": (lambda f: (f / "config.json").write_text("{"), "config.json is not readable JSON"),
+    "adapter": (
+        lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+        "give its base model",
+    ),
+    "config cut off": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json is not readable JSON",
+    ),
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
-    "tokenizer cut off": (lambda f: (f / "tokenizer.json").write_text('{"model": '), "tokenizer cannot be read"),
+    "tokenizer cut off": (
+        lambda f: (f / "tokenizer.json").write_text('{"model": '),
+        "tokenizer cannot be read",
+    ),
     "tokenizer of another model": (other_tokenizer, "the tokenizer is another model's"),
-    "tokenizer of a smaller model": (edit(vocab_size=49152, eos_token_id=[49151]), "the tokenizer is another model's"),
+    "tokenizer of a smaller model": (
+        edit(vocab_size=49152, eos_token_id=[49151]),
+        "the tokenizer is another model's",
+    ),
     "pickled": (pickle_only, "pickled weights are refused"),
     "shard lost": (lost_shard, "model-00002-of-00002.safetensors"),
     "weights cut off": (damage, "model.safetensors is damaged"),
@@ -162,7 +183,9 @@ TRAITS = {
 
 
 @pytest.mark.parametrize("case", TRAITS)
-def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(case: str, folder: Path) -> None:
+def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(
+    case: str, folder: Path
+) -> None:
     damage, words = TRAITS[case]
     damage(folder)
     dims = read_dims(str(folder))
@@ -176,7 +199,10 @@ def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(case: 
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("phi99", "pip install -U transformers; or choose another model: `ondevice models --types`"),
+        (
+            "phi99",
+            "pip install -U transformers; or choose another model: `ondevice models --types`",
+        ),
         ("vit", "vit is no decoder"),
         (..., "is this a folder that transformers saved?"),
     ],
@@ -186,7 +212,9 @@ def test_an_unsupported_type_says_what_to_do(model_type: object, words: str, fol
     edit(model_type=model_type)(folder)
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
-    assert caught.value.expected.startswith("a decoder of the installed transformers, or one of gemma3_text, gpt2, ")
+    assert caught.value.expected.startswith(
+        "a decoder of the installed transformers, or one of gemma3_text, gpt2, "
+    )
     assert words in caught.value.hint and "ondevice/models/" not in caught.value.hint
 
 
@@ -307,7 +335,9 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_for_a_moment(monkeypatch
     tried: list[str] = []
     connect = hub._connects
     monkeypatch.setattr(hub, "_asked", None)
-    monkeypatch.setattr(hub, "_connects", lambda within_s: tried.append("once") or connect(within_s))
+    monkeypatch.setattr(
+        hub, "_connects", lambda within_s: tried.append("once") or connect(within_s)
+    )
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for _ in range(2):

@@ -46,13 +46,21 @@ def test_within_the_window_and_beyond_it_is_transformers_own() -> None:
     loaded = tiny_model("mistral", sliding_window=16, layers=3)
     assert loaded.dims.traits.windows == (16, 16, 16)
     free = tiny_model("mistral", sliding_window=None, layers=3)
-    assert free.dims.traits.windows == tiny_model("mistral", sliding_window=512).dims.traits.windows == ()
+    assert (
+        free.dims.traits.windows
+        == tiny_model("mistral", sliding_window=512).dims.traits.windows
+        == ()
+    )
     for model in (loaded, free):
         for length in (16, 17, 40):
             expected = model.model(ids_of(length)).logits
-            torch.testing.assert_close(logits(model, ids_of(length)), expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                logits(model, ids_of(length)), expected, atol=1e-5, rtol=1e-4
+            )
     same, far = free.model(ids_of(17)).logits, loaded.model(ids_of(17)).logits
-    assert (same[:, 16] - far[:, 16]).abs().max() > 1e-3  # the first token that the window hides something from
+    assert (
+        same[:, 16] - far[:, 16]
+    ).abs().max() > 1e-3  # the first token that the window hides something from
     with pytest.raises(ModelError, match="sliding window") as caught:
         check_length(loaded.dims, 17)
     assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
@@ -60,8 +68,12 @@ def test_within_the_window_and_beyond_it_is_transformers_own() -> None:
 
 
 @pytest.mark.parametrize(("window", "expected"), [(..., 4096), (None, 0), (128, 128), (65536, 0)])
-def test_the_window_is_read_as_transformers_reads_it(window: Any, expected: int, tmp_path: Path) -> None:
-    folder = change(save_tiny(tmp_path / "m", "mistral", max_positions=32768), sliding_window=window)
+def test_the_window_is_read_as_transformers_reads_it(
+    window: Any, expected: int, tmp_path: Path
+) -> None:
+    folder = change(
+        save_tiny(tmp_path / "m", "mistral", max_positions=32768), sliding_window=window
+    )
     assert read_dims(str(folder)) == load_model(str(folder)).dims
     assert read_dims(str(folder)).traits.window(1) == expected
 
@@ -87,8 +99,15 @@ def test_dropout_of_the_configuration_is_off() -> None:
 def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:
     """Names without the prefix, masks as buffers, and a configuration that says nothing of tying or the MLP."""
     built = tiny_model("gpt2", 4, intermediate=256)
-    folder = change(save_tiny(tmp_path / "m", "gpt2", 4, intermediate=256), tie_word_embeddings=..., n_inner=None)
-    tensors = {n.removeprefix("transformer."): t for n, t in load_file(folder / "model.safetensors").items()}
+    folder = change(
+        save_tiny(tmp_path / "m", "gpt2", 4, intermediate=256),
+        tie_word_embeddings=...,
+        n_inner=None,
+    )
+    tensors = {
+        n.removeprefix("transformer."): t
+        for n, t in load_file(folder / "model.safetensors").items()
+    }
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 512, 512).tril()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     loaded = load_model(str(folder))
@@ -119,7 +138,9 @@ def test_packed_weights_on_gpt2_are_refused_with_what_does_work() -> None:
         quantize_q4_model(loaded.family)
     assert "full, lora, lora-fa, mesp, mezo, prge" in caught.value.expected
     after = loaded.model.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert after.keys() == before.keys() and all(
+        torch.equal(after[name], before[name]) for name in before
+    )
 
 
 def test_an_adapter_is_fused_into_a_conv1d(tmp_path: Path) -> None:

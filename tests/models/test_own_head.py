@@ -23,7 +23,9 @@ from tests.cli.command import write_rows
 IDS = np.random.default_rng(0).integers(0, 256, (2, 12))
 
 
-def model_with_head(folder: Path, *, tied: bool = True, same: bool = False, head: bool = True) -> Path:
+def model_with_head(
+    folder: Path, *, tied: bool = True, same: bool = False, head: bool = True
+) -> Path:
     """Write a model whose configuration says `tied` and whose file has a head or not."""
     save_tiny(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -70,14 +72,21 @@ def test_every_backend_has_the_loss_of_transformers(case: str, same: bool, tmp_p
     if backend == "mlx":
         pytest.importorskip("mlx.core")
     folder = model_with_head(tmp_path / "model", same=same)
-    assert loss_of(folder, name, backend, **settings) == pytest.approx(transformers_loss(folder), abs=2e-4)
+    assert loss_of(folder, name, backend, **settings) == pytest.approx(
+        transformers_loss(folder), abs=2e-4
+    )
 
 
 def test_sizes_follow_the_weights(tmp_path: Path) -> None:
     own = model_with_head(tmp_path / "own")
-    assert not read_dims(str(own)).tied and read_dims(str(model_with_head(tmp_path / "copy", same=True))).tied
+    assert (
+        not read_dims(str(own)).tied
+        and read_dims(str(model_with_head(tmp_path / "copy", same=True))).tied
+    )
     assert read_config(own)["tie_word_embeddings"] is False
-    assert read_dims(str(own)).parameters == sum(t.numel() for t in load_file(own / "model.safetensors").values())
+    assert read_dims(str(own)).parameters == sum(
+        t.numel() for t in load_file(own / "model.safetensors").values()
+    )
 
 
 @pytest.mark.parametrize("kind", ["gguf", "mlx-model", "safetensors"])
@@ -103,12 +112,18 @@ def test_a_fused_model_keeps_its_head(tmp_path: Path) -> None:
     folder = model_with_head(tmp_path / "model")
     fuse(str(folder), trained_adapter(folder, tmp_path), tmp_path / "fused")
     fused = load_file(tmp_path / "fused" / "model.safetensors")
-    torch.testing.assert_close(fused["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
-    assert json.loads((tmp_path / "fused" / "config.json").read_text())["tie_word_embeddings"] is False
+    torch.testing.assert_close(
+        fused["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"]
+    )
+    assert (
+        json.loads((tmp_path / "fused" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
 
 
 def trained_adapter(folder: Path, tmp_path: Path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {number} of text"} for number in range(4)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"text": f"row {number} of text"} for number in range(4)]
+    )
     settings = {"model.source": str(folder), "data.path": str(rows), "train.out": str(tmp_path / "run"),
                 "train.steps": 2, "train.batch_size": 2, "method.name": "lora", "model.device": "cpu",
                 "method.learning_rate": 1e-2}  # fmt: skip

@@ -14,12 +14,22 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import MissingPackageError, ModelError
-from ondevice.models import cache, find_cached, load_model, load_tokenizer, package, read_dims, tiny_model
+from ondevice.models import (
+    cache,
+    find_cached,
+    load_model,
+    load_tokenizer,
+    package,
+    read_dims,
+    tiny_model,
+)
 
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
 
 
-def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()) -> Path:
+def write_wheel(
+    folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()
+) -> Path:
     folder.mkdir(exist_ok=True)
     module = name.replace("-", "_")
     path = folder / f"{module}-{version}-py3-none-any.whl"
@@ -27,9 +37,15 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes], 
     with zipfile.ZipFile(path, "w") as archive:
         for file, content in files.items():
             archive.writestr(f"{module}/{file}", content)
-        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {other}" for other in requires)]
+        lines = [
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {other}" for other in requires),
+        ]
         archive.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, ""]))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return path
 
@@ -46,13 +62,22 @@ def index(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> P
 @pytest.fixture
 def wheel(index: Path, tmp_path: Path, write_gguf: Callable[..., Path]) -> Path:
     gguf = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE))
-    return write_wheel(index, "tiny-model", "1.2", {"m.gguf": gguf.read_bytes(), "__init__.py": b"raise SystemExit"})
+    return write_wheel(
+        index,
+        "tiny-model",
+        "1.2",
+        {"m.gguf": gguf.read_bytes(), "__init__.py": b"raise SystemExit"},
+    )
 
 
-def test_package_is_fetched_once(wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_is_fetched_once(
+    wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_cached("package:tiny-model") is None
     loaded = load_model("package:Tiny_Model")
-    record = json.loads((own_cache / "models/package/tiny-model-1.2/ondevice-model.json").read_text())
+    record = json.loads(
+        (own_cache / "models/package/tiny-model-1.2/ondevice-model.json").read_text()
+    )
     assert record["source"] == "package:tiny-model==1.2"
     assert record["origin"]["file"] == "m.gguf" and len(record["origin"]["sha256"]) == 64
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= record["files"].keys()
@@ -73,7 +98,10 @@ def test_package_that_cannot_be_had(index: Path) -> None:
     index.mkdir()
     with pytest.raises(ModelError, match="pip cannot fetch no-such-model==3") as caught:
         load_model("package:no-such-model==3")
-    assert "PIP_FIND_LINKS" in caught.value.hint and "no matching distribution" in caught.value.received.lower()
+    assert (
+        "PIP_FIND_LINKS" in caught.value.hint
+        and "no matching distribution" in caught.value.received.lower()
+    )
 
 
 def test_packages_without_one_model(index: Path) -> None:
@@ -100,7 +128,13 @@ def test_a_file_in_parts_is_joined(
     parts = [content[start : start + 9000] for start in range(0, len(content), 9000)]
     assert len(parts) > 10  # so that part 10 must not come before part 2
     names = [f"large-part{number}" for number in range(1, len(parts) + 1)]
-    write_wheel(index, "large", "1", {"a.txt": b""}, ("other>=2", *(f"{name}==1" for name in reversed(names))))
+    write_wheel(
+        index,
+        "large",
+        "1",
+        {"a.txt": b""},
+        ("other>=2", *(f"{name}==1" for name in reversed(names))),
+    )
     for number, (name, part) in enumerate(zip(names, parts)):
         write_wheel(index, name, "1", {f"data/m.gguf.part{number:02d}": part})
     loaded = load_model("package:large")
@@ -114,7 +148,9 @@ def test_a_file_in_parts_is_joined(
         load_model("package:torn")
 
 
-def test_a_known_package_must_be_the_known_file(wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_package_must_be_the_known_file(
+    wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(package.KNOWN, "tiny-model", ("1.2", "0" * 64))
     with pytest.raises(ModelError, match="not the file it should be"):
         load_model("package:tiny-model")
@@ -141,9 +177,16 @@ def test_processes_that_want_the_same_model_convert_it_once(own_cache: Path) -> 
         "folder = convert_once('gguf/shared', 'shared.gguf', build)\n"
         "print(*read_record(folder, full=True).files)"
     )
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     outputs = sorted((run.communicate()[0].split() for run in runs), key=len)
-    assert outputs == [["model.safetensors"], ["model.safetensors"], ["converted", "model.safetensors"]]
+    assert outputs == [
+        ["model.safetensors"],
+        ["model.safetensors"],
+        ["converted", "model.safetensors"],
+    ]
     assert [path.name for path in (own_cache / "models" / "gguf").iterdir()] == ["shared"]
 
 
@@ -157,8 +200,13 @@ def test_a_conversion_that_dies_is_done_again(own_cache: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
     assert cache.find("gguf/shared") is None
-    folder = cache.convert_once("gguf/shared", "shared.gguf", lambda folder: {"file": "shared.gguf"})
-    assert cache.read_record(folder).origin == {"conversion": cache.CONVERSION, "file": "shared.gguf"}
+    folder = cache.convert_once(
+        "gguf/shared", "shared.gguf", lambda folder: {"file": "shared.gguf"}
+    )
+    assert cache.read_record(folder).origin == {
+        "conversion": cache.CONVERSION,
+        "file": "shared.gguf",
+    }
     assert [path.name for path in (own_cache / "models" / "gguf").iterdir()] == ["shared"]
 
 

@@ -22,7 +22,13 @@ from ondevice.nn.packed import pack_model
 IDS = torch.arange(24).view(2, 12)
 
 
-def write(folder: Path, family: str = "llama", kind: str = "nf4", dtype: torch.dtype = torch.float32, **sizes: bool):
+def write(
+    folder: Path,
+    family: str = "llama",
+    kind: str = "nf4",
+    dtype: torch.dtype = torch.float32,
+    **sizes: bool,
+):
     """A packed tiny model in `folder`, and its logits."""
     loaded = tiny_model(family, **sizes)
     for parameter in loaded.model.parameters():
@@ -51,7 +57,9 @@ def test_what_was_written_is_read_to_the_bits(tmp_path_factory, family, kind, dt
     answer = read(folder, loaded)
     with torch.no_grad():
         assert torch.equal(answer.model(IDS).logits, logits)
-    assert answer.dims == loaded.dims and not any(p.requires_grad for p in answer.model.parameters())
+    assert answer.dims == loaded.dims and not any(
+        p.requires_grad for p in answer.model.parameters()
+    )
     assert (answer.family.head_weight is answer.family.embedding.weight) == tied
 
 
@@ -59,7 +67,9 @@ def test_transformers_reads_the_folder_too(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     _, logits = write(tmp_path / "model")
-    received = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(IDS).logits  # no_grad: a bfloat16 kernel
+    received = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(
+        IDS
+    ).logits  # no_grad: a bfloat16 kernel
     torch.testing.assert_close(received, logits, rtol=1e-5, atol=1e-5)
 
 
@@ -76,7 +86,10 @@ def change(folder: Path, edit) -> None:
         (lambda t: t.pop("model.norm.weight"), "lack a tensor"),
         (lambda t: t.pop("model.layers.0.mlp.up_proj.weight.absmax"), "up_proj are not whole"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "model.norm has another shape"),
-        (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(3)}), "belongs to no part"),
+        (
+            lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(3)}),
+            "belongs to no part",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_says_what_is_wrong(tmp_path: Path, edit, words) -> None:

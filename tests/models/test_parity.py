@@ -39,12 +39,16 @@ ADAPTED = [family for family in families() if family != "gpt2"]
 """Families whose linear layers carry adapters."""
 
 
-def own_logits(loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def own_logits(
+    loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     return loaded.family.hidden(ids, mask) @ loaded.family.head_weight.T
 
 
 def random_ids(loaded: LoadedModel, rows: int = 2, length: int = 19) -> torch.Tensor:
-    return torch.randint(0, loaded.dims.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, loaded.dims.vocab, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -55,9 +59,15 @@ def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -
     if family == "gpt2" and "rope_parameters" in sizes:
         pytest.skip("gpt2 has no rotary embedding")
     if family == "phi3" and "rope_parameters" in sizes:
-        sizes = {"rope_parameters": LONGROPE, "max_positions": 64, "original_max_position_embeddings": TRAINED}
+        sizes = {
+            "rope_parameters": LONGROPE,
+            "max_positions": 64,
+            "original_max_position_embeddings": TRAINED,
+        }
     theirs = AutoModelForCausalLM.from_pretrained(
-        save_tiny(tmp_path / "model", family, 3, **sizes), attn_implementation="eager", experts_implementation="eager"
+        save_tiny(tmp_path / "model", family, 3, **sizes),
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     loaded = tiny_model(family, 3, **sizes)
     ids = random_ids(loaded)
@@ -72,7 +82,9 @@ def test_explicit_causal_mask_is_the_default(family: str) -> None:
     loaded = tiny_model(family)
     ids = random_ids(loaded)
     mask = torch.full((19, 19), float("-inf")).triu(1)[None, None]
-    torch.testing.assert_close(own_logits(loaded, ids, mask), own_logits(loaded, ids), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        own_logits(loaded, ids, mask), own_logits(loaded, ids), atol=1e-5, rtol=1e-4
+    )
     seen = own_logits(loaded, ids, torch.zeros(1, 1, 19, 19))
     assert (seen - own_logits(loaded, ids)).abs().max() > 0.1
 
@@ -87,8 +99,19 @@ def test_explicit_causal_mask_is_the_default(family: str) -> None:
         ("gpt2", {}),
         ("gpt2", {"tied": False, "intermediate": 77}),
         ("qwen2_moe", {}),
-        ("qwen2_moe", {"tied": False, "layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
-        ("qwen2_moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "qkv_bias": False}),
+        (
+            "qwen2_moe",
+            {"tied": False, "layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+        ),
+        (
+            "qwen2_moe",
+            {
+                "num_experts": 5,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 7,
+                "qkv_bias": False,
+            },
+        ),
         ("qwen3_moe", {"tied": False, "layers": 3, "mlp_only_layers": [1], "num_experts": 5}),
     ],
 )
@@ -97,9 +120,14 @@ def test_names_shapes_and_count_of_the_weights(family: str, config: dict) -> Non
     state = loaded.model.state_dict()
     if loaded.dims.tied:
         assert state.pop("lm_head.weight").data_ptr() == loaded.family.embedding.weight.data_ptr()
-    assert {name: tuple(t.shape) for name, t in state.items()} == loaded.family.weight_shapes(loaded.dims)
+    assert {name: tuple(t.shape) for name, t in state.items()} == loaded.family.weight_shapes(
+        loaded.dims
+    )
     assert loaded.dims.parameters == loaded.model.num_parameters()
-    blocks = [sum(p.numel() for p in loaded.family.layer(i).parameters()) for i in range(loaded.dims.layers)]
+    blocks = [
+        sum(p.numel() for p in loaded.family.layer(i).parameters())
+        for i in range(loaded.dims.layers)
+    ]
     assert loaded.dims.block_parameters == max(blocks)
     assert list(loaded.dims.linear_shapes) == list(loaded.family.linear_targets)
     for target in loaded.family.linear_targets if family != "gpt2" else ():
@@ -164,7 +192,9 @@ def test_bfloat16_is_close(family: str) -> None:
         0 < difference < (0.5 if family in ("qwen2_moe", "gemma3_text") else 0.15)
     )  # a token may go to another expert
     if family != "gpt2":
-        tables = {name: x for name, x in half.model.model.rotary_emb.named_buffers() if "inv_freq" in name}
+        tables = {
+            name: x for name, x in half.model.model.rotary_emb.named_buffers() if "inv_freq" in name
+        }
         assert tables and {x.dtype for x in tables.values()} == {torch.float32}
 
 
@@ -172,7 +202,9 @@ def test_bfloat16_is_close(family: str) -> None:
 @torch.no_grad()
 def test_cuda_is_close() -> None:
     ids = random_ids(load_model("tiny:llama"))
-    host, device = (own_logits(load_model("tiny:llama", device=d), ids.to(d)) for d in ("cpu", "cuda"))
+    host, device = (
+        own_logits(load_model("tiny:llama", device=d), ids.to(d)) for d in ("cpu", "cuda")
+    )
     torch.testing.assert_close(device.cpu(), host, atol=1e-4, rtol=1e-3)
 
 
@@ -183,7 +215,9 @@ def test_smollm2_logits_are_transformers_own() -> None:
     assert (loaded.dims.layers, loaded.dims.hidden, loaded.dims.vocab) == (30, 576, 49152)
     assert loaded.dims.parameters == 134_515_008
     theirs = AutoModelForCausalLM.from_pretrained(loaded.source.path, attn_implementation="eager")
-    ids = torch.tensor([loaded.tokenizer("The capital of France is Paris. The capital of Italy is")["input_ids"]])
+    ids = torch.tensor(
+        [loaded.tokenizer("The capital of France is Paris. The capital of Italy is")["input_ids"]]
+    )
     expected = theirs(ids).logits
     torch.testing.assert_close(own_logits(loaded, ids), expected, atol=1e-3, rtol=1e-3)
     assert loaded.tokenizer.decode(expected[0, -1].argmax()).strip() == "Rome"

@@ -27,10 +27,19 @@ FORMS = {
     "normalised weights": {"norm_topk_prob": True, "num_experts_per_tok": 3},
     "some without experts": {"layers": 4, "mlp_only_layers": [2], "decoder_sparse_step": 2},
     "one expert a token": {"num_experts_per_tok": 1},
-    "all experts, odd widths": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "tied": False},
+    "all experts, odd widths": {
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 7,
+        "tied": False,
+    },
     "no bias": {"qkv_bias": False},
     "qwen3_moe": {"family": "qwen3_moe", "num_experts_per_tok": 3},
-    "qwen3_moe, not normalised, some without": {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
+    "qwen3_moe, not normalised, some without": {
+        "family": "qwen3_moe",
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -38,8 +47,13 @@ FORMS = {
 def test_logits_and_gradients_are_transformers_own(form: str) -> None:
     sizes = {"family": "qwen2_moe", **FORMS[form]}
     loaded = tiny_model(sizes.pop("family"), 3, **sizes)
-    loaded.model.set_experts_implementation("eager")  # its grouped product takes whole 16 bytes only
-    model, ids = loaded.model, torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
+    loaded.model.set_experts_implementation(
+        "eager"
+    )  # its grouped product takes whole 16 bytes only
+    model, ids = (
+        loaded.model,
+        torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1)),
+    )
     model.requires_grad_(True)
     actual = loaded.family.hidden(ids) @ loaded.family.head_weight.T
     expected = model(ids).logits
@@ -66,7 +80,9 @@ def test_dimensions_of_the_papers_model() -> None:
     active = dims.active_matrices + 2 * dims.vocab * dims.hidden
     assert round(active / 1e9, 1) == 2.7
     assert dims.intermediate == 4 * 1408 + 5632
-    assert Qwen2Moe.dims_from_config({**config, "decoder_sparse_step": 2}).dense_layers == tuple(range(0, 24, 2))
+    assert Qwen2Moe.dims_from_config({**config, "decoder_sparse_step": 2}).dense_layers == tuple(
+        range(0, 24, 2)
+    )
 
 
 REFUSED = {
@@ -91,12 +107,16 @@ def test_folders_of_both_layouts_load(tmp_path: Path) -> None:
     """The hub's files have a tensor an expert; what is saved here has transformers' own names."""
     built = tiny_model("qwen2_moe", 5)
     hub = load_model(str(save_tiny(tmp_path / "hub", "qwen2_moe", 5)))
-    save_weights(tmp_path / "own", {name: p.detach() for name, p in built.model.named_parameters()}, built)
+    save_weights(
+        tmp_path / "own", {name: p.detach() for name, p in built.model.named_parameters()}, built
+    )
     own = load_model(str(tmp_path / "own"))
     expected = built.model.state_dict()
     for loaded in (hub, own):
         state = loaded.model.state_dict()
-        assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+        assert state.keys() == expected.keys() and all(
+            torch.equal(state[name], expected[name]) for name in state
+        )
 
 
 def test_the_choice_of_experts_can_be_watched() -> None:
@@ -111,13 +131,19 @@ BATCH = np.arange(24, dtype=np.int64).reshape(2, 12)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-@pytest.mark.parametrize("name", ["lora", "lora-fa", "mesp", "prge", "mezo", "full", "slideformer", "lsp"])
+@pytest.mark.parametrize(
+    "name", ["lora", "lora-fa", "mesp", "prge", "mezo", "full", "slideformer", "lsp"]
+)
 def test_methods_that_train_it(name: str, family: str) -> None:
     loaded = tiny_model(family)
     session = open_session(loaded, method_config(name), 0)
     before, _ = session.evaluate(BATCH, BATCH)
     for step in range(3):
-        assert np.isfinite(session.step(BATCH, BATCH, step, 1e-2 if "lora" in name or name == "mesp" else 1e-3).loss)
+        assert np.isfinite(
+            session.step(
+                BATCH, BATCH, step, 1e-2 if "lora" in name or name == "mesp" else 1e-3
+            ).loss
+        )
     after, count = session.evaluate(BATCH, BATCH)
     session.close()
     assert count.tolist() == [11, 11] and not np.array_equal(before, after)
@@ -138,7 +164,10 @@ def test_slideformer_moves_experts_as_plain_training_does() -> None:
 
 def adapter(loaded: LoadedModel) -> None:
     name = "model.layers.0.mlp.shared_expert.gate_proj"
-    pair = {f"{name}.lora_A.weight": np.ones((2, 64), "f4"), f"{name}.lora_B.weight": np.ones((128, 2), "f4")}
+    pair = {
+        f"{name}.lora_A.weight": np.ones((2, 64), "f4"),
+        f"{name}.lora_B.weight": np.ones((128, 2), "f4"),
+    }
     apply_adapter(loaded, Adapter(pair, 2, 2.0, ("gate_proj",), ""))
 
 
@@ -149,10 +178,19 @@ def test_adapters_beside_experts_are_refused_with_what_does_work() -> None:
         plan(model.dims, method_config("prge", mlp), batch_size=1, length_tokens=8)
 
     for words, call in (
-        ("gate_proj takes no adapter", lambda model: open_session(model, method_config("lora", mlp), 0)),
-        ("gate_proj takes no adapter", lambda model: open_session(model, method_config("prge", mlp), 0)),
+        (
+            "gate_proj takes no adapter",
+            lambda model: open_session(model, method_config("lora", mlp), 0),
+        ),
+        (
+            "gate_proj takes no adapter",
+            lambda model: open_session(model, method_config("prge", mlp), 0),
+        ),
         ("gate_proj takes no adapter", planned),
-        ("gate_proj takes no adapter", lambda model: open_session(model, method_config("mesp", mlp), 0)),
+        (
+            "gate_proj takes no adapter",
+            lambda model: open_session(model, method_config("mesp", mlp), 0),
+        ),
         ("is no linear layer", adapter),
     ):
         with pytest.raises((ModelError, ArtifactError), match=words):
@@ -173,6 +211,8 @@ def test_a_program_of_it_is_refused_before_weights_are_loaded(target: str, tmp_p
     folder = save_tiny(tmp_path / "m", "qwen2_moe")
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
-    assert any("experts that each token chooses" in problem for problem in find_target(target).check(job))
+    assert any(
+        "experts that each token chooses" in problem for problem in find_target(target).check(job)
+    )
     with pytest.raises(ConfigError, match="cannot export"):
         find_target(target).export(job, tmp_path / "out")

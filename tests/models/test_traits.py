@@ -14,6 +14,8 @@ from ondevice.models.traits import BlockTraits
 
 
 def test_dimensions_come_back_from_a_manifest() -> None:
-    traits = BlockTraits(norms=(("before_mlp", "norm"),), windows=(4, 0), rotary=(True, False), score_cap=3.0)
+    traits = BlockTraits(
+        norms=(("before_mlp", "norm"),), windows=(4, 0), rotary=(True, False), score_cap=3.0
+    )
     dims = replace(tiny_model("llama").dims, traits=traits)
     assert ModelDims.from_manifest(json.loads(json.dumps(asdict(dims)))) == dims

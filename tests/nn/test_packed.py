@@ -25,7 +25,9 @@ kinds = st.sampled_from(sorted(KINDS))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def matrix(
+    shape: tuple[int, int], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -46,7 +48,9 @@ def test_nf4_is_the_nearest_of_sixteen_levels(shape, seed) -> None:
 
 def test_scales_in_8_bits_cost_little() -> None:
     weight = matrix((256, 512))
-    single, double = (float((Nf4Matrix.pack(weight, d).dense() - weight).square().mean()) for d in (False, True))
+    single, double = (
+        float((Nf4Matrix.pack(weight, d).dense() - weight).square().mean()) for d in (False, True)
+    )
     assert single < double < 1.02 * single
 
 
@@ -58,7 +62,9 @@ def test_int8_errs_by_half_a_step_of_the_row(shape, dtype, seed) -> None:
     step = weight.float().abs().amax(1, keepdim=True) / 127
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     error = (packed.dense().float() - weight.float()).abs()
-    assert bool((error <= step * 0.5001 + rounding * weight.float().abs().amax(1, keepdim=True)).all())
+    assert bool(
+        (error <= step * 0.5001 + rounding * weight.float().abs().amax(1, keepdim=True)).all()
+    )
     assert packed.dense().dtype == dtype and packed.weight.dtype == torch.int8
 
 
@@ -90,7 +96,9 @@ def test_the_layer_is_a_plain_one_over_the_rounded_weights(kind, shape, dtype, b
 def test_backpropagation_keeps_no_dense_matrix(kind) -> None:
     layer, kept = PackedLinear(KINDS[kind].pack(matrix((64, 128)))), []
     x = matrix((2, 128)).requires_grad_(True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         layer(x).sum()
     assert 64 * 128 not in kept
 
@@ -98,7 +106,10 @@ def test_backpropagation_keeps_no_dense_matrix(kind) -> None:
 def test_packed_weights_stay_where_they_are() -> None:
     layer = PackedLinear(Nf4Matrix.pack(matrix((64, 128))))
     before = layer.dense()
-    assert torch.equal(layer.to(torch.bfloat16).dense(), before) and layer.dense().dtype == torch.float32
+    assert (
+        torch.equal(layer.to(torch.bfloat16).dense(), before)
+        and layer.dense().dtype == torch.float32
+    )
     assert layer.to("cpu") is layer
     with pytest.raises(ModelError, match="stay on the device"):
         layer.to("meta")

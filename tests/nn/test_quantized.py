@@ -32,7 +32,9 @@ def test_a_linear_computes_with_its_dequantised_weight(inputs, outputs, bias) ->
     error = (weight - linear.weight.detach()).reshape(outputs, -1, GROUP).abs().amax(-1)
     assert (error <= 0.51 * step + 1e-3 * groups.abs().amax(-1)).all()
     x = torch.randn(2, 3, inputs)
-    torch.testing.assert_close(module(x), functional.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        module(x), functional.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_an_embedding_and_its_loss_read_one_table() -> None:
@@ -44,7 +46,9 @@ def test_an_embedding_and_its_loss_read_one_table() -> None:
     ids = torch.tensor([[0, 36], [5, 5]])
     torch.testing.assert_close(module(ids), weight[ids])
     hidden, labels = torch.randn(6, 32), torch.tensor([0, 36, -100, 5, 7, -100])
-    expected = functional.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="none")
+    expected = functional.cross_entropy(
+        hidden @ weight.T, labels, ignore_index=-100, reduction="none"
+    )
     torch.testing.assert_close(module.token_nll(hidden, labels), expected, rtol=1e-5, atol=1e-5)
 
 

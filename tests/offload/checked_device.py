@@ -98,7 +98,11 @@ def _arguments(func: Any) -> tuple[tuple[str, bool], ...] | None:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)] if isinstance(value, (tuple, list)) else []
+    return (
+        [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        if isinstance(value, (tuple, list))
+        else []
+    )
 
 
 class Kernels(TorchDispatchMode):
@@ -139,7 +143,9 @@ class Kernels(TorchDispatchMode):
             (host if c.is_host(x) else there).append((x, write))
         if there and (self.main or held):
             lane = self._lane()
-            if host or waits:  # a copy that is not of the device's lanes, or a number: the thread waits for it
+            if (
+                host or waits
+            ):  # a copy that is not of the device's lanes, or a number: the thread waits for it
                 c.merge(c.leave(lane))
                 lane = self._lane()
             for x, write in there:
@@ -171,7 +177,9 @@ class CheckedRanks(Ranks):
 
     def gather(self, memory: Tensor, bounds: Any) -> None:
         own = self.own(bounds)
-        self._together((memory[own], False), (memory[: own.start], True), (memory[own.stop : bounds[-1]], True))
+        self._together(
+            (memory[own], False), (memory[: own.start], True), (memory[own.stop : bounds[-1]], True)
+        )
 
     def reduce(self, memory: Tensor, bounds: Any) -> None:
         self._together((memory[: bounds[-1]], True))

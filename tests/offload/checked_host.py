@@ -48,7 +48,9 @@ def watch_threads(checker: Checker, monkeypatch: Any, modules: tuple[Any, ...]) 
                 join(self.clock, checker.leave())
             self.lock.release()
 
-    mine = SimpleNamespace(Event=Event, Lock=Lock, Condition=threading.Condition, Thread=threading.Thread)
+    mine = SimpleNamespace(
+        Event=Event, Lock=Lock, Condition=threading.Condition, Thread=threading.Thread
+    )
     for module in (worker, *modules):
         if hasattr(module, "threading"):
             monkeypatch.setattr(module, "threading", mine)
@@ -94,17 +96,36 @@ def _rows(rows: Tensor | None, width_bytes: int) -> Spans | None:
 
 def _adam(checker: Checker, update: Any) -> Any:
     def checked(
-        gradient: Tensor, state: Any, *rest: Any, rows: Tensor | None = None, width: int = 0, **more: Any
+        gradient: Tensor,
+        state: Any,
+        *rest: Any,
+        rows: Tensor | None = None,
+        width: int = 0,
+        **more: Any,
     ) -> None:
         moments = state.moments
-        written = [t for t in (state.master, state.high, state.low, *moments.tensors().values()) if t is not None]
+        written = [
+            t
+            for t in (state.master, state.high, state.low, *moments.tensors().values())
+            if t is not None
+        ]
         checker.on_host(gradient, *written)
         checker.access(checker.me, gradient, False, _rows(rows, width * gradient.element_size()))
         for one in written:
-            whole = one.numel() == gradient.numel()  # scales of a tile span no two rows, and are as good as their rows
-            checker.access(checker.me, one, True, _rows(rows, width * one.element_size()) if whole else None)
+            whole = (
+                one.numel() == gradient.numel()
+            )  # scales of a tile span no two rows, and are as good as their rows
+            checker.access(
+                checker.me, one, True, _rows(rows, width * one.element_size()) if whole else None
+            )
         with checker.quiet():
-            update(gradient, state, *rest, **({"rows": rows, "width": width} if rows is not None else {}), **more)
+            update(
+                gradient,
+                state,
+                *rest,
+                **({"rows": rows, "width": width} if rows is not None else {}),
+                **more,
+            )
 
     return checked
 
@@ -113,7 +134,11 @@ def _device_adam(checker: Checker, update: Any) -> Any:
     """AdamW of a state that stays on the accelerator: one kernel of the lane that computes, or gathers after."""
 
     def checked(gradient: Tensor, state: Any, adam: Any, scale: Tensor | None, *rest: Any) -> None:
-        written = [t for t in (state.master, state.high, state.low, *state.moments.tensors().values()) if t is not None]
+        written = [
+            t
+            for t in (state.master, state.high, state.low, *state.moments.tensors().values())
+            if t is not None
+        ]
         with checker.lock, checker.quiet():
             lane = checker.lane(getattr(checker.local, "lane", None) or "compute")
             for one in (gradient, scale):

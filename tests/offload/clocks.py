@@ -131,13 +131,17 @@ class Checker:
             if tensor is not None and tensor.numel():
                 self.host[tensor.untyped_storage().data_ptr()] = Alive(tensor.untyped_storage())
 
-    def access(self, actor: str, tensor: Tensor, write: bool, spans: Spans | None = None) -> Access | None:
+    def access(
+        self, actor: str, tensor: Tensor, write: bool, spans: Spans | None = None
+    ) -> Access | None:
         """An actor touches a tensor, or some spans of it in bytes."""
         if not tensor.numel():
             return None
         size = tensor.element_size()
         first = tensor.storage_offset() * size
-        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         actual = None
         with self.lock:
             memory, clock = self._memory(tensor), self.clock(actor)
@@ -156,7 +160,9 @@ class Checker:
             if overlap and not ordered and (old.write or new.write):
                 self.races[f"{memory.name}: {new} is not after the {old}"] = None
             inside = new.start <= old.start and old.end <= new.end
-            if not (inside and ordered and (new.write or (old.actor == new.actor and not old.write))):
+            if not (
+                inside and ordered and (new.write or (old.actor == new.actor and not old.write))
+            ):
                 kept.append(old)
         memory.accesses = [*kept, new]
 
@@ -199,7 +205,11 @@ class Checker:
 @cache
 def _ours(file: str) -> str | None:
     """A file's path in the package, if it is one of the package."""
-    return file.rsplit("/ondevice/", 1)[1] if "/ondevice/" in file and "/runtime_ops/" not in file else None
+    return (
+        file.rsplit("/ondevice/", 1)[1]
+        if "/ondevice/" in file and "/runtime_ops/" not in file
+        else None
+    )
 
 
 def place() -> str:

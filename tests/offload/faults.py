@@ -96,7 +96,11 @@ class LaggingDevice(CpuDevice):
         self.lag_s = lag_s
 
     def record(self, lane: Any) -> Any:
-        return LaggingEvent(time.perf_counter() + self.lag_s) if lane == "compute" else super().record(lane)
+        return (
+            LaggingEvent(time.perf_counter() + self.lag_s)
+            if lane == "compute"
+            else super().record(lane)
+        )
 
 
 class NumberedDevice(CpuDevice):

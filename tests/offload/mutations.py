@@ -54,7 +54,9 @@ class Site:
 
     @property
     def place(self) -> str:
-        return f"{self.module.removeprefix('ondevice.')}:{self.function}: {self.text} #{self.number}"
+        return (
+            f"{self.module.removeprefix('ondevice.')}:{self.function}: {self.text} #{self.number}"
+        )
 
 
 def sites() -> list[Site]:
@@ -63,7 +65,10 @@ def sites() -> list[Site]:
     for module in MODULES:
         for function, node in _functions(module):
             texts = [ast.unparse(call) for call in _calls(node)]
-            found += [Site(module, function, text, texts[:at].count(text)) for at, text in enumerate(texts)]
+            found += [
+                Site(module, function, text, texts[:at].count(text))
+                for at, text in enumerate(texts)
+            ]
     return found
 
 
@@ -83,7 +88,11 @@ def _functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:
-    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    calls = [
+        one
+        for one in ast.walk(node)
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+    ]
     calls = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in KINDS]
     return sorted(calls, key=lambda one: (one.lineno, one.col_offset, -(one.end_col_offset or 0)))
 
@@ -105,7 +114,9 @@ class _Without(ast.NodeTransformer):
         assert isinstance(node.func, ast.Attribute)
         if node.func.attr == "record":
             return ast.Call(ast.Name("_early", ast.Load()), [node], [])
-        return ast.Tuple([*node.args], ast.Load()) if node.func.attr == "hold" else ast.Constant(None)
+        return (
+            ast.Tuple([*node.args], ast.Load()) if node.func.attr == "hold" else ast.Constant(None)
+        )
 
 
 @contextmanager
@@ -157,18 +168,26 @@ def likely(site: Site) -> Any:
 
 
 def main() -> None:
-    chosen = [site for site in sites() if not sys.argv[1:] or any(word in site.place for word in sys.argv[1:])]
+    chosen = [
+        site
+        for site in sites()
+        if not sys.argv[1:] or any(word in site.place for word in sys.argv[1:])
+    ]
     known: dict[str, str] = json.loads(LIST.read_text()) if LIST.exists() else {}
     for site in chosen:
         said = known.get(site.place, "")
         if said.startswith("same: ") and not sys.argv[1:]:
             continue
         found = noticed(site, likely(site))
-        known[site.place] = f"noticed: {found}" if found else said if said.startswith("same: ") else "NOT NOTICED"
+        known[site.place] = (
+            f"noticed: {found}" if found else said if said.startswith("same: ") else "NOT NOTICED"
+        )
         print(site.place, "->", known[site.place], flush=True)
         LIST.write_text(json.dumps(known, indent=1) + "\n")
     places = [site.place for site in sites()]
-    LIST.write_text(json.dumps({place: known[place] for place in places if place in known}, indent=1) + "\n")
+    LIST.write_text(
+        json.dumps({place: known[place] for place in places if place in known}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves
 def _written(func: Any) -> list[tuple[int, str]]:
     """Places and names of the arguments that an operator writes to."""
     schema = enumerate(func._schema.arguments)
-    return [(number, one.name) for number, one in schema if one.alias_info is not None and one.alias_info.is_write]
+    return [
+        (number, one.name)
+        for number, one in schema
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
 
 
 class Recording(TorchDispatchMode):
@@ -31,7 +35,11 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         for number, name in _written(func):
             target = args[number] if number < len(args) else kwargs.get(name)
-            self.before += [(x.detach(), x.detach().clone()) for x in tree_leaves(target) if isinstance(x, Tensor)]
+            self.before += [
+                (x.detach(), x.detach().clone())
+                for x in tree_leaves(target)
+                if isinstance(x, Tensor)
+            ]
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
         return out

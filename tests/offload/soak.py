@@ -63,7 +63,11 @@ class Delays:
 
     def draw(self, lane: str) -> float:
         mean_s = self.mean_s[lane]
-        return random.expovariate(1 / mean_s) * (20 if random.random() < 0.01 else 1) if mean_s else 0.0
+        return (
+            random.expovariate(1 / mean_s) * (20 if random.random() < 0.01 else 1)
+            if mean_s
+            else 0.0
+        )
 
     def pause(self, lane: str) -> None:
         if (delay_s := self.draw(lane)) > 0:
@@ -125,7 +129,11 @@ class Episode:
     def __post_init__(self) -> None:
         dice = random.Random(self.number)
         self.method = dice.choice(("slideformer", "slideformer", "slideformer", "lsp"))
-        self.layers, self.tied, self.ranked = dice.randint(1, 6), dice.random() < 0.5, dice.random() < 0.25
+        self.layers, self.tied, self.ranked = (
+            dice.randint(1, 6),
+            dice.random() < 0.5,
+            dice.random() < 0.25,
+        )
         self.settings = {"timeout_s": TIMEOUT_S, "threads": 1} | _drawn(self.method, dice)
         self.delays = Delays(dice)
         kinds = ["step"] * 6 + ["evaluate", "pause", "flush"]
@@ -138,9 +146,15 @@ class Episode:
         self.actions.append(("step", self.actions[0][1]))
 
     def __str__(self) -> str:
-        shown = {key: value for key, value in self.settings.items() if key not in ("timeout_s", "threads")}
+        shown = {
+            key: value
+            for key, value in self.settings.items()
+            if key not in ("timeout_s", "threads")
+        }
         late = {lane: s * 1000 for lane, s in self.delays.mean_s.items() if s}
-        does = " ".join(f"{kind}{len(batch[0]) if kind == 'step' else ''}" for kind, batch in self.actions)
+        does = " ".join(
+            f"{kind}{len(batch[0]) if kind == 'step' else ''}" for kind, batch in self.actions
+        )
         how = f"{self.layers} layers{', tied' * self.tied}{', ranks' * self.ranked}"
         return f"{self.number} {self.method} ({how}) {shown} late by ms {late}: {does}"
 
@@ -179,7 +193,9 @@ def _drawn(method: str, dice: random.Random) -> dict[str, Any]:
 class Run:
     """One engine through an episode, and what came out of it."""
 
-    def __init__(self, episode: Episode, folder: Path, checker: Checker | None, ranks: Ranks = SINGLE) -> None:
+    def __init__(
+        self, episode: Episode, folder: Path, checker: Checker | None, ranks: Ranks = SINGLE
+    ) -> None:
         self.episode, self.folder, self.checker = episode, folder, checker
         self.outcome: list[Any] = []
         self.saving: threading.Thread | None = None
@@ -189,13 +205,19 @@ class Run:
         with checker.quiet() if checker else nullcontext():
             if episode.method == "lsp":
                 self.session: Any = None
-                self.engine: Any = LspEngine(loaded.family, LspConfig(**episode.settings), "cpu", ranks=ranks)
+                self.engine: Any = LspEngine(
+                    loaded.family, LspConfig(**episode.settings), "cpu", ranks=ranks
+                )
             elif ranks.single:
-                self.session = SlideformerSession(loaded, SlideformerConfig(**episode.settings), "cpu")
+                self.session = SlideformerSession(
+                    loaded, SlideformerConfig(**episode.settings), "cpu"
+                )
                 self.engine = self.session.engine
             else:
                 self.session = None
-                self.engine = SlideformerEngine(loaded.family, SlideformerConfig(**episode.settings), "cpu", ranks)
+                self.engine = SlideformerEngine(
+                    loaded.family, SlideformerConfig(**episode.settings), "cpu", ranks
+                )
         self.store = CheckpointStore(folder, {}, seed=0, backend="torch-cpu")
         if checker:
             for part in getattr(self.engine, "parts", ()):
@@ -237,7 +259,9 @@ class Run:
             result = step(*batch, number, 1e-3)
             self.outcome.append(getattr(result, "loss", result))
         elif kind == "evaluate":
-            self.outcome.append(dict(enumerate(torch.from_numpy(part) for part in self.engine.evaluate(*batch))))
+            self.outcome.append(
+                dict(enumerate(torch.from_numpy(part) for part in self.engine.evaluate(*batch)))
+            )
         elif kind == "checkpoint":
             self._save(number)
         elif kind == "flush":
@@ -252,7 +276,11 @@ class Run:
         self.session.hold()
         clock = self.checker.leave() if self.checker else None
         # Of what stays on the accelerator `state` gives copies, which it has waited for.
-        mine = {name: x for name, x in self.session.arrays.items() if self.checker and self.checker.is_host(x)}
+        mine = {
+            name: x
+            for name, x in self.session.arrays.items()
+            if self.checker and self.checker.is_host(x)
+        }
 
         def written(name: str) -> None:
             if self.checker:
@@ -286,14 +314,19 @@ class Run:
             raise self.saved
         loaded = self.store.newest(lambda _: None)
         assert loaded is not None
-        self.outcome.append({name: torch.from_numpy(np.array(value)) for name, value in loaded.state.items()})
+        self.outcome.append(
+            {name: torch.from_numpy(np.array(value)) for name, value in loaded.state.items()}
+        )
 
 
 @contextmanager
 def late(episode: Episode, monkeypatch: Any) -> Any:
     """A checker, and engines whose lanes are late."""
     delays = episode.delays
-    with checking(monkeypatch, updater, store, disk, disk_states, resident, updates) as (checker, _):
+    with checking(monkeypatch, updater, store, disk, disk_states, resident, updates) as (
+        checker,
+        _,
+    ):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: LateDevice(checker, delays))
         for module in (updater, updates):
             for name in ("layer_adam", "torch_adam"):
@@ -364,13 +397,17 @@ def soak(numbers: Any, until_s: float, tell: Callable[[str], None]) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first episode's number is a million times that")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first episode's number is a million times that"
+    )
     parser.add_argument("--episode", type=int, help="run one episode")
     options = parser.parse_args()
     torch.set_num_threads(1)
     first = options.seed * 1_000_000
     numbers = range(first, first + 1_000_000) if options.episode is None else [options.episode]
-    result = soak(numbers, time.monotonic() + 60 * options.minutes, lambda line: print(line, flush=True))
+    result = soak(
+        numbers, time.monotonic() + 60 * options.minutes, lambda line: print(line, flush=True)
+    )
     print(json.dumps(result, indent=1))
     sys.exit(bool(result["failures"]))
 

@@ -88,7 +88,9 @@ def test_a_lane_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(done) == ["first", "second"]
 
 
-@pytest.mark.parametrize("config", [{}, {"micro_batch_size": 2, "disk_fraction": 0.5, "max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"micro_batch_size": 2, "disk_fraction": 0.5, "max_grad_norm": 0.1}], ids=str
+)
 def test_a_slow_bus_changes_no_bits(config: dict[str, Any]) -> None:
     data = batches(3, rows=3)
     losses, masters = outcome(config, "llama", {"layers": 3}, data)
@@ -125,7 +127,12 @@ class _Accelerator(CpuDevice):
 
 @pytest.mark.parametrize(
     ("kind", "limit", "expected"),
-    [(CpuDevice, None, None), (CpuDevice, 3.0, 3e9), (_Accelerator, 1e-3, 1e6), (_Accelerator, 1e9, "measured")],
+    [
+        (CpuDevice, None, None),
+        (CpuDevice, 3.0, 3e9),
+        (_Accelerator, 1e-3, 1e6),
+        (_Accelerator, 1e9, "measured"),
+    ],
 )
 def test_the_prediction_is_of_the_slower_bus(
     kind: Any, limit: float | None, expected: Any, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +141,9 @@ def test_the_prediction_is_of_the_slower_bus(
     monkeypatch.setattr(calibrate_module, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate_module, "UPDATE_NUMEL", 1 << 12)
     monkeypatch.setattr(calibrate_module, "MATRIX", 64)
-    rates = calibrate(SlideformerConfig(bus_limit_gb_per_s=limit, optimizer="torch", threads=1), "cpu")
+    rates = calibrate(
+        SlideformerConfig(bus_limit_gb_per_s=limit, optimizer="torch", threads=1), "cpu"
+    )
     for rate in (rates.h2d_bytes_s, rates.d2h_bytes_s):
         assert 1e6 < rate < 1e18 if expected == "measured" else rate == expected  # type: ignore[operator]
 
@@ -174,7 +183,9 @@ class _Streams(CudaDevice):
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])
-def test_the_missing_time_follows_the_clock_and_the_bus(lane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_time_follows_the_clock_and_the_bus(
+    lane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, source = _Streams(), torch.zeros(SIZE, dtype=torch.uint8)
     monkeypatch.setattr(device_module, "_measured", lambda index: ({"h2d": 50e9, "d2h": 50e9}, 2e9))
     monkeypatch.setattr(torch.cuda, "_sleep", real.spin)
@@ -219,7 +230,9 @@ def test_a_slow_bus_on_cuda_takes_its_time_and_lets_the_host_go_on() -> None:
     def median(points: list[tuple[Any, Any]]) -> float:
         for _, ended in points:
             ended.wait()
-        ordered = sorted(device.seconds(ended) - device.seconds(started) for started, ended in points)
+        ordered = sorted(
+            device.seconds(ended) - device.seconds(started) for started, ended in points
+        )
         return ordered[len(ordered) // 2]
 
     for lane in pairs:

@@ -22,7 +22,9 @@ from tests.methods.slideformer.reference import batches  # noqa: E402
 from tests.offload.recording import record  # noqa: E402
 
 
-def train(name: str, data: list[Any], **values: Any) -> tuple[list[float], dict[str, Any], list[int]]:
+def train(
+    name: str, data: list[Any], **values: Any
+) -> tuple[list[float], dict[str, Any], list[int]]:
     """Losses, weights, and how many graphs there were after each step."""
     family, sizes = FAMILIES[name]
     engine = LspEngine(tiny_model(family, **sizes).family, settings(**values), "cpu")
@@ -56,14 +58,19 @@ def test_an_engine_with_graphs_has_the_bits_of_one_without(
     ours, trained, built = train(name, data, **chosen)
     assert ours == losses and furthest(trained, weights) == 0
     assert not any(none) and built[1] == 0 < built[4]
-    assert built[6] == built[5] and built[12] == built[11], "a step that looks at the bias is done as it stands"
+    assert built[6] == built[5] and built[12] == built[11], (
+        "a step that looks at the bias is done as it stands"
+    )
 
 
 @pytest.mark.parametrize("weight_dtype", ["compute", "nf4"])
 def test_weight_decay_costs_no_graph(weight_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The factor of the base is another in each step, and the same memory."""
     monkeypatch.setattr(lsp_engine, "recorder", lambda _: record)
-    made = [train("llama", batches(6), weight_decay=decay, weight_dtype=weight_dtype)[2] for decay in (0.0, 0.1)]
+    made = [
+        train("llama", batches(6), weight_decay=decay, weight_dtype=weight_dtype)[2]
+        for decay in (0.0, 0.1)
+    ]
     assert made[0] == made[1] and made[0][-1] >= 3 * 2
 
 
@@ -85,7 +92,10 @@ def test_steady_work_is_recorded_once_and_other_state_again() -> None:
 
 def test_what_comes_out_is_the_callers_own() -> None:
     graphs = Graphs(record)
-    collected = [graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0] for i in range(8)]
+    collected = [
+        graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0]
+        for i in range(8)
+    ]
     assert [float(x[0]) for x in collected] == [i + 1.0 for i in range(8)]
 
 
@@ -95,7 +105,9 @@ def test_further_shapes_run_as_they_stand() -> None:
     for length in range(1, SHAPES + 4):
         for _ in range(WARM + 2):
             graphs.run(("forward",), (), (torch.ones(length),), lambda x: (x * 2,))
-            graphs.run(("backward",), (), (torch.ones(length), torch.ones(length)), lambda x, g: (x * g,))
+            graphs.run(
+                ("backward",), (), (torch.ones(length), torch.ones(length)), lambda x, g: (x * g,)
+            )
     assert graphs.made == 2 * SHAPES
     for _ in range(WARM + 2):
         graphs.run(("make",), (), (), lambda: ())

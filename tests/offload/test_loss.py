@@ -31,7 +31,9 @@ def case(size: tuple[int, int, int, int], dtype: Any, largest: float = 1.0) -> A
 def expected(hidden: Any, weight: Any, labels: Any, scale: float) -> Any:
     """Each token's loss, and the gradients of `scale` times their sum, float64."""
     hidden, weight = hidden.double().requires_grad_(True), weight.double().requires_grad_(True)
-    losses = functional.cross_entropy(hidden @ weight.t(), labels, ignore_index=-100, reduction="none")
+    losses = functional.cross_entropy(
+        hidden @ weight.t(), labels, ignore_index=-100, reduction="none"
+    )
     (scale * losses.sum()).backward()
     return losses.detach(), hidden.grad, weight.grad
 
@@ -50,14 +52,22 @@ def close(received: Any, wanted: Any, tolerance: float) -> None:
     assert float((received.double() - wanted).norm()) <= tolerance * float(wanted.norm())
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)], ids=str
+)
 @pytest.mark.parametrize("parts", [None, 1, 2, 3, 1000])
 @pytest.mark.parametrize("size", SIZES)
-def test_loss_and_gradients_are_torchs(size: Any, parts: int | None, dtype: Any, tolerance: float) -> None:
+def test_loss_and_gradients_are_torchs(
+    size: Any, parts: int | None, dtype: Any, tolerance: float
+) -> None:
     hidden, weight, labels = case(size, dtype)
     losses, grad_hidden, grad_weight = expected(hidden, weight, labels, 0.37)
     score, gradient = ChunkedLoss(hidden, labels, 0.37, size[3]), torch.zeros_like(weight)
-    total = score.forward_backward(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
+    total = (
+        score.forward_backward(weight, gradient)
+        if parts is None
+        else in_parts(score, weight, gradient, parts)
+    )
     assert total.dtype == torch.float32
     assert float(total) == pytest.approx(float(losses.sum()), rel=tolerance)
     close(score.grad_hidden, grad_hidden, tolerance)
@@ -81,7 +91,11 @@ def test_huge_logits_stay_finite(parts: int | None) -> None:
     hidden, weight, labels = case(SIZES[2], torch.float32, largest=1e4)
     losses, grad_hidden, grad_weight = expected(hidden, weight, labels, 1.0)
     score, gradient = ChunkedLoss(hidden, labels, 1.0, 64), torch.zeros_like(weight)
-    total = score.forward_backward(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
+    total = (
+        score.forward_backward(weight, gradient)
+        if parts is None
+        else in_parts(score, weight, gradient, parts)
+    )
     assert float(total) == pytest.approx(float(losses.sum()), rel=1e-4)
     close(score.grad_hidden, grad_hidden, 1e-2)
     close(gradient, grad_weight, 1e-2)
@@ -89,6 +103,9 @@ def test_huge_logits_stay_finite(parts: int | None) -> None:
 
 def test_nothing_labelled_is_nothing_learned() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
-    score, gradient = ChunkedLoss(hidden, torch.full_like(labels, -100), 1.0, 4), torch.zeros_like(weight)
+    score, gradient = (
+        ChunkedLoss(hidden, torch.full_like(labels, -100), 1.0, 4),
+        torch.zeros_like(weight),
+    )
     assert float(score.forward_backward(weight, gradient)) == 0
     assert not gradient.any() and not score.grad_hidden.any()

@@ -28,7 +28,9 @@ def unit(sizes: list[int], kind: Any = "layer", width: int = 0) -> Unit:
     pieces, offset = [], 0
     for number, size in enumerate(sizes):
         shape = (size // width, width) if width else (size,)
-        parameter = nn.Parameter(torch.arange(size, dtype=torch.float32).view(shape) + 1000 * number)
+        parameter = nn.Parameter(
+            torch.arange(size, dtype=torch.float32).view(shape) + 1000 * number
+        )
         pieces.append(Piece(f"p{number}", parameter, shape, offset, size))
         offset += -(-size // 128) * 128
     return Unit(3, "layer 3", kind, 3, tuple(pieces), pieces[-1].offset + pieces[-1].numel)
@@ -36,11 +38,14 @@ def unit(sizes: list[int], kind: Any = "layer", width: int = 0) -> Unit:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize(
-    "whole", [unit([1]), unit([129, 7, 1000]), unit([3000], "head", 24), unit([77 * 3], "embedding", 77)]
+    "whole",
+    [unit([1]), unit([129, 7, 1000]), unit([3000], "head", 24), unit([77 * 3], "embedding", 77)],
 )
 def test_shares_are_all_of_a_unit(world: int, whole: Unit) -> None:
     parts = [shares.share(whole, rank, world) for rank in range(world)]
-    assert len({part.numel for part in parts}) == 1 and sum(part.here for part in parts) == whole.numel
+    assert (
+        len({part.numel for part in parts}) == 1 and sum(part.here for part in parts) == whole.numel
+    )
     memory = torch.full((parts[0].numel * world,), -1.0)
     for part in parts:
         assert part.low % 128 == 0
@@ -50,7 +55,9 @@ def test_shares_are_all_of_a_unit(world: int, whole: Unit) -> None:
         for piece in part.pieces:
             memory[part.low + piece.offset : part.low + piece.offset + piece.numel] = piece.values
     for piece in whole.pieces:
-        assert torch.equal(memory[piece.offset : piece.offset + piece.numel], piece.parameter.reshape(-1))
+        assert torch.equal(
+            memory[piece.offset : piece.offset + piece.numel], piece.parameter.reshape(-1)
+        )
     span = slice(whole.numel // 3, whole.numel - 1)
     bounds = shares.bounds(whole, world, span)
     assert [bounds[0], bounds[-1]] == [0, span.stop - span.start] and sorted(bounds) == list(bounds)
@@ -62,7 +69,11 @@ def test_shares_are_all_of_a_unit(world: int, whole: Unit) -> None:
 def test_a_checkpoint_that_lacks_a_share_is_refused() -> None:
     first, second = (torch.arange(n, m).numpy() for n, m in ((0, 3), (5, 8)))
     joined = shares.Joined({"m/a@0:3:8": first, "m/a@5:8:8": second, "n": first})
-    assert joined.get("m/a")[6:8].tolist() == [6, 7] and joined.get("n") is first and joined.get("b") is None
+    assert (
+        joined.get("m/a")[6:8].tolist() == [6, 7]
+        and joined.get("n") is first
+        and joined.get("b") is None
+    )
     with pytest.raises(CheckpointError, match="lacks a part of m/a"):
         joined.get("m/a")[2:6]
 
@@ -144,7 +155,9 @@ if sys.argv[1] == "no abort":
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no limit for a wait on a pipe, and so no guard")
+@pytest.mark.skipif(
+    os.name != "posix", reason="Windows has no limit for a wait on a pipe, and so no guard"
+)
 @pytest.mark.parametrize(
     "case", ["frozen", "frozen as it begins", "frozen after another", "no abort", "ends", "closes"]
 )
@@ -152,10 +165,14 @@ def test_a_process_that_can_do_nothing_is_ended_with_the_layer_s_name(case: str)
     """It neither looks nor raises: one thread holds Python's lock, or the communicator is not given up."""
     command, began = [sys.executable, "-c", STUCK, case], time.monotonic()
     root = Path(__file__).resolve().parents[2]  # where `-c` finds the package that is tested
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=100, check=False
+    )
     if case not in ("ends", "closes"):
         assert run.returncode == -signal.SIGKILL and time.monotonic() - began < 45
-        assert run.stderr.startswith("error: transfer of layer 2: another rank has ended or does not answer")
+        assert run.stderr.startswith(
+            "error: transfer of layer 2: another rank has ended or does not answer"
+        )
         assert "the last checkpoint is intact" in run.stderr
     else:
         assert (run.returncode, run.stderr) == (0, "")

@@ -35,7 +35,12 @@ BY_HAND: Spans = [
 
 def test_the_sums_are_those_of_the_spans() -> None:
     actual = overlap(BY_HAND, 10.0)
-    assert (actual.forward_s, actual.backward_s, actual.h2d_s, actual.d2h_s) == (2.5, 3.0, 1.25, 0.5)
+    assert (actual.forward_s, actual.backward_s, actual.h2d_s, actual.d2h_s) == (
+        2.5,
+        3.0,
+        1.25,
+        0.5,
+    )
     assert (actual.update_s, actual.disk_s, actual.wall_s) == (1.5, 0.5, 10.0)
     assert actual.idle_s == 10.0 - 2.5 - 3.0
     assert (actual.h2d_bytes, actual.d2h_bytes) == (120, 7)
@@ -51,12 +56,19 @@ def test_the_bound_is_the_longest_lane(lane: str) -> None:
 
 
 def test_a_disk_with_several_transfers_is_busy_once() -> None:
-    spans = [("disk", "a", 0.0, 4.0, 0), ("disk", "b", 1.0, 3.0, 0), ("disk", "c", 3.5, 6.0, 0), ("disk", "d", 8, 9, 0)]
+    spans = [
+        ("disk", "a", 0.0, 4.0, 0),
+        ("disk", "b", 1.0, 3.0, 0),
+        ("disk", "c", 3.5, 6.0, 0),
+        ("disk", "d", 8, 9, 0),
+    ]
     assert overlap([*BY_HAND[:-1], *spans], 10.0).disk_s == 7.0
 
 
 def test_a_step_without_updates_hides_them() -> None:
-    assert overlap([span for span in BY_HAND if span[0] == "forward"], 2.0).hiding_factor == float("inf")
+    assert overlap([span for span in BY_HAND if span[0] == "forward"], 2.0).hiding_factor == float(
+        "inf"
+    )
     assert overlap(BY_HAND, 3.0).idle_s == 0  # spans of two steps in the wall time of one
     assert overlap([], 1.0).idle_s == 1.0
 
@@ -75,7 +87,9 @@ def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
     opened.flush()
     if opened.disk.states is not None:  # writes go on after the updates are done
         opened.disk.states.flush()
-        for file in opened.disk.states.files:  # a transfer's span is added behind its end, in the thread that did it
+        for file in (
+            opened.disk.states.files
+        ):  # a transfer's span is added behind its end, in the thread that did it
             together = threading.Barrier(len(file._threads) + 1)
             for _ in file._threads:
                 file._tasks.put(together.wait)
@@ -91,7 +105,11 @@ def test_a_step_moves_each_byte_that_it_must(config: dict[str, Any], engine: Any
     opened, (ids, _) = traced(engine, config, layers=5)
     units, item, actual = opened.units, 2, opened.overlap
     layers, width = [unit.numel for unit in units.layers], 64
-    inputs, rows, once = 5 * ids.size * width, len(np.unique(ids)) * width, units.rest.numel + 260 * width
+    inputs, rows, once = (
+        5 * ids.size * width,
+        len(np.unique(ids)) * width,
+        units.rest.numel + 260 * width,
+    )
     assert actual.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + once + rows + inputs)
     assert actual.d2h_bytes == item * (sum(layers) + once + rows + inputs)
 
@@ -101,7 +119,9 @@ def test_a_step_moves_each_byte_that_it_must(config: dict[str, Any], engine: Any
 def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine: Any) -> None:
     opened, _ = traced(engine, config, layers=5, tied=tied)
     spans, actual = opened.spans, opened.overlap
-    busy = {lane: sum(end - start for at, _, start, end, _ in spans if at == lane) for lane in LANES}
+    busy = {
+        lane: sum(end - start for at, _, start, end, _ in spans if at == lane) for lane in LANES
+    }
     assert actual.disk_s <= busy["disk"] and (actual.disk_s > 0) == ("disk_fraction" in config)
     busy["disk"] = actual.disk_s
     assert {lane: actual.to_dict()[f"{lane}_s"] for lane in LANES} == pytest.approx(busy)
@@ -129,8 +149,12 @@ def test_a_lane_does_one_thing_after_the_other(engine: Any) -> None:
         assert all(one[1] <= other[0] for one, other in pairwise(times)), lane
 
 
-@pytest.mark.parametrize("config", [{"disk_fraction": 1.0}, {"disk_fraction": 0.5, "activations": "disk"}], ids=str)
-def test_a_slow_disk_bounds_the_step(config: dict[str, Any], engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "config", [{"disk_fraction": 1.0}, {"disk_fraction": 0.5, "activations": "disk"}], ids=str
+)
+def test_a_slow_disk_bounds_the_step(
+    config: dict[str, Any], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for the disk is not computing: neither the head's span nor a layer's."""
     move = drive.Drive.move
 
@@ -152,7 +176,9 @@ def test_the_trace_is_json_with_every_lane(engine: Any, tmp_path: Path) -> None:
     assert list(lanes.values()) == list(LANES)
     shown = [event for event in events if event["ph"] == "X"]
     assert len(shown) == len(opened.spans) == len(events) - len(LANES)
-    assert {lanes[event["tid"]] for event in shown} == set(ALONE) == {event["cat"] for event in shown}
+    assert (
+        {lanes[event["tid"]] for event in shown} == set(ALONE) == {event["cat"] for event in shown}
+    )
     assert min(event["ts"] for event in shown) == 0
     first = min(start for _, _, start, _, _ in opened.spans)
     for event, (lane, name, start, end, size) in zip(shown, opened.spans, strict=True):

@@ -24,7 +24,9 @@ def test_engines_whose_lanes_are_late_neither_hang_nor_race_nor_compute_somethin
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_norm_lives_until_it_has_left(tied: bool) -> None:
     """Tables that stay on the accelerator are updated there; their norm goes to the host after that, for clipping."""
-    episode = slow("d2h", 0.05, {"resident_tables": True, "max_grad_norm": 0.1, "clip": "layer"}, tied)
+    episode = slow(
+        "d2h", 0.05, {"resident_tables": True, "max_grad_norm": 0.1, "clip": "layer"}, tied
+    )
     assert soak.run(episode) is None
 
 

@@ -24,13 +24,17 @@ from ondevice.offload.storage import BLOCK_BYTES, CHUNK_BYTES, TierFile, buffer,
 BACKENDS = ("direct", "buffered")
 SIZES = (1, 4095, 4096, 4097, CHUNK_BYTES + 12345, 2 * CHUNK_BYTES, 100_003)
 SMALL = (10_000, 10_000, 10_000)
-START = 3 * BLOCK_BYTES + BLOCK_BYTES  # of record 1 in a file of SMALL: 10000 bytes are 3 blocks, and a trailer
+START = (
+    3 * BLOCK_BYTES + BLOCK_BYTES
+)  # of record 1 in a file of SMALL: 10000 bytes are 3 blocks, and a trailer
 WAIT_S = 60
 
 
 def filled(size: int, seed: int) -> torch.Tensor:
     tensor = buffer(size, pin=False)
-    tensor[:size] = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    tensor[:size] = torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return tensor
 
 
@@ -62,7 +66,9 @@ def content(tier: TierFile, offset: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_odd_sizes_come_back_with_many_in_flight(tmp_path: Path, backend: Any, workers: int) -> None:
+def test_odd_sizes_come_back_with_many_in_flight(
+    tmp_path: Path, backend: Any, workers: int
+) -> None:
     sources = [filled(size, seed) for seed, size in enumerate(SIZES)]
     folder = tmp_path / "Straße mit Lücken 数据"
     with TierFile(folder, "état 1.bin", SIZES, backend=backend, workers=workers) as tier:
@@ -75,7 +81,11 @@ def test_odd_sizes_come_back_with_many_in_flight(tmp_path: Path, backend: Any, w
         for source, target in zip(sources, targets, strict=True):
             assert torch.equal(source, target)
         moved = sum(len(source) + BLOCK_BYTES for source in sources)
-        assert (tier.bytes_written, tier.bytes_read) == (moved, moved) == (tier.path.stat().st_size,) * 2
+        assert (
+            (tier.bytes_written, tier.bytes_read)
+            == (moved, moved)
+            == (tier.path.stat().st_size,) * 2
+        )
         assert tier.read_s > 0 and tier.write_s > 0
         assert tier.generations == (1,) * len(SIZES)
     assert not tier.path.exists()
@@ -93,7 +103,9 @@ def test_direct_io_is_really_chosen_where_the_system_has_it(tmp_path: Path) -> N
             assert wanted == "direct" or tier.backend == "buffered"
 
 
-def test_a_file_system_that_refuses_direct_io_is_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_refuses_direct_io_is_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *rest: Any) -> int:
@@ -134,7 +146,8 @@ def test_one_wrong_bit_in_the_payload(tier: TierFile, offset: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "name"), [(0, "magic"), (8, "version"), (12, "record"), (16, "gener"), (24, "length"), (40, "checksum")]
+    ("offset", "name"),
+    [(0, "magic"), (8, "version"), (12, "record"), (16, "gener"), (24, "length"), (40, "checksum")],
 )
 def test_one_wrong_byte_in_the_trailer(tier: TierFile, offset: int, name: str) -> None:
     at = START + 3 * BLOCK_BYTES + offset
@@ -170,7 +183,9 @@ def test_an_older_write_of_the_same_record(tier: TierFile) -> None:
     assert (error.expected, error.received) == (2, 1)
 
 
-def test_a_source_changed_during_its_write_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_changed_during_its_write_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, real = filled(10_000, 0), os.pwritev
     with TierFile(tmp_path, "tier.bin", SMALL) as tier:
 
@@ -191,7 +206,14 @@ def test_checksum_finds_what_a_plain_sum_or_one_weighted_by_odd_numbers_misses()
     in_a_block[5, [3, 7]] ^= top
     in_a_column[[3, 7], 5] ^= top
     twice = torch.cat([words[:8], words[:8]])
-    for changed in (words.flip(0), words.roll(1, 0), words.roll(1, 1), twice, in_a_block, in_a_column):
+    for changed in (
+        words.flip(0),
+        words.roll(1, 0),
+        words.roll(1, 1),
+        twice,
+        in_a_block,
+        in_a_column,
+    ):
         seen.add(checksum(changed.contiguous().view(torch.uint8).view(-1)))
     assert len(seen) == 7
 
@@ -223,14 +245,18 @@ def test_tensors_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:
 def test_no_room_for_all_records(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the disk is full") as caught:
         TierFile(tmp_path, "tier.bin", [1 << 60])
-    assert str(1 << 60)[:4] in str(caught.value.expected) and "bytes free" in str(caught.value.received)
+    assert str(1 << 60)[:4] in str(caught.value.expected) and "bytes free" in str(
+        caught.value.received
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_that_fills_up(tmp_path: Path) -> None:
     """A real one of 1 MiB, where this user may mount it; the free space is not looked at before."""
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("no right to mount a file system")
@@ -244,7 +270,9 @@ def test_a_file_system_that_fills_up(tmp_path: Path) -> None:
             tier.write(0, filled(500_000, 0)).result(WAIT_S)
             tier.read(0, buffer(500_000, pin=False)).result(WAIT_S)
     finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # also where a failure left it open
+        subprocess.run(
+            ["umount", "--lazy", str(tmp_path)], check=True
+        )  # also where a failure left it open
 
 
 def test_a_limit_on_file_sizes(tmp_path: Path, root: Path) -> None:
@@ -260,15 +288,20 @@ try:
 except StorageError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert "size limit" in done.stdout and "2101248 bytes" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "the disk reports an I/O error")]
+    ("code", "words"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EIO, "the disk reports an I/O error")],
 )
-def test_a_drive_that_fails_a_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str) -> None:
+def test_a_drive_that_fails_a_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
     with TierFile(tmp_path, "tier.bin", SMALL) as tier:
 
         def fail(*_: Any) -> int:
@@ -278,7 +311,9 @@ def test_a_drive_that_fails_a_transfer(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(drive.os, "pwritev", fail)
             fails(tier.write(1, filled(10_000, 1)), f"record 1 at byte {START} .*written: {words}")
-        fails(tier.read(1, buffer(10_000, pin=False)), f"record 1 .*written: {words}")  # not the write before
+        fails(
+            tier.read(1, buffer(10_000, pin=False)), f"record 1 .*written: {words}"
+        )  # not the write before
         tier.write(1, filled(10_000, 2)).result(WAIT_S)
         with monkeypatch.context() as patch:
             patch.setattr(drive.os, "preadv", fail)
@@ -288,12 +323,16 @@ def test_a_drive_that_fails_a_transfer(tmp_path: Path, monkeypatch: pytest.Monke
             fails(tier.write(1, filled(10_000, 2)), "record 1 .*written only in part")
 
 
-def test_a_transfer_in_parts_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_in_parts_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel may move less than it was asked for; the rest is then asked for."""
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
         monkeypatch.setattr(
-            drive.os, name, lambda file, views, at, real=real: real(file, [memoryview(views[0])[:BLOCK_BYTES]], at)
+            drive.os,
+            name,
+            lambda file, views, at, real=real: real(file, [memoryview(views[0])[:BLOCK_BYTES]], at),
         )
     with TierFile(tmp_path, "tier.bin", SMALL) as tier:
         tier.write(0, filled(10_000, 3)).result(WAIT_S)
@@ -312,7 +351,9 @@ def test_close_waits_for_what_is_queued(tmp_path: Path) -> None:
         tier.write(0, filled(CHUNK_BYTES, 0))
 
 
-def test_close_gives_up_on_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_gives_up_on_a_drive_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release, real, calls = threading.Event(), os.pwritev, []
 
     def hang(*arguments: Any) -> int:

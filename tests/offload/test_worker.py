@@ -33,7 +33,9 @@ def test_a_wait_ends_where_nothing_ends_any_more() -> None:
     worker = Worker("update", watch)
     try:
         worker.submit("layer 0", released.wait)
-        with pytest.raises(TrainingError, match=r"update of layer 1 did not end within 0.5 s") as caught:
+        with pytest.raises(
+            TrainingError, match=r"update of layer 1 did not end within 0.5 s"
+        ) as caught:
             worker.submit("layer 1", lambda: None).wait()
         assert "update of layer 0 running for" in str(caught.value.received)
     finally:
@@ -42,7 +44,9 @@ def test_a_wait_ends_where_nothing_ends_any_more() -> None:
 
 
 def test_a_wait_for_what_no_thread_does_says_that_it_is_a_fault_of_the_engine() -> None:
-    with pytest.raises(TrainingError, match=r"the answer for layer 2 did not end within 0.3 s") as caught:
+    with pytest.raises(
+        TrainingError, match=r"the answer for layer 2 did not end within 0.3 s"
+    ) as caught:
         Watch(0.3).until(threading.Event().wait, "the answer for layer 2")
     assert caught.value.received == "no thread of the engine is at work"
     assert "report" in str(caught.value.hint)
@@ -95,7 +99,9 @@ def layer():
 print(Worker("update", Watch(2.0)).submit("layer 0", layer).wait(), flush=True)
 """
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(3.0)

@@ -90,7 +90,11 @@ def test_this_machine_is_measured() -> None:
 
     device = find_device("this-cpu")
     assert 0 < device.usable_bytes < device.memory_bytes <= psutil.virtual_memory().total
-    assert device.flops_s["float32"] > 1e8 and device.bandwidth_bytes_s and device.bandwidth_bytes_s > 1e8
+    assert (
+        device.flops_s["float32"] > 1e8
+        and device.bandwidth_bytes_s
+        and device.bandwidth_bytes_s > 1e8
+    )
     assert device.cores == machine.cores() >= 1
 
 
@@ -120,8 +124,12 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("this").torch_device == "cpu"
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("2000", (2000, 500)), ("max", (None, 0)), (str(1 << 62), (None, 0))])
-def test_a_containers_limit_counts(tmp_path: Path, limit: str, expected: tuple[int | None, int]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("2000", (2000, 500)), ("max", (None, 0)), (str(1 << 62), (None, 0))]
+)
+def test_a_containers_limit_counts(
+    tmp_path: Path, limit: str, expected: tuple[int | None, int]
+) -> None:
     (tmp_path / "memory.max").write_text(limit + "\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 400\n")

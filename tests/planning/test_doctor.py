@@ -60,7 +60,9 @@ def test_noise_before_the_answer_is_no_failure() -> None:
     assert (ok, detail) == (True, "2.0")
 
 
-def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_result_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(kernels.WrongResult, match="expected at most"):
         kernels._expect_close("sum", [1.0, 2.5], [1.0, 2.0], 0.1)
     with pytest.raises(kernels.WrongResult):
@@ -93,10 +95,14 @@ def test_a_target_makes_what_it_needs_mandatory(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_machine_that_cannot_train_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a framework every backend is merely not installed, and still nobody can train."""
-    monkeypatch.setattr("ondevice.planning.doctor._run", lambda name, needed: Check(name, None, "absent"))
+    monkeypatch.setattr(
+        "ondevice.planning.doctor._run", lambda name, needed: Check(name, None, "absent")
+    )
     checks = doctor()
     assert checks[-1].name == "training" and "[torch]" in checks[-1].fix and exit_code(checks) == 10
-    monkeypatch.setattr("ondevice.planning.doctor._run", lambda name, needed: Check(name, name == "mlx" or None, ""))
+    monkeypatch.setattr(
+        "ondevice.planning.doctor._run", lambda name, needed: Check(name, name == "mlx" or None, "")
+    )
     assert doctor()[-1].detail.endswith("mlx") and exit_code(doctor()) == 0
 
 

@@ -46,7 +46,8 @@ def text_of(actual: Plan) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt2", True), ("gpt2", False)]
+    ("family", "tied"),
+    [("llama", True), ("llama", False), ("qwen2", True), ("gpt2", True), ("gpt2", False)],
 )
 def test_weights_are_those_of_a_real_model(family: str, tied: bool) -> None:
     loaded = tiny_model(family, tied=tied)
@@ -65,14 +66,22 @@ def test_q4_weights_are_those_of_the_quantised_modules(tied: bool) -> None:
     linears = 0
     for layer in range(loaded.dims.layers):
         for target in loaded.family.linear_targets:
-            linears += sum(buffer.nbytes for buffer in Q4Linear(loaded.family.linear(layer, target)).buffers())
+            linears += sum(
+                buffer.nbytes for buffer in Q4Linear(loaded.family.linear(layer, target)).buffers()
+            )
     table = sum(buffer.nbytes for buffer in Q8Embedding(loaded.family.embedding.weight).buffers())
     weights = weight_bytes(loaded.dims, quantize="q4")
-    assert (weights.linears, weights.embedding, weights.head) == (linears, table, 0 if tied else table)
+    assert (weights.linears, weights.embedding, weights.head) == (
+        linears,
+        table,
+        0 if tied else table,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("sizes", [{}, {"layers": 3, "hidden": 128, "intermediate": 384, "kv_heads": 4}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"layers": 3, "hidden": 128, "intermediate": 384, "kv_heads": 4}]
+)
 def test_what_backward_keeps_is_what_autograd_saves(sizes: dict[str, int], family: str) -> None:
     import torch
 
@@ -116,13 +125,18 @@ def test_every_method_can_be_planned(name: str) -> None:
 def test_zeroth_order_needs_less_than_first_order() -> None:
     sizes = [smollm(method).total_bytes for method in ("mezo", "lora", "full")]
     assert sizes == sorted(sizes)
-    assert smollm("prge", length_tokens=256).total_bytes < smollm("full", length_tokens=256).total_bytes
+    assert (
+        smollm("prge", length_tokens=256).total_bytes
+        < smollm("full", length_tokens=256).total_bytes
+    )
 
 
 def test_memory_grows_with_batch_length_and_queries() -> None:
     base = smollm().total_bytes
     assert smollm(batch_size=8).total_bytes > base < smollm(length_tokens=128).total_bytes
-    fewer = plan(SMOLLM, method_config("prge", {"queries": 1}), batch_size=4, length_tokens=64, device=PHONE)
+    fewer = plan(
+        SMOLLM, method_config("prge", {"queries": 1}), batch_size=4, length_tokens=64, device=PHONE
+    )
     assert fewer.total_bytes < base
     assert smollm(dtype="bfloat16").parts["weights"] * 2 == smollm().parts["weights"]
 
@@ -131,7 +145,9 @@ def test_executorch_packs_linears_for_each_loaded_method() -> None:
     weights = weight_bytes(SMOLLM)
     both, train = smollm(runtime="executorch"), smollm(runtime="executorch", evaluates=False)
     assert train.parts["packed weights"] == weights.linears
-    assert both.parts["packed weights"] == 2 * weights.linears and "2 loaded methods" in both.notes[0]
+    assert (
+        both.parts["packed weights"] == 2 * weights.linears and "2 loaded methods" in both.notes[0]
+    )
     assert both.parts["weights"] == weights.embedding + weights.vectors
     assert both.file_bytes == sum(weights)
     buckets = smollm(runtime="executorch", export=export(lengths_tokens=(32, 64)))
@@ -141,7 +157,9 @@ def test_executorch_packs_linears_for_each_loaded_method() -> None:
 def test_q4_reads_the_mapped_file_and_packs_nothing() -> None:
     planned = smollm(runtime="executorch", export=export("q4"))
     assert "packed weights" not in planned.parts
-    assert planned.parts["weights"] == planned.file_bytes == sum(weight_bytes(SMOLLM, quantize="q4"))
+    assert (
+        planned.parts["weights"] == planned.file_bytes == sum(weight_bytes(SMOLLM, quantize="q4"))
+    )
     assert any("ops" in note for note in planned.notes)
 
 
@@ -154,7 +172,10 @@ def test_an_npu_s_program_has_the_size_that_was_measured() -> None:
     # 332 MB: SmolLM2-135M with float16 blocks and a float32 embedding, one method.
     npu = smollm(runtime="executorch", export=export(target="android-npu"))
     assert npu.file_bytes == pytest.approx(332e6, rel=0.03)
-    assert npu.parts["packed weights"] == weight_bytes(SMOLLM).linears // 2 and "NPU's own copy" in npu.notes[0]
+    assert (
+        npu.parts["packed weights"] == weight_bytes(SMOLLM).linears // 2
+        and "NPU's own copy" in npu.notes[0]
+    )
     small = smollm(runtime="executorch", export=export("w8", target="android-npu"))
     assert small.parts["packed weights"] == pytest.approx(npu.parts["packed weights"] / 2, rel=0.02)
 
@@ -166,14 +187,28 @@ def test_a_phone_runs_an_app_and_this_machine_python() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
-    planned = plan(LLAMA_7B, method_config("prge"), batch_size=2, length_tokens=64, runtime="executorch", device=PHONE)
+    planned = plan(
+        LLAMA_7B,
+        method_config("prge"),
+        batch_size=2,
+        length_tokens=64,
+        runtime="executorch",
+        device=PHONE,
+    )
     assert not planned.fits and planned.margin_bytes < 0
     with pytest.raises(DoesNotFitError) as caught:
         ensure_fits(planned)
     error = caught.value
     assert error.exit_code == 8 and "packed weights" in error.message
-    assert size_text(planned.total_bytes) == error.received and size_text(PHONE.usable_bytes) in str(error.expected)
-    assert error.hint and error.hint.startswith("--quantize q4 (") and "fits" in error.hint and "--force" in error.hint
+    assert size_text(planned.total_bytes) == error.received and size_text(
+        PHONE.usable_bytes
+    ) in str(error.expected)
+    assert (
+        error.hint
+        and error.hint.startswith("--quantize q4 (")
+        and "fits" in error.hint
+        and "--force" in error.hint
+    )
     ensure_fits(planned, force=True)
 
 
@@ -185,7 +220,9 @@ def test_the_first_alternative_fits_where_one_does() -> None:
 
 
 def test_changes_are_combined_where_none_fits_alone() -> None:
-    planned = plan(LLAMA_7B, method_config("full"), batch_size=8, length_tokens=256, device=small(16000))
+    planned = plan(
+        LLAMA_7B, method_config("full"), batch_size=8, length_tokens=256, device=small(16000)
+    )
     options = alternatives(planned)
     assert options[0][0].count(",") >= 2 and options[0][1].fits
     assert not any(other.fits for _, other in options[1:])
@@ -193,7 +230,9 @@ def test_changes_are_combined_where_none_fits_alone() -> None:
 
 def test_what_cannot_shrink_offers_only_force() -> None:
     method = method_config("prge", {"queries": 1})
-    planned = plan(SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10))
+    planned = plan(
+        SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10)
+    )
     with pytest.raises(DoesNotFitError) as caught:
         ensure_fits(planned)
     assert caught.value.hint == "--force to run anyway"
@@ -223,23 +262,33 @@ def test_flops_are_two_a_parameter_and_token() -> None:
     assert top < four / 2
 
 
-def test_this_cpu_is_measured_where_a_time_is_asked_for_and_not_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_cpu_is_measured_where_a_time_is_asked_for_and_not_for_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(devices, "measured_rates", lambda: asked.append(True) or (1e12, 1e9))
     planned = smollm(device=find_device("this-cpu"), memory_limit_bytes=64 << 20)
     assert not planned.fits and planned.request.device.limited and not asked
-    assert planned.step_s == pytest.approx(max(planned.flops / 1e12, sum(weight_bytes(SMOLLM)) / 1e9)) and asked
+    assert (
+        planned.step_s == pytest.approx(max(planned.flops / 1e12, sum(weight_bytes(SMOLLM)) / 1e9))
+        and asked
+    )
     told = planned.request.device.to_dict()
     assert told["flops_s"] == {"float32": 1e12} and told["bandwidth_bytes_s"] == 1e9
 
 
 def test_time_is_bound_by_bandwidth_or_by_products() -> None:
     flops_s = {"float32": 1e12}
-    slow_memory, fast_memory = (small(9000, listed_rates=(flops_s, bytes_s)) for bytes_s in (1e9, 1e15))
+    slow_memory, fast_memory = (
+        small(9000, listed_rates=(flops_s, bytes_s)) for bytes_s in (1e9, 1e15)
+    )
     bound = smollm(device=slow_memory, batch_size=1)
     assert bound.step_s == pytest.approx(sum(weight_bytes(SMOLLM)) / 1e9)
     assert "bandwidth" in bound.step_basis
     computed = smollm(device=fast_memory)
-    assert computed.step_s == pytest.approx(computed.flops / 1e12) and "products" in computed.step_basis
+    assert (
+        computed.step_s == pytest.approx(computed.flops / 1e12)
+        and "products" in computed.step_basis
+    )
     assert smollm(device=PHONE).step_s is None
     assert "estimate" in computed.step_basis

@@ -75,7 +75,10 @@ def test_zram_is_no_room_and_a_disk_is(tree: Path) -> None:
         file.write("/swapfile\tfile\t8388604\t0\t-2\n")
     assert jetson.swap(tree) == (True, "1.2 GiB on zram, 8.0 GiB on disk", "")
     (tree / "proc/swaps").write_text("Filename\tType\tSize\tUsed\tPriority\n")
-    assert jetson.swap(tree)[:2] == (None, "no swap: nothing else that runs can be moved out of training's way")
+    assert jetson.swap(tree)[:2] == (
+        None,
+        "no swap: nothing else that runs can be moved out of training's way",
+    )
 
 
 def test_the_fastest_power_mode_is_not_the_one_with_the_highest_number(tree: Path) -> None:
@@ -109,7 +112,9 @@ def test_a_line_of_tegrastats() -> None:
         "vdd_in_mw": 5000, "vdd_cpu_gpu_cv_mw": 696,
     }  # fmt: skip
     older = "RAM 2387/7774MB (lfb 961x4MB) SWAP 0/3887MB (cached 0MB) GR3D_FREQ 0% GPU@31.5C VDD_IN 3528/3569"
-    assert jetson.parse_tegrastats(older)["vdd_in_mw"] == 3528 and "gpu_mhz" not in jetson.parse_tegrastats(older)
+    assert jetson.parse_tegrastats(older)[
+        "vdd_in_mw"
+    ] == 3528 and "gpu_mhz" not in jetson.parse_tegrastats(older)
     assert jetson.parse_tegrastats("") == {}
 
 
@@ -143,9 +148,13 @@ def test_jetson_stats_comes_first_and_may_fail(tree: Path, monkeypatch: pytest.M
     assert jetson.from_jetson_stats() is None and jetson.power_mode(tree)[1].startswith("15W")
 
 
-def test_the_doctor_asks_a_jetson_only_on_a_jetson(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_asks_a_jetson_only_on_a_jetson(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(doctoring, "_run", lambda name, needed: ran.append(name) or doctoring.Check(name, True, ""))
+    monkeypatch.setattr(
+        doctoring, "_run", lambda name, needed: ran.append(name) or doctoring.Check(name, True, "")
+    )
     doctor()
     assert "board" not in ran and "unified-memory" not in ran and "bitsandbytes" in ran
     ran.clear()
@@ -154,16 +163,26 @@ def test_the_doctor_asks_a_jetson_only_on_a_jetson(tree: Path, monkeypatch: pyte
     assert {"board", "swap", "power-mode", "clocks", "unified-memory"} <= set(ran)
     ran.clear()
     doctor("jetson")
-    assert set(ran) == {*doctoring.ALWAYS, *checks_by_target()["jetson"][0], *checks_by_target()["jetson"][1]}
+    assert set(ran) == {
+        *doctoring.ALWAYS,
+        *checks_by_target()["jetson"][0],
+        *checks_by_target()["jetson"][1],
+    }
 
 
-def test_a_broken_nf4_kernel_on_jetpack_6_says_how_to_build_it(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_nf4_kernel_on_jetpack_6_says_how_to_build_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bitsandbytes #1930: it imports, and ends at the first kernel."""
     answer = (False, "Error named symbol not found at line 233 in file /src/csrc/ops.cu", "")
     monkeypatch.setattr(doctoring, "run_kernel", lambda command: answer)
     monkeypatch.setattr(jetson, "release", lambda root=tree: (36, "4.3"))
     (check,) = doctor(names=["bitsandbytes"])
-    assert check.ok is False and "named symbol not found" in check.detail and "COMPUTE_CAPABILITY=87" in check.fix
+    assert (
+        check.ok is False
+        and "named symbol not found" in check.detail
+        and "COMPUTE_CAPABILITY=87" in check.fix
+    )
     monkeypatch.setattr(jetson, "release", lambda root=tree: (39, "2.0"))
     (check,) = doctor(names=["bitsandbytes"])
     assert "COMPUTE_CAPABILITY" not in check.fix

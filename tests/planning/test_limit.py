@@ -23,9 +23,21 @@ LIMIT = 1200 << 20
 ROWS = '{"text": "a b c d", "label": "yes"}\n{"text": "c d e", "label": "no"}\n'
 
 
-@given(st.integers(1, 10**6), st.sampled_from(["", "B", "K", "KB", "KiB", "MiB", "GiB", "gib", "TB", " MiB"]))
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(["", "B", "K", "KB", "KiB", "MiB", "GiB", "gib", "TB", " MiB"]),
+)
 def test_a_size_is_a_number_with_a_unit(number, unit) -> None:
-    scale = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tb": 10**12}
+    scale = {
+        "": 1,
+        "b": 1,
+        "k": 10**3,
+        "kb": 10**3,
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "tb": 10**12,
+    }
     assert parse_bytes(f"{number}{unit}") == number * scale[unit.strip().lower()]
 
 
@@ -65,9 +77,19 @@ def llama2_7b():
 
 def test_an_nf4_plan_of_7b_fits_a_board_and_a_step_within_4_5_gb() -> None:
     export = ExportConfig(target="jetson", quantize="nf4", lengths_tokens=(128,), batch_size=2)
-    settings = {"batch_size": 2, "length_tokens": 128, "dtype": "bfloat16", "export": export, "runtime": "torch"}
-    planned = plan(llama2_7b(), method_config("prge", {"queries": 1}), device="orin-nano-8gb", **settings)
-    on_the_gpu = sum(size for part, size in planned.parts.items() if part not in ("runtime", "tokenizer"))
+    settings = {
+        "batch_size": 2,
+        "length_tokens": 128,
+        "dtype": "bfloat16",
+        "export": export,
+        "runtime": "torch",
+    }
+    planned = plan(
+        llama2_7b(), method_config("prge", {"queries": 1}), device="orin-nano-8gb", **settings
+    )
+    on_the_gpu = sum(
+        size for part, size in planned.parts.items() if part not in ("runtime", "tokenizer")
+    )
     assert planned.fits and on_the_gpu < 4.5e9 and planned.parts["dense matrix"] == 4096 * 11008 * 2
 
 
@@ -81,12 +103,23 @@ def test_packed_weights_are_planned_as_they_are() -> None:
         loaded = tiny_model("llama", hidden=256, intermediate=512)
         pack_model(loaded.family, quantize)
         tables = sum(p.nbytes for name, p in loaded.model.named_parameters() if "_proj" not in name)
-        matrices = [loaded.family.linear(i, t).matrix for i in range(2) for t in loaded.family.linear_targets]
+        matrices = [
+            loaded.family.linear(i, t).matrix
+            for i in range(2)
+            for t in loaded.family.linear_targets
+        ]
         held = [
-            tensor for one in matrices for name, tensor in one.tensors().items() if not name.startswith("quant_state")
+            tensor
+            for one in matrices
+            for name, tensor in one.tensors().items()
+            if not name.startswith("quant_state")
         ]
         held += [one.scale for one in matrices if quantize == "int8"]
-        kept = sum(tensor.nbytes for tensor in held if tensor.numel() not in (16, 256) or tensor.dtype != torch.float32)
+        kept = sum(
+            tensor.nbytes
+            for tensor in held
+            if tensor.numel() not in (16, 256) or tensor.dtype != torch.float32
+        )
         planned = sum(weight_bytes(loaded.dims, "float32", quantize))
         assert planned == pytest.approx(tables + kept, rel=0.01), quantize
 
@@ -107,22 +140,37 @@ def test_nothing_is_loaded_where_the_plan_does_not_fit(tmp_path, monkeypatch) ->
     with pytest.raises(DoesNotFitError) as caught:
         train(RunConfig.load(None, values))
     text = str(caught.value)
-    assert "does not fit the memory limit; parts: runtime 500 MiB" in text and "at most 64.0 MiB" in text
-    assert all(part in text for part in ("weights", "adapter", "activations", "logits", "a higher --memory-limit"))
+    assert (
+        "does not fit the memory limit; parts: runtime 500 MiB" in text
+        and "at most 64.0 MiB" in text
+    )
+    assert all(
+        part in text
+        for part in ("weights", "adapter", "activations", "logits", "a higher --memory-limit")
+    )
 
 
 def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    planned = plan("tiny:llama", method_config("prge"), batch_size=1, length_tokens=16, device="this-cpu")
+    planned = plan(
+        "tiny:llama", method_config("prge"), batch_size=1, length_tokens=16, device="this-cpu"
+    )
     with pytest.raises(RuntimeError, match="shapes"), memory_limit(64 << 30, planned):
         assert resource.getrlimit(resource.RLIMIT_DATA) != before
         raise RuntimeError("shapes do not match")
-    with pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"), memory_limit(64 << 30, planned):
+    with (
+        pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"),
+        memory_limit(64 << 30, planned),
+    ):
         raise MemoryError
-    said = pytest.raises(DoesNotFitError, match=r"refused; planned: runtime")  # where a method says it first, too
+    said = pytest.raises(
+        DoesNotFitError, match=r"refused; planned: runtime"
+    )  # where a method says it first, too
     with said, memory_limit(64 << 30, planned), memory_errors("a step", "less"):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        )
     with pytest.raises(DoesNotFitError, match="by hand"), memory_limit(64 << 30, planned):
         raise DoesNotFitError("by hand")
     with memory_limit(None, planned):
@@ -130,7 +178,9 @@ def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(tmp_path, capsys, caplog, monkeypatch) -> None:
+def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(
+    tmp_path, capsys, caplog, monkeypatch
+) -> None:
     pytest.importorskip("mlx.core")
     from ondevice.models import save_tiny
     from ondevice.planning import fits as limit
@@ -139,7 +189,17 @@ def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(tmp_path, capsy
     monkeypatch.setattr(limit, "own_memory", lambda _: pytest.fail("MLX would end by a signal"))
     (tmp_path / "rows.jsonl").write_text(ROWS)
     model, ondevice = save_tiny(tmp_path / "model", "qwen2", 1), CommandLine(capsys)
-    words = ["train", "--method", "mesp", "--backend", "mlx", "--model", model, "--data", tmp_path / "rows.jsonl"]
+    words = [
+        "train",
+        "--method",
+        "mesp",
+        "--backend",
+        "mlx",
+        "--model",
+        model,
+        "--data",
+        tmp_path / "rows.jsonl",
+    ]
     words += ["--steps", 1, "--batch-size", 2, "--max-length", 32]
     done = ondevice(*words, "--out", tmp_path / "one", "--memory-limit", "64MiB")
     assert done.code == DoesNotFitError.exit_code and "does not fit the memory limit" in done.err
@@ -174,7 +234,9 @@ class Cgroup:
 def group():
     """A group of our own at the top of either version's tree; None if its memory cannot be limited there."""
     for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
-        if not any((Path(base) / name).exists() for name in ("cgroup.controllers", "memory.limit_in_bytes")):
+        if not any(
+            (Path(base) / name).exists() for name in ("cgroup.controllers", "memory.limit_in_bytes")
+        ):
             continue  # no tree of groups
         folder = Path(base) / f"ondevice-test-{os.getpid()}"
         try:
@@ -192,7 +254,9 @@ def group():
     yield None
 
 
-def limited_runs(tmp_path: Path, *runs: tuple[str, ...], group: Cgroup | None) -> subprocess.CompletedProcess[str]:
+def limited_runs(
+    tmp_path: Path, *runs: tuple[str, ...], group: Cgroup | None
+) -> subprocess.CompletedProcess[str]:
     """`ondevice train` of the tiny model, once with each of the options, in a process that enters the group first. Its
     last line gives the exit codes."""
     (tmp_path / "rows.jsonl").write_text(ROWS * 2048)
@@ -213,7 +277,9 @@ for words in {[[*words, *more] for more in runs]}:
 print(*codes)
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 FITS = ("--batch-size", "2")
@@ -221,8 +287,12 @@ TOO_MUCH = ("--batch-size", "4096", "--max-length", "512", "--force")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts mappings on Linux alone")
-def test_the_limit_holds_and_the_kernel_has_nothing_to_end(tmp_path: Path, group: Cgroup | None) -> None:
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts mappings on Linux alone"
+)
+def test_the_limit_holds_and_the_kernel_has_nothing_to_end(
+    tmp_path: Path, group: Cgroup | None
+) -> None:
     """A run that fits ends well; one that does not ends by its own error. Where a cgroup can be made, below its limit,
     not by a kill; elsewhere RLIMIT_DATA alone is seen to hold."""
     done = limited_runs(tmp_path, FITS, TOO_MUCH, group=group)
@@ -235,7 +305,9 @@ def test_the_limit_holds_and_the_kernel_has_nothing_to_end(tmp_path: Path, group
 
 
 @pytest.mark.slow
-def test_without_the_limit_the_kernel_would_have_ended_it(tmp_path: Path, group: Cgroup | None) -> None:
+def test_without_the_limit_the_kernel_would_have_ended_it(
+    tmp_path: Path, group: Cgroup | None
+) -> None:
     """The group's limit is a real one."""
     if group is None:
         pytest.skip("no cgroup can be made here; the limit is seen to hold by RLIMIT_DATA alone")

@@ -6,7 +6,13 @@ import pytest
 
 from ondevice.core.config import ExportConfig
 from ondevice.core.registry import method_config, open_session
-from ondevice.methods.mesp.memory import blocks_memory, host_memory, memory, trained_numbers, weights
+from ondevice.methods.mesp.memory import (
+    blocks_memory,
+    host_memory,
+    memory,
+    trained_numbers,
+    weights,
+)
 from ondevice.models import ModelDims, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.planning.devices import find_device
@@ -21,11 +27,17 @@ LLAMA_8B = ModelDims("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, False,
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_in_mlx_are_planned_as_they_are_packed(tmp_path, dtype, item, bits, tied) -> None:
     pytest.importorskip("mlx.core")
-    folder = save_tiny(tmp_path / "model", "qwen2", 1, tied=tied, hidden=128, intermediate=384, vocab=4000)
+    folder = save_tiny(
+        tmp_path / "model", "qwen2", 1, tied=tied, hidden=128, intermediate=384, vocab=4000
+    )
     files = open_model(str(folder), dtype=dtype)
     session = open_session(files, method_config("mesp", {"bits": bits}), 3, backend="mlx")
     held = session.model.weights
-    total = sum(array.nbytes for part in (*held.blocks, held.table, held.final) for array in part.arrays.values())
+    total = sum(
+        array.nbytes
+        for part in (*held.blocks, held.table, held.final)
+        for array in part.arrays.values()
+    )
     assert weights(files.dims, session.config, item, "mlx") == pytest.approx(total, rel=1e-3)
     session.close()
 
@@ -36,7 +48,9 @@ def test_weights_and_pairs_in_mlx_are_what_a_step_of_qwen_s_shape_keeps() -> Non
     pairs = 4 * trained_numbers(QWEN, config)
     assert weights(QWEN, config, 4, "mlx") + pairs == pytest.approx(311.5 * 2**20, rel=0.01)
     table = QWEN.vocab * QWEN.hidden
-    assert weights(QWEN, config, 4) - weights(QWEN, config, 4, "mlx") == pytest.approx(table * (4 - 5 / 8), rel=0.1)
+    assert weights(QWEN, config, 4) - weights(QWEN, config, 4, "mlx") == pytest.approx(
+        table * (4 - 5 / 8), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("micro", [None, 1])
@@ -52,7 +66,9 @@ def test_inputs_on_the_host_are_the_buffers_that_a_step_takes(micro) -> None:
 
 def test_a_row_of_524288_tokens_waits_in_137_gb_of_host_memory() -> None:
     config = method_config("mesp", {"bits": 4, "activations": "host"})
-    assert host_memory(LLAMA_8B, config, 1, 524_288, 2) == {"inputs on the host": 32 * 524_288 * 4096 * 2}
+    assert host_memory(LLAMA_8B, config, 1, 524_288, 2) == {
+        "inputs on the host": 32 * 524_288 * 4096 * 2
+    }
     assert memory(LLAMA_8B, config, 1, 524_288, 2)["block inputs"] == 3 * 524_288 * 4096 * 2
     assert host_memory(LLAMA_8B, method_config("mesp", {}), 1, 524_288, 2) == {}
 
@@ -74,7 +90,10 @@ def test_a_plan_lists_the_inputs_on_the_host_beside_the_accelerator_s_parts() ->
     )
     assert "pinned host memory" in " ".join(planned.notes) and planned.host_usable_bytes is None
     on_cpu = plan(LLAMA_8B, config, device=find_device("this-cpu"), **options)
-    assert on_cpu.parts["inputs on the host"] == planned.host_parts["inputs on the host"] and not on_cpu.host_parts
+    assert (
+        on_cpu.parts["inputs on the host"] == planned.host_parts["inputs on the host"]
+        and not on_cpu.host_parts
+    )
     usual = plan(LLAMA_8B, method_config("mesp", {"bits": 4}), device="h200", **options)
     assert usual.host_parts == {} and "tokenizer" in usual.parts
 
@@ -89,19 +108,38 @@ PLANNED = {"int8": (15_948_288, 18_248_272), "8da8w": (16_164_864, 18_248_272)}
 def test_the_plan_of_a_block_program_has_its_arenas(quantize) -> None:
     parts = blocks_memory(SMOLLM, method_config("mesp", {}), 1, 128, quantize)
     assert (parts["activations"], parts["head tiles"]) == pytest.approx(PLANNED[quantize], rel=0.15)
-    assert parts["block inputs"] == 30 * 128 * 576 * 4 and parts["optimizer"] == 2 * parts["adapter"]
+    assert (
+        parts["block inputs"] == 30 * 128 * 576 * 4 and parts["optimizer"] == 2 * parts["adapter"]
+    )
     one_layer = sum(inputs * outputs for inputs, outputs in SMOLLM.linear_shapes.values())
     assert parts["packed weights"] == (2 * one_layer if quantize == "8da8w" else 0)
 
 
 def test_a_plan_of_a_program_says_which_form_it_has() -> None:
     method, totals = method_config("mesp", {}), {}
-    for name, more in (("whole", {"program": "whole"}), ("none", {}), ("int8", {}), ("q4", {}), ("8da8w", {})):
+    for name, more in (
+        ("whole", {"program": "whole"}),
+        ("none", {}),
+        ("int8", {}),
+        ("q4", {}),
+        ("8da8w", {}),
+    ):
         quantize = "none" if name == "whole" else name
         export = ExportConfig.parse({"lengths_tokens": [128], "quantize": quantize, **more}, "test")
-        planned = plan(SMOLLM, method, batch_size=1, length_tokens=128, export=export, runtime="executorch")
-        assert ("mapped" in " ".join(planned.notes)) == (name != "whole") and "ops" not in " ".join(planned.notes)
+        planned = plan(
+            SMOLLM, method, batch_size=1, length_tokens=128, export=export, runtime="executorch"
+        )
+        assert ("mapped" in " ".join(planned.notes)) == (name != "whole") and "ops" not in " ".join(
+            planned.notes
+        )
         totals[name] = (planned.file_bytes, planned.total_bytes - planned.parts["weights"])
     files = {name: file for name, (file, _) in totals.items()}
-    assert files["none"] == files["whole"] > files["8da8w"] > files["int8"] > files["q4"] > files["none"] / 8
+    assert (
+        files["none"]
+        == files["whole"]
+        > files["8da8w"]
+        > files["int8"]
+        > files["q4"]
+        > files["none"] / 8
+    )
     assert totals["none"][1] < totals["whole"][1]

@@ -22,7 +22,9 @@ def compiler(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec {real} "$@"\n')
     script.chmod(0o755)
     sources.mkdir()
-    (sources / "c_api.cpp").write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }\n')
+    (sources / "c_api.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int seven() { return 7; }\n'
+    )
     (sources / "generator.cpp").write_text("int unused;\n")
     (sources / "layer_adam.cpp").write_text("int another;\n")
     monkeypatch.setenv("CXX", str(script))
@@ -82,6 +84,8 @@ def test_the_portable_build_runs_and_gives_the_same_normals(tmp_path, monkeypatc
         loaded = ctypes.CDLL(str(library))
         out = (ctypes.c_float * 5001)()
         word, number = ctypes.c_uint64, ctypes.c_int64
-        loaded.ondevice_normal(word(1), word(2), number(0), number(1), number(3), number(5001), out, number(1))
+        loaded.ondevice_normal(
+            word(1), word(2), number(0), number(1), number(3), number(5001), out, number(1)
+        )
         values.append(bytes(out))
     assert values[0] == values[1]

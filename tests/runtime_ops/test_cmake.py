@@ -40,14 +40,25 @@ def need(*tools: str) -> None:
 
 def run(*command: str | Path, status: int = 0) -> str:
     """Standard output and error of a command that must end with this status."""
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, timeout=500, check=False
+    )
     output = done.stdout + done.stderr
     assert done.returncode == status, output[-4000:]
     return output
 
 
 def configure(folder: Path, *options: str, status: int = 0) -> str:
-    return run("cmake", "-S", CSRC, "-B", folder, f"-DPython3_EXECUTABLE={sys.executable}", *options, status=status)
+    return run(
+        "cmake",
+        "-S",
+        CSRC,
+        "-B",
+        folder,
+        f"-DPython3_EXECUTABLE={sys.executable}",
+        *options,
+        status=status,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build folder for this machine; with ExecuTorch installed, its kernels as a module of its runtime."""
     need("cmake")
     folder = tmp_path_factory.mktemp("here")
-    runtime = [] if importlib.util.find_spec("executorch") is None else [str(build._runtime_library())]
+    runtime = (
+        [] if importlib.util.find_spec("executorch") is None else [str(build._runtime_library())]
+    )
     configure(folder, *(f"-DEXECUTORCH_RUNTIME={path}" for path in runtime))
     run("cmake", "--build", folder, "--parallel", "2")
     return folder
@@ -114,7 +127,10 @@ def test_a_value_that_differs_is_named(here, tmp_path, path, change, message):
         ("{}", "no golden values"),
         ('{"cases": [{"seed": 1, "step": 2}]}', "a case has no tensor"),
         ('{"ops": [{"op": "unheard_of", "out": [1]}]}', "unheard_of"),
-        ('{"ops": [{"op": "q8_embedding", "vocabulary": 9, "depth": 5, "ids": [1], "out": [1]}]}', "another number"),
+        (
+            '{"ops": [{"op": "q8_embedding", "vocabulary": 9, "depth": 5, "ids": [1], "out": [1]}]}',
+            "another number",
+        ),
     ],
 )
 def test_a_wrong_file_is_not_a_success(here, tmp_path, content, message):
@@ -165,7 +181,9 @@ def test_golden_values_on_64_bit_arm(here, tmp_path):
     changed.write_text(GOLDEN.read_text().replace("2130748aaac80268", "2130748aaac80269"))
     assert "last_key[0]" in run("qemu-aarch64-static", program, changed, status=1)
     run("ctest", "--test-dir", tmp_path, "--no-tests=error")
-    names = ["ops", "generator"] + (["executorch"] if importlib.util.find_spec("executorch") else [])
+    names = ["ops", "generator"] + (
+        ["executorch"] if importlib.util.find_spec("executorch") else []
+    )
     for name in names:
         assert machines(tmp_path / f"libondevice_{name}.a") == {AARCH64}
 
@@ -195,7 +213,9 @@ def test_the_toolchain_for_phones_asks_the_ndk_for_its_app(tmp_path, monkeypatch
     need("cmake")
     (tmp_path / "ndk/build/cmake").mkdir(parents=True)
     words = "ABI=${ANDROID_ABI} PLATFORM=${ANDROID_PLATFORM} STL=${ANDROID_STL}"
-    (tmp_path / "ndk/build/cmake/android.toolchain.cmake").write_text(f'message(FATAL_ERROR "{words}")\n')
+    (tmp_path / "ndk/build/cmake/android.toolchain.cmake").write_text(
+        f'message(FATAL_ERROR "{words}")\n'
+    )
     monkeypatch.setenv("ANDROID_NDK", str(tmp_path / "ndk"))
     toolchain = str(CSRC / "toolchains/android-ndk.cmake")
     output = configure(tmp_path / "b", "--toolchain", toolchain, status=1)

@@ -55,7 +55,9 @@ class Loss(Call):
 
     def forward(self, *inputs):
         buffers = [getattr(self, f"b{i}") for i in range(self.count)]
-        return tuple(self.op(h, *buffers, y) for h, y in zip(inputs[::2], inputs[1::2], strict=True))
+        return tuple(
+            self.op(h, *buffers, y) for h, y in zip(inputs[::2], inputs[1::2], strict=True)
+        )
 
 
 def assert_close(result: Tensor, expected: Tensor) -> None:
@@ -90,7 +92,9 @@ def test_q8_embedding(run):
     examples = (torch.tensor([999]), torch.randint(0, 1000, (7, 130)))
     program = run(Call(OPS.q8_embedding, *weight), examples)
     for ids, result in zip(examples, program(*examples), strict=True):
-        torch.testing.assert_close(result, quantized.dequantize_q8_rows(*weight)[ids], rtol=0, atol=0)
+        torch.testing.assert_close(
+            result, quantized.dequantize_q8_rows(*weight)[ids], rtol=0, atol=0
+        )
     with pytest.raises(RuntimeError):
         program(torch.tensor([1000]), examples[1])
 
@@ -114,7 +118,9 @@ def test_cross_entropy(run, quantize):
     op = OPS.q8_linear_cross_entropy if quantize else OPS.linear_cross_entropy
     program = run(Loss(op, *(head if quantize else (weight,))), tuple(inputs))
     for hidden, labels, result in zip(inputs[::2], inputs[1::2], program(*inputs), strict=True):
-        expected = nn.functional.cross_entropy(hidden @ dense.T, labels, reduction="none", ignore_index=-100)
+        expected = nn.functional.cross_entropy(
+            hidden @ dense.T, labels, reduction="none", ignore_index=-100
+        )
         assert (result[labels == -100] == 0).all()
         assert_close(result, expected)
     inputs[1] = torch.tensor([1000])
@@ -142,10 +148,14 @@ def test_generator(run):
             for start, count in ((0, 640), (63, 1001), (1, 1)):
                 result = next(results)
                 expected = getattr(generator, kind)(seed, step, 3, 2, start, count)
-                torch.testing.assert_close(result, torch.from_numpy(expected), rtol=0, atol=tolerance)
+                torch.testing.assert_close(
+                    result, torch.from_numpy(expected), rtol=0, atol=tolerance
+                )
                 if native.library() is not None:
                     same = native.draw(kind, *words(seed, step), 3, 2, start, count)
-                    assert torch.equal(result, same), "the runtime and the compiled CPU op give other bits"
+                    assert torch.equal(result, same), (
+                        "the runtime and the compiled CPU op give other bits"
+                    )
 
 
 class Golden(nn.Module):
@@ -154,10 +164,16 @@ class Golden(nn.Module):
     def forward(self, *inputs):
         given, results = iter(inputs), []
         for case in generator.read_golden():
-            counters = (next(given), next(given), *(case[key] for key in ("tensor", "queries", "start", "count")))
+            counters = (
+                next(given),
+                next(given),
+                *(case[key] for key in ("tensor", "queries", "start", "count")),
+            )
             results += [OPS.normal(*counters), OPS.rademacher(*counters)]
         for case in golden.read_ops():
-            values = [next(given) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)]
+            values = [
+                next(given) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)
+            ]
             results.append(getattr(OPS, case["op"])(*values))
         return tuple(results)
 
@@ -173,7 +189,9 @@ def test_golden_values(run):
             np.testing.assert_allclose(next(results).numpy(), case[kind], rtol=0, atol=tolerance)
     for case in others:
         tolerance = golden.TOLERANCE * np.maximum(1.0, np.abs(case["out"]))
-        assert (np.abs(next(results).reshape(-1).numpy() - case["out"]) <= tolerance).all(), case["op"]
+        assert (np.abs(next(results).reshape(-1).numpy() - case["out"]) <= tolerance).all(), case[
+            "op"
+        ]
 
 
 def test_every_op_is_registered_with_the_runtime():

@@ -53,7 +53,9 @@ def test_golden_values_of_the_other_ops_are_those_of_their_definitions():
 def test_any_range_is_a_window_of_the_stream(seed, step, tensor, start, count, form):
     low = max(0, start - 7)
     whole = form(seed, step, tensor, 2, low, count + 20)
-    np.testing.assert_array_equal(form(seed, step, tensor, 2, start, count), whole[:, start - low :][:, :count])
+    np.testing.assert_array_equal(
+        form(seed, step, tensor, 2, start, count), whole[:, start - low :][:, :count]
+    )
 
 
 def test_scalar_and_vector_forms_of_the_mix_agree():

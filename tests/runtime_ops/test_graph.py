@@ -8,7 +8,10 @@ import torch
 
 from ondevice.runtime_ops import generator, graph
 
-FORMS = [(graph.aten_normal, generator.normal, 1e-6), (graph.aten_rademacher, generator.rademacher, 0.0)]
+FORMS = [
+    (graph.aten_normal, generator.normal, 1e-6),
+    (graph.aten_rademacher, generator.rademacher, 0.0),
+]
 
 
 class Draw(torch.nn.Module):
@@ -33,7 +36,9 @@ def run_lowered(program):
     from ondevice.exporters.executorch.shortcuts import shortcuts
 
     with shortcuts():
-        lowered = executorch.to_edge_transform_and_lower(program, compile_config=graph.edge_compile_config())
+        lowered = executorch.to_edge_transform_and_lower(
+            program, compile_config=graph.edge_compile_config()
+        )
         buffer = lowered.to_executorch().buffer
     loaded = Runtime.get().load_program(buffer)
     method = loaded.load_method("forward")
@@ -58,12 +63,16 @@ def test_golden_values(form, reference, tolerance):
 
 @pytest.mark.parametrize(("form", "reference", "tolerance"), FORMS)
 @pytest.mark.parametrize("arguments", [(3, 4, 63, 1001), (0, 2, 128, 640), (7, 1, 1, 1)])
-def test_lowered_program_reproduces_the_reference_for_any_seed_and_step(form, reference, tolerance, arguments):
+def test_lowered_program_reproduces_the_reference_for_any_seed_and_step(
+    form, reference, tolerance, arguments
+):
     program = torch.export.export(Draw(form, *arguments), (scalar(1), scalar(2)))
     run = run_lowered(program)
     for seed, step in ((2**63 - 1, 7), (0, 0), (42, 20_000)):
         (values,) = run(scalar(seed), scalar(step))
-        np.testing.assert_allclose(values.numpy(), reference(seed, step, *arguments), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            values.numpy(), reference(seed, step, *arguments), rtol=0, atol=tolerance
+        )
 
 
 def test_given_keys_are_used():
@@ -72,7 +81,9 @@ def test_given_keys_are_used():
     assert [int(key) & generator.MASK64 for key in keys[:, 0]] == expected
     for form, _, _ in FORMS:
         a = form(scalar(5), scalar(6), 1, 3, 10, 100)
-        torch.testing.assert_close(form(scalar(0), scalar(0), 1, 3, 10, 100, keys=keys), a, rtol=0, atol=0)
+        torch.testing.assert_close(
+            form(scalar(0), scalar(0), 1, 3, 10, 100, keys=keys), a, rtol=0, atol=0
+        )
 
 
 class ManyRanges(torch.nn.Module):

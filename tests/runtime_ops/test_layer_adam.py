@@ -27,7 +27,10 @@ def bits(x: Tensor) -> Tensor:
 
 def make(master: Tensor, form: str, kind: str, seed: int = 3) -> HostState:
     """A state that holds `master`, with zero moments."""
-    moments, high = Moments.empty(master.numel(), kind), torch.empty(master.numel(), dtype=torch.bfloat16)
+    moments, high = (
+        Moments.empty(master.numel(), kind),
+        torch.empty(master.numel(), dtype=torch.bfloat16),
+    )
     if form == "plain":
         return HostState(master.clone(), high, None, moments, seed)
     low = torch.empty(master.numel(), dtype=torch.uint16)
@@ -43,19 +46,31 @@ def master_of(state: HostState) -> Tensor:
 
 
 def tensors(state: HostState) -> dict[str, Tensor]:
-    arrays = {"master": state.master, "high": state.high, "low": state.low, **state.moments.tensors()}
+    arrays = {
+        "master": state.master,
+        "high": state.high,
+        "low": state.low,
+        **state.moments.tensors(),
+    }
     return {name: tensor for name, tensor in arrays.items() if tensor is not None}
 
 
 def same_bits(a: HostState, b: HostState) -> bool:
-    return all(torch.equal(bits(x), bits(y)) for x, y in zip(tensors(a).values(), tensors(b).values(), strict=True))
+    return all(
+        torch.equal(bits(x), bits(y))
+        for x, y in zip(tensors(a).values(), tensors(b).values(), strict=True)
+    )
 
 
 def hard_masters(count: int = 50_000) -> Tensor:
     """Random bits without NaN: normals, denormals, infinities, both signs, and an exact tie every fourth."""
-    words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
     words[::4] = (words[::4] & ~0xFFFF) | 0x8000
-    words[:8] = torch.tensor([0, -(2**31), 1, 0x8000, 0x18000, 0x7F800000, -0x800000, 0x7F7F8000], dtype=torch.int32)
+    words[:8] = torch.tensor(
+        [0, -(2**31), 1, 0x8000, 0x18000, 0x7F800000, -0x800000, 0x7F7F8000], dtype=torch.int32
+    )
     return torch.where(words.view(torch.float32).isnan(), 1.0, words.view(torch.float32))
 
 
@@ -93,7 +108,11 @@ def test_with_int8_moments_ties_round_away_from_zero_and_every_bit_is_kept(form_
 def test_nan_stays_a_nan_in_both_halves(form_of_code):
     words = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
     state = make(words.view(torch.float32), "split", "float32")
-    assert state.high is not None and bool(state.high.isnan().all()) and bool(master_of(state).isnan().all())
+    assert (
+        state.high is not None
+        and bool(state.high.isnan().all())
+        and bool(master_of(state).isnan().all())
+    )
 
 
 @needs_compiler
@@ -115,7 +134,9 @@ def test_split_is_plain_to_the_bit_over_200_steps(kind):
     seen = 0
     for number in range(1, 201):
         grad = torch.randn(count).mul_(1e-2).bfloat16()
-        grad[:ties] = 0  # without weight decay these stay ties, with v = -0.0 where they were rounded up
+        grad[:ties] = (
+            0  # without weight decay these stay ties, with v = -0.0 where they were rounded up
+        )
         step = AdamStep(1e-3, step=number, weight_decay=0.01 if number > 100 else 0.0)
         la.layer_adam(grad, plain, step)
         la.layer_adam(grad, split, step)
@@ -133,7 +154,12 @@ def reference(master: Tensor, grads: list[Tensor], step: AdamStep, fused: bool) 
     parameter = torch.nn.Parameter(master.clone())
     betas = (step.beta1, step.beta2)
     optimizer = torch.optim.AdamW(
-        [parameter], step.learning_rate, betas, step.eps, weight_decay=step.weight_decay, fused=fused
+        [parameter],
+        step.learning_rate,
+        betas,
+        step.eps,
+        weight_decay=step.weight_decay,
+        fused=fused,
     )
     for grad in grads:
         parameter.grad = grad.to(master.dtype) * step.grad_scale
@@ -142,7 +168,9 @@ def reference(master: Tensor, grads: list[Tensor], step: AdamStep, fused: bool) 
 
 
 @needs_compiler
-@pytest.mark.parametrize("form,dtype", [("plain", torch.bfloat16), ("plain", torch.float32), ("split", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "form,dtype", [("plain", torch.bfloat16), ("plain", torch.float32), ("split", torch.bfloat16)]
+)
 @pytest.mark.parametrize("count", [1, 7, 63, 65, 128, 100_003])
 def test_against_torch(form, dtype, count):
     torch.manual_seed(count)
@@ -150,10 +178,15 @@ def test_against_torch(form, dtype, count):
     state = make(master, form, "float32")
     for number, grad in enumerate(grads, 1):
         la.layer_adam(grad, state, replace(STEP, step=number))
-    for expected in (reference(master.double(), grads, STEP, False), reference(master, grads, STEP, True)):
+    for expected in (
+        reference(master.double(), grads, STEP, False),
+        reference(master, grads, STEP, True),
+    ):
         error = (master_of(state).double() - expected.double()).norm() / expected.double().norm()
         assert error < 1e-6
-        torch.testing.assert_close(master_of(state).double(), expected.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            master_of(state).double(), expected.double(), rtol=1e-6, atol=1e-6
+        )
     assert state.high is not None and torch.equal(state.high, master_of(state).bfloat16())
     unscaled = reference(master.double(), grads, replace(STEP, weight_decay=0.0), False)
     assert (master_of(state).double() - unscaled).norm() / unscaled.norm() > 1e-5
@@ -163,7 +196,10 @@ def test_against_torch(form, dtype, count):
 def test_torch_adam_is_the_fused_optimizer(scale):
     torch.manual_seed(0)
     master, grads = torch.randn(5003), [torch.randn(5003).bfloat16() for _ in range(5)]
-    state, step = make(master, "plain", "float32"), AdamStep(1e-3, weight_decay=0.1, grad_scale=scale)
+    state, step = (
+        make(master, "plain", "float32"),
+        AdamStep(1e-3, weight_decay=0.1, grad_scale=scale),
+    )
     for number, grad in enumerate(grads, 1):
         la.torch_adam(grad, state, replace(step, step=number), torch.empty(5003))
     assert state.high is not None
@@ -192,8 +228,15 @@ def processors(tmp_path_factory) -> list[ctypes.CDLL]:
     libraries, source = [], str(build.SOURCES / "layer_adam.cpp")
     for machine in ("native", "x86-64-v3", "x86-64"):
         target = str(tmp_path_factory.mktemp("libraries") / f"{machine}.so")
-        flags = [*build.OPTIMISE, f"-march={machine}", "-std=c++17", build.CONTRACTION["layer_adam.cpp"]]
-        subprocess.run([build.find_compiler(), *flags, "-shared", "-pthread", source, "-o", target], check=True)
+        flags = [
+            *build.OPTIMISE,
+            f"-march={machine}",
+            "-std=c++17",
+            build.CONTRACTION["layer_adam.cpp"],
+        ]
+        subprocess.run(
+            [build.find_compiler(), *flags, "-shared", "-pthread", source, "-o", target], check=True
+        )
         libraries.append(ctypes.CDLL(target))
     return libraries
 
@@ -238,9 +281,9 @@ def test_rows_and_their_complement_are_the_whole(form, kind, width):
         la.layer_adam(grad, parts, step, rows, width, threads=2)
         if number == 1:
             la.layer_adam(grad, first, step, rows, width)
-            moved = bits(master_of(first).view(500, width)) != bits(master_of(make(table.view(-1), form, kind))).view(
-                500, width
-            )
+            moved = bits(master_of(first).view(500, width)) != bits(
+                master_of(make(table.view(-1), form, kind))
+            ).view(500, width)
             assert torch.equal(moved.any(1), chosen)
         assert not same_bits(whole, parts)
         la.layer_adam(grad, parts, step, rest, width)
@@ -262,12 +305,16 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed_and_step(kind):
             state.moments.v.fill_(value_v)
             la.layer_adam(torch.zeros(count), state, AdamStep(0.0, step=number))
             return state.moments.m.float(), state.moments.v.float()
-        grad = torch.full((count,), 0.7)  # m = 0.07, v = 0.00049; the first of each tile sets the scales
+        grad = torch.full(
+            (count,), 0.7
+        )  # m = 0.07, v = 0.00049; the first of each tile sets the scales
         grad[:: la.TILE] = 1.0
         la.layer_adam(grad, state, AdamStep(0.0, step=number))
         return decoded(state.moments)
 
-    wanted = (0.9 * float(value_m), 0.999 * float(value_v)) if kind == "bfloat16" else (0.07, 0.00049)
+    wanted = (
+        (0.9 * float(value_m), 0.999 * float(value_v)) if kind == "bfloat16" else (0.07, 0.00049)
+    )
     keep = torch.arange(count) % la.TILE != 0
     actual = after(1, 5)
     for got, exact in zip(actual, wanted):
@@ -279,7 +326,9 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed_and_step(kind):
         assert (other[0] != actual[0])[keep].double().mean() > 0.1
     assert torch.equal(after(1, 5)[1], actual[1])
     if kind == "bfloat16":
-        assert float((value_v.float() * 0.999).bfloat16()) == float(value_v), "nearest rounding does not move"
+        assert float((value_v.float() * 0.999).bfloat16()) == float(value_v), (
+            "nearest rounding does not move"
+        )
 
 
 @needs_compiler
@@ -368,7 +417,9 @@ def train(kind: str, form: str) -> float:
     y = torch.sin(x @ torch.randn(8, 4, generator=generator))
     sizes = [(8, 64), (64,), (64, 4), (4,)]
     counts = [torch.Size(size).numel() for size in sizes]
-    start = torch.cat([torch.randn(n, generator=generator) * (0.3 if n > 64 else 0.0) for n in counts])
+    start = torch.cat(
+        [torch.randn(n, generator=generator) * (0.3 if n > 64 else 0.0) for n in counts]
+    )
     state, loss = make(start, form, kind), torch.tensor(0.0)
     for number in range(1, 301):
         flat = master_of(state).clone().requires_grad_()
@@ -401,7 +452,12 @@ def test_the_table_of_bytes(form, kind):
 
 def test_refusals(monkeypatch):
     good, grad = make(torch.zeros(256), "plain", "float32"), torch.zeros(256)
-    for bad in (torch.zeros(255), torch.zeros(257), torch.zeros(256).double(), torch.zeros(512)[::2]):
+    for bad in (
+        torch.zeros(255),
+        torch.zeros(257),
+        torch.zeros(256).double(),
+        torch.zeros(512)[::2],
+    ):
         with pytest.raises(ModelError, match="wrong grad"):
             la.layer_adam(bad, good, STEP)
     with pytest.raises(ModelError, match="wrong high"):
@@ -409,7 +465,9 @@ def test_refusals(monkeypatch):
     with pytest.raises(ModelError, match="wrong m"):
         la.layer_adam(grad, replace(good, moments=Moments("bfloat16", grad, grad)), STEP)
     with pytest.raises(ModelError, match="wrong m_scale"):
-        la.layer_adam(grad, replace(good, moments=replace(Moments.empty(256, "int8"), m_scale=None)), STEP)
+        la.layer_adam(
+            grad, replace(good, moments=replace(Moments.empty(256, "int8"), m_scale=None)), STEP
+        )
     with pytest.raises(ModelError, match="neither plain nor split"):
         la.layer_adam(grad, replace(good, low=torch.zeros(256, dtype=torch.uint16)), STEP)
     with pytest.raises(ModelError, match="unknown kind"):

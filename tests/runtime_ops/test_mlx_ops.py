@@ -34,14 +34,18 @@ def test_golden_values(kind, tolerance, arrays):
 
 def test_keys_and_words_have_the_golden_bits():
     for case in generator.read_golden():
-        keys = mlx_ops._keys(case["seed"], case["step"], case["tensor"], case["queries"], case["start"], 2)
+        keys = mlx_ops._keys(
+            case["seed"], case["step"], case["tensor"], case["queries"], case["start"], 2
+        )
         assert f"{int(np.array(keys)[-1, 0]):016x}" == case["last_key"]
         words = np.array(mlx_ops._words(keys, case["start"], case["start"] + 2))[-1]
         assert [f"{int(value):016x}" for value in words] == case["last_words"]
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (0, 1), (1, 511), (63, 130), (2**33 + 7, 1001), (2**53 + 1, 4)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (0, 1), (1, 511), (63, 130), (2**33 + 7, 1001), (2**53 + 1, 4)]
+)
 def test_ranges_of_negative_seeds(kind, tolerance, start, count):
     expected = getattr(generator, kind)(-5, 9, 1, 3, start, count)
     np.testing.assert_allclose(
@@ -58,7 +62,9 @@ def test_normals_stay_close_over_many_and_are_never_nan():
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
 def test_seed_and_step_may_be_inputs_of_an_exported_function(tmp_path, kind, tolerance):
     path = str(tmp_path / "draw.mlxfn")
-    mx.export_function(path, lambda seed, step: mlx_ops.draw(kind, seed, step, 2, 2, 5, 70), word(0), word(0))
+    mx.export_function(
+        path, lambda seed, step: mlx_ops.draw(kind, seed, step, 2, 2, 5, 70), word(0), word(0)
+    )
     imported = mx.import_function(path)
     for seed, step in ((2**63 - 1, 7), (-1, 20_000)):
         (values,) = imported(word(seed), word(step))
@@ -67,7 +73,9 @@ def test_seed_and_step_may_be_inputs_of_an_exported_function(tmp_path, kind, tol
 
 
 def test_names_and_refusals():
-    same = mx.array_equal(mlx_ops.draw("gaussian", 1, 2, 0, 1, 0, 9), mlx_ops.normal(1, 2, 0, 1, 0, 9))
+    same = mx.array_equal(
+        mlx_ops.draw("gaussian", 1, 2, 0, 1, 0, 9), mlx_ops.normal(1, 2, 0, 1, 0, 9)
+    )
     assert same.item()
     with pytest.raises(ConfigError, match="noise"):
         mlx_ops.draw("uniform", 1, 2, 0, 1, 0, 9)
@@ -86,6 +94,15 @@ def test_loads_no_torch(tmp_path):
 def test_without_mlx_the_package_is_named(tmp_path):
     program = "import sys\nsys.modules['mlx.core'] = None\nimport ondevice.runtime_ops.mlx_ops"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
     )
-    assert done.returncode == 1 and "MissingPackageError" in done.stderr and "ondevice-train[mlx]" in done.stderr
+    assert (
+        done.returncode == 1
+        and "MissingPackageError" in done.stderr
+        and "ondevice-train[mlx]" in done.stderr
+    )

@@ -9,7 +9,9 @@ from ondevice.core.errors import ModelError
 from ondevice.runtime_ops import quantized
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(1, 32, 32), (33, 64, 32), (64, 96, 16), (40, 64, 64)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"), [(1, 32, 32), (33, 64, 32), (64, 96, 16), (40, 64, 64)]
+)
 def test_q4_error_is_at_most_half_a_level(outputs, inputs, group):
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs)
@@ -40,7 +42,9 @@ def test_constant_groups_are_exact():
     assert torch.equal(quantized.dequantize_q4(*quantized.quantize_q4(weight)), weight)
 
 
-@pytest.mark.parametrize(("weight", "message"), [(torch.zeros(4, 48), "4 bits"), (torch.full((4, 32), 1e6), "4 bits")])
+@pytest.mark.parametrize(
+    ("weight", "message"), [(torch.zeros(4, 48), "4 bits"), (torch.full((4, 32), 1e6), "4 bits")]
+)
 def test_q4_refusals(weight, message):
     with pytest.raises(ModelError, match=message):
         quantized.quantize_q4(weight)

@@ -46,7 +46,9 @@ def samples() -> dict[str, tuple]:
 
 def test_samples_cover_every_op():
     assert sorted(samples()) == sorted(torch_ops.OP_NAMES)
-    assert sorted(["normal", "rademacher", *(case["op"] for case in golden.read_ops())]) == sorted(torch_ops.OP_NAMES)
+    assert sorted(["normal", "rademacher", *(case["op"] for case in golden.read_ops())]) == sorted(
+        torch_ops.OP_NAMES
+    )
 
 
 def test_the_readme_lists_every_op():
@@ -76,14 +78,18 @@ def test_golden_values(form, kind, tolerance):
 
 @pytest.mark.parametrize("case", golden.read_ops(), ids=lambda case: case["op"])
 def test_golden_values_of_the_other_ops(form, case):
-    arguments = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)]
+    arguments = [
+        torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)
+    ]
     result = getattr(OPS, case["op"])(*arguments).reshape(-1)
     tolerance = golden.TOLERANCE * np.maximum(1.0, np.abs(case["out"]))
     assert (np.abs(result.numpy() - case["out"]) <= tolerance).all()
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("normal", 1e-6), ("rademacher", 0.0)])
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (0, 1), (1, 511), (511, 1027), (32_767, 70_001)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (0, 1), (1, 511), (511, 1027), (32_767, 70_001)]
+)
 def test_compiled_ranges(kind, tolerance, start, count):
     if not torch_ops.native_available():
         pytest.skip("no C++ compiler")
@@ -99,7 +105,9 @@ def test_compiled_normals_stay_close_over_many_and_are_never_nan():
     assert np.abs(values - generator.normal(8, 8, 0, 1, 0, 1 << 20)).max() <= 1e-6
 
 
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 33, 64), (7, 96, 32), (130, 192, 576), (15, 31, 96)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 33, 64), (7, 96, 32), (130, 192, 576), (15, 31, 96)]
+)
 def test_q4_linear(form, rows, outputs, inputs):
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
@@ -112,7 +120,9 @@ def test_q4_linear(form, rows, outputs, inputs):
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize(("rows", "vocabulary", "depth"), [(1, 33, 16), (7, 1000, 64), (130, 5000, 72), (300, 100, 8)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "depth"), [(1, 33, 16), (7, 1000, 64), (130, 5000, 72), (300, 100, 8)]
+)
 def test_cross_entropy(form, rows, vocabulary, depth, quantize):
     torch.manual_seed(rows)
     hidden, weight = torch.randn(rows, depth), torch.randn(vocabulary, depth)
@@ -167,7 +177,10 @@ def test_gradients_reach_the_activations_or_are_refused(form):
     x, *weight, group = samples()["q4_linear"]
     x = x.clone().requires_grad_()
     OPS.q4_linear(x, *weight, group).square().sum().backward()
-    dense, y = quantized.dequantize_q4(*weight, group).double(), x.detach().double().requires_grad_()
+    dense, y = (
+        quantized.dequantize_q4(*weight, group).double(),
+        x.detach().double().requires_grad_(),
+    )
     (y @ dense.T).square().sum().backward()
     # The bound of two products in a row: as many roundings as terms, of the sums of absolute values.
     sizes = 2 * (y.detach().abs() @ dense.abs().T) @ dense.abs()
@@ -216,4 +229,7 @@ def test_ids_outside_the_vocabulary_are_refused(form):
 
 def test_backend_names(form):
     assert torch_ops.generator_backend() == ("native" if form == "native" else "aten")
-    assert torch_ops.noise("gaussian") is OPS.normal and torch_ops.noise("rademacher") is OPS.rademacher
+    assert (
+        torch_ops.noise("gaussian") is OPS.normal
+        and torch_ops.noise("rademacher") is OPS.rademacher
+    )

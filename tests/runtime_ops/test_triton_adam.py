@@ -64,7 +64,9 @@ def test_the_bits_of_the_compiled_step(ops, form: str, kind: str, dtype: torch.d
             step = la.AdamStep(1e-3, weight_decay=0.1, step=number)
             la.device_adam(grad, host, step, scale)
             if number % 2:
-                ops.layer_adam(grad.to(DEVICE), device, la.numbers_of(step), number, scale.to(DEVICE))
+                ops.layer_adam(
+                    grad.to(DEVICE), device, la.numbers_of(step), number, scale.to(DEVICE)
+                )
             else:
                 numbers = la.numbers_of(replace(step, grad_scale=float(scale)))
                 ops.layer_adam(grad.to(DEVICE), device, numbers, number, None)

@@ -85,14 +85,22 @@ def test_apply_update(ops, kind):
     form = getattr(generator, generator.noise_kind(kind))
     z = torch.from_numpy(form(11, 4, 0, queries, 0, size)).to(DEVICE)
     updated = ops.apply_update(flat, word(11), word(4), coefficients, kind)
-    torch.testing.assert_close(updated, flat - (coefficients[:, None] * z).sum(0), rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(
+        updated, flat - (coefficients[:, None] * z).sum(0), rtol=1e-5, atol=5e-6
+    )
 
 
 def test_refusals(ops):
     with pytest.raises(ModelError, match="flat"):
         ops.perturb(torch.zeros(2, 3, device=DEVICE), word(1), word(1), 1, 0.1, "gaussian")
     with pytest.raises(ConfigError, match="noise"):
-        ops.apply_update(torch.zeros(3, device=DEVICE), word(1), word(1), torch.zeros(1, device=DEVICE), "uniform")
+        ops.apply_update(
+            torch.zeros(3, device=DEVICE),
+            word(1),
+            word(1),
+            torch.zeros(1, device=DEVICE),
+            "uniform",
+        )
 
 
 @pytest.mark.gpu

@@ -32,7 +32,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Ser
     with DaemonProcess(folder / "store", python=warm.python) as daemon:
         client = daemon.client
         dataset = client.upload("dataset", rows(folder / "rows.jsonl"))["id"]
-        job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(), name="first")
+        job = client.create_job(
+            model="tiny:llama", dataset=dataset, config=settings(), name="first"
+        )
         yield Served(daemon, client, dataset, client.wait(job["id"], 120))
 
 

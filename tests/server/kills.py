@@ -27,7 +27,12 @@ from tests.server.running import DaemonProcess, adapter_bits, rows, settings, wa
 
 
 def trouble(
-    folder: Path, kills: int, seed: int, steps: int, log: Any = lambda text: None, python: Path | None = None
+    folder: Path,
+    kills: int,
+    seed: int,
+    steps: int,
+    log: Any = lambda text: None,
+    python: Path | None = None,
 ) -> dict[str, Any]:
     """Run a job to its end through `kills` kills; gives what happened, after checking it.
 
@@ -47,10 +52,16 @@ def trouble(
     try:
         client = daemon.client
         dataset = client.upload("dataset", data)["id"]
-        other = client.create_job(model="tiny:llama", dataset=dataset, config=config, priority=-5, name="waits")["id"]
+        other = client.create_job(
+            model="tiny:llama", dataset=dataset, config=config, priority=-5, name="waits"
+        )["id"]
         client.pause(other)
         job = client.create_job(
-            model="tiny:llama", dataset=dataset, config=config, limits={"retries": 10 * kills + 10}, name="is killed"
+            model="tiny:llama",
+            dataset=dataset,
+            config=config,
+            limits={"retries": 10 * kills + 10},
+            name="is killed",
         )["id"]
         while sum(counts.values()) < kills and not _ended(client, job):
             victim = chance.choice(("daemon", "worker", "worker", "power"))
@@ -74,7 +85,9 @@ def trouble(
                 daemon = DaemonProcess(store).start()
                 client = daemon.client
             assert client.job(other)["state"] == "paused"
-            log(f"{sum(counts.values())}: {victim}, {client.job(job)['progress'].get('step', 0)} of {steps} steps")
+            log(
+                f"{sum(counts.values())}: {victim}, {client.job(job)['progress'].get('step', 0)} of {steps} steps"
+            )
         done = client.wait(job, 900)
         assert done["state"] == "done", done
         events = list(client.events(job, follow=False))
@@ -86,7 +99,13 @@ def trouble(
     check_stream(events, steps)
     assert actual == expected, "the adapter is another than that of the undisturbed run"
     assert job in listed
-    return {"kills": sum(counts.values()), **counts, "steps": steps, "events": len(events), "attempts": done["attempt"]}
+    return {
+        "kills": sum(counts.values()),
+        **counts,
+        "steps": steps,
+        "events": len(events),
+        "attempts": done["attempt"],
+    }
 
 
 def check_stream(events: list[dict[str, Any]], steps: int) -> None:
@@ -138,7 +157,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ondevice-kills-"))
     try:
         began = time.monotonic()
-        report = trouble(folder, given.kills, given.seed, given.steps, lambda text: print(text, flush=True))
+        report = trouble(
+            folder, given.kills, given.seed, given.steps, lambda text: print(text, flush=True)
+        )
         print(json.dumps(report | {"seconds": round(time.monotonic() - began)}))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

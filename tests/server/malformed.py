@@ -31,7 +31,9 @@ from tests.server.running import DaemonProcess, wait_for
 
 ESCAPED = f"escaped-{os.getpid()}"
 """In the names of files that must not be written; other people's /tmp may hold such names, too."""
-GOOD_ROWS = [{"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(6)]
+GOOD_ROWS = [
+    {"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(6)
+]
 
 
 def jsonl(chance: random.Random) -> tuple[str, bytes, bool]:
@@ -40,19 +42,34 @@ def jsonl(chance: random.Random) -> tuple[str, bytes, bool]:
     place = chance.randrange(len(lines))
     broken = chance.choice(
         [
-            ("not UTF-8", lambda line: line[:12] + bytes([chance.randrange(0x80, 0xC0)]) + line[12:]),
+            (
+                "not UTF-8",
+                lambda line: line[:12] + bytes([chance.randrange(0x80, 0xC0)]) + line[12:],
+            ),
             ("cut off", lambda line: line[: chance.randrange(1, len(line))]),
             ("a NUL", lambda line: line[:14] + b"\0" + line[14:]),
-            ("no object", lambda line: chance.choice([b"[1, 2]", b"3", b'"text"', b"null", b"true"])),
+            (
+                "no object",
+                lambda line: chance.choice([b"[1, 2]", b"3", b'"text"', b"null", b"true"]),
+            ),
             ("a key twice", lambda line: line[:-1] + b', "prompt": "again"}'),
             ("a key is missing", lambda line: b'{"prompt": "alone"}'),
-            ("a number for a text", lambda line: b'{"prompt": "x", "completion": %d}' % chance.randrange(10**9)),
+            (
+                "a number for a text",
+                lambda line: b'{"prompt": "x", "completion": %d}' % chance.randrange(10**9),
+            ),
             ("an empty answer", lambda line: b'{"prompt": "x", "completion": "  "}'),
             ("half a surrogate pair", lambda line: b'{"prompt": "x", "completion": "\\ud800"}'),
             ("nested", lambda line: b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-            ("a number without end", lambda line: b'{"prompt": "x", "completion": ' + b"9" * 5000 + b"}"),
+            (
+                "a number without end",
+                lambda line: b'{"prompt": "x", "completion": ' + b"9" * 5000 + b"}",
+            ),
             ("NaN", lambda line: b'{"prompt": "x", "completion": NaN}'),
-            ("rubbish", lambda line: chance.randbytes(chance.randrange(1, 200)).replace(b"\n", b"") or b"?"),
+            (
+                "rubbish",
+                lambda line: chance.randbytes(chance.randrange(1, 200)).replace(b"\n", b"") or b"?",
+            ),
             ("UTF-16", None),
             ("a list without its end", None),
             ("nothing", None),
@@ -99,16 +116,22 @@ def safetensors(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
     tensor = chance.choice([name for name in header if name != "__metadata__"])
     edits: dict[str, Callable[[], Any]] = {
         "offsets that overlap": lambda: header[tensor].update(data_offsets=[0, 8]),
-        "offsets beyond the end": lambda: header[tensor].update(data_offsets=[len(body), len(body) + 512]),
+        "offsets beyond the end": lambda: header[tensor].update(
+            data_offsets=[len(body), len(body) + 512]
+        ),
         "a huge shape": lambda: header[tensor].update(shape=[2**40, 2**40]),
         "a negative shape": lambda: header[tensor].update(shape=[-1, 64]),
         "a wrong shape": lambda: header[tensor].update(shape=[128]),
-        "another dtype": lambda: header[tensor].update(dtype=chance.choice(["I64", "F99", "BOOL", 7])),
+        "another dtype": lambda: header[tensor].update(
+            dtype=chance.choice(["I64", "F99", "BOOL", 7])
+        ),
         "another name": lambda: header.update(evil=header.pop(tensor)),
         "a tensor less": lambda: header.pop(tensor),
         "a name with a path": lambda: header.update({"../../x": header.pop(tensor)}),
     }
-    what = chance.choice([*edits, "cut off", "a huge header", "no header", "flipped", "not finite", "config"])
+    what = chance.choice(
+        [*edits, "cut off", "a huge header", "no header", "flipped", "not finite", "config"]
+    )
     changed = dict(files)
     if what in edits:
         edits[what]()
@@ -122,7 +145,9 @@ def safetensors(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         weights = struct.pack("<Q", size) + chance.randbytes(size) + body
     elif what == "flipped":  # the file records a digest of its tensors
         at = 8 + size + chance.randrange(len(body))
-        weights = weights[:at] + bytes([weights[at] ^ (1 << chance.randrange(8))]) + weights[at + 1 :]
+        weights = (
+            weights[:at] + bytes([weights[at] ^ (1 << chance.randrange(8))]) + weights[at + 1 :]
+        )
     elif what == "not finite":
         weights = weights[: 8 + size] + struct.pack("<f", float("nan")) + body[4:]
     else:
@@ -153,7 +178,9 @@ def hostile_zip(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         "a line break": "a\nb.json",
         "long": "x" * 300 + ".json",
         "deep": "/".join("abcdefghij") + ".json",
-        "a pickle": chance.choice(["adapter_model.bin", "x.pt", "x.pkl", "x.pth", "x.ckpt", "run.py", "x.so", "x"]),
+        "a pickle": chance.choice(
+            ["adapter_model.bin", "x.pt", "x.pkl", "x.pth", "x.ckpt", "run.py", "x.so", "x"]
+        ),
     }
     others = [
         "a link",
@@ -191,7 +218,9 @@ def hostile_zip(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         return what, bytes(data[: chance.randrange(1, len(data))]), True
     if what == "flipped":
         for _ in range(chance.randrange(1, 4)):
-            first = chance.choice((0, len(data) - 160))  # anywhere, or in the list of files at the end
+            first = chance.choice(
+                (0, len(data) - 160)
+            )  # anywhere, or in the list of files at the end
             data[chance.randrange(first, len(data))] ^= 1 << chance.randrange(8)
         return what, bytes(data), False
     if what == "rubbish":
@@ -214,7 +243,10 @@ def attack(client: Client, store: Path, scratch: Path, count: int, seed: int) ->
     """
     chance, outcomes = random.Random(seed), Counter[str]()
     whole = adapter_files(scratch / "whole")
-    wait_for(lambda: not client.jobs("queued", "running", "pausing", "cancelling"), "the jobs before it write no more")
+    wait_for(
+        lambda: not client.jobs("queued", "running", "pausing", "cancelling"),
+        "the jobs before it write no more",
+    )
     before = _files(store)
     good = {"dataset": "\n".join(map(json.dumps, GOOD_ROWS)).encode(), "adapter": packed(whole)}
     for kind, content in good.items():  # what the mutations begin with is taken
@@ -232,10 +264,14 @@ def attack(client: Client, store: Path, scratch: Path, count: int, seed: int) ->
             placed = _send(client, kind, content)
         except RefusedError as error:
             assert 400 <= error.status < 500, f"{case}: {error.status} {error}"
-            assert error.message and "Traceback" not in str(error) and str(store) not in str(error), f"{case}: {error}"
+            assert (
+                error.message and "Traceback" not in str(error) and str(store) not in str(error)
+            ), f"{case}: {error}"
             if kind == "dataset" and error.problems:
                 problem = error.problems[0]
-                assert problem["line"] >= 1 and problem["reason"] and problem["file"] == "rows.jsonl", case
+                assert (
+                    problem["line"] >= 1 and problem["reason"] and problem["file"] == "rows.jsonl"
+                ), case
             outcomes[f"refused with {error.status}"] += 1
             continue
         assert not sure, f"{case} was taken"
@@ -247,7 +283,9 @@ def attack(client: Client, store: Path, scratch: Path, count: int, seed: int) ->
             client.ask("DELETE", f"/v1/datasets/{placed['id']}")
         outcomes["whole all the same"] += 1
     assert _files(store) == before, sorted(_files(store) ^ before)[:5]
-    escaped = [path for place in ("/tmp", store.parent, "/") for path in Path(place).glob(f"*{ESCAPED}*")]
+    escaped = [
+        path for place in ("/tmp", store.parent, "/") for path in Path(place).glob(f"*{ESCAPED}*")
+    ]
     assert not escaped, escaped
     assert client.health()["status"] == "ok"
     return dict(outcomes)
@@ -264,7 +302,11 @@ def _send(client: Client, kind: str, content: bytes) -> dict[str, Any]:
 def _files(store: Path) -> set[str]:
     """List the store's files, without the database and the log, which grow."""
     paths = (path.relative_to(store) for path in store.rglob("*"))
-    return {str(path) for path in paths if path.parts[0] != "logs" and not path.name.startswith("ondevice.db")}
+    return {
+        str(path)
+        for path in paths
+        if path.parts[0] != "logs" and not path.name.startswith("ondevice.db")
+    }
 
 
 def main() -> None:

@@ -47,12 +47,28 @@ class DaemonProcess:
 
     def start(self) -> DaemonProcess:
         """Start it, and wait until it answers."""
-        program = f"import sys; sys.executable = {self.python!r}; from ondevice.cli.app import run; run()"
-        command = [sys.executable, "-c", program, "serve", "--store", str(self.store), "--port", "0", "--json"]
+        program = (
+            f"import sys; sys.executable = {self.python!r}; from ondevice.cli.app import run; run()"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "serve",
+            "--store",
+            str(self.store),
+            "--port",
+            "0",
+            "--json",
+        ]
         self.errors.parent.mkdir(parents=True, exist_ok=True)
         with self.errors.open("ab") as errors:
             self.process = subprocess.Popen(
-                [*command, *self.flags], env=self.environment, stdout=subprocess.PIPE, stderr=errors, text=True
+                [*command, *self.flags],
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -96,7 +112,10 @@ class DaemonProcess:
 
 def rows(path: Path, count: int = 12) -> Path:
     """Rows of a classification by label."""
-    lines = [json.dumps({"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]}) for i in range(count)]
+    lines = [
+        json.dumps({"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]})
+        for i in range(count)
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -125,7 +144,9 @@ def workers(store: Path) -> list[int]:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"ondevice.server.worker" in words and any(word.startswith(os.fsencode(store)) for word in words):
+            if b"ondevice.server.worker" in words and any(
+                word.startswith(os.fsencode(store)) for word in words
+            ):
                 collected.append(int(folder.name))
     return collected
 

@@ -46,7 +46,9 @@ def test_no_request_makes_the_server_stumble(name: str, served) -> None:
     modes = list(schemathesis.GenerationMode)
 
     @given(case=st.one_of(*(OPERATIONS[name].as_strategy(generation_mode=mode) for mode in modes)))
-    @examples(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @examples(
+        max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     def ask(case: Any) -> None:
         check(case, served)
 
@@ -55,16 +57,22 @@ def test_no_request_makes_the_server_stumble(name: str, served) -> None:
 
 def check(case: Any, served: Any) -> None:
     """Send a request, and hold the answer against the document."""
-    if any(zlib.crc32(repr(part).encode()) % 2 for part in (case.body, case.query)):  # `hash` is another in each run
+    if any(
+        zlib.crc32(repr(part).encode()) % 2 for part in (case.body, case.query)
+    ):  # `hash` is another in each run
         known = {"job": served.job["id"], "dataset": served.dataset, "adapter": served.job["id"]}
-        case.path_parameters = {key: known.get(key, value) for key, value in (case.path_parameters or {}).items()}
+        case.path_parameters = {
+            key: known.get(key, value) for key, value in (case.path_parameters or {}).items()
+        }
         if case.operation.path == "/v1/jobs" and isinstance(case.body, dict):
             case.body |= {"model": "tiny:llama", "dataset": served.dataset, "dry_run": True}
         if case.operation.path == "/v1/generate" and isinstance(case.body, dict):
             case.body |= {"model": "tiny:llama", "max_new_tokens": 1, "adapter": None}
         if case.operation.path.endswith("completions") and isinstance(case.body, dict):
             case.body |= {"model": "tiny:llama", "max_tokens": 1, "max_completion_tokens": 1}
-    if case.method == "DELETE" and not case.operation.path.startswith(("/v1/uploads", "/v1/session")):
+    if case.method == "DELETE" and not case.operation.path.startswith(
+        ("/v1/uploads", "/v1/session")
+    ):
         case.path_parameters = {key: "not-there" for key in case.path_parameters or {}}
     if case.operation.path.endswith("/events"):
         case.query = {**(case.query or {}), "follow": "false"}
@@ -72,7 +80,9 @@ def check(case: Any, served: Any) -> None:
     case.validate_response(response, checks=CHECKS)
     if response.status_code >= 400 and case.method != "HEAD":
         told = response.json()
-        told = told["error"] if isinstance(told["error"], dict) else told  # the form of OpenAI's errors
+        told = (
+            told["error"] if isinstance(told["error"], dict) else told
+        )  # the form of OpenAI's errors
         assert {"error", "message", "expected", "received", "hint"} <= told.keys()
 
 
@@ -80,7 +90,10 @@ def test_the_committed_document_is_what_the_daemon_says(served, root: Path) -> N
     committed = json.loads((root / "docs/reference/openapi.json").read_text())
     assert committed == served.client.ask("GET", "/v1/openapi.json"), "try: make docs"
     assert all(path.startswith("/v1/") or path == "/metrics" for path in committed["paths"])
-    assert {scheme["type"] for scheme in committed["components"]["securitySchemes"].values()} == {"http", "apiKey"}
+    assert {scheme["type"] for scheme in committed["components"]["securitySchemes"].values()} == {
+        "http",
+        "apiKey",
+    }
     open_to_all = {path for path, verbs in committed["paths"].items() for verb in verbs.values()
                    if verb.get("security", committed["security"]) == []}  # fmt: skip
     assert open_to_all == {"/v1/health", "/v1/session"}
@@ -100,10 +113,16 @@ def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:
     (dataset,) = [item for item in client.datasets() if item["id"] == served.dataset]
     assert (dataset["rows"], dataset["format"], dataset["problems"]) == (12, "classification", [])
     seen = client.preview(served.dataset, "tiny:llama", rows=2)
-    assert [[part["trained"] for part in example] for example in seen["examples"]] == [[False, True]] * 2
+    assert [[part["trained"] for part in example] for example in seen["examples"]] == [
+        [False, True]
+    ] * 2
     assert seen["labels"] == {"no": 6, "yes": 6} and seen["file"] == "rows.jsonl"
     (adapter,) = [item for item in client.adapters() if item["job"] == job["id"]]
-    assert adapter["name"] == "first" and adapter["rank"] == 8 and adapter["base_model"] == "tiny:llama"
+    assert (
+        adapter["name"] == "first"
+        and adapter["rank"] == 8
+        and adapter["base_model"] == "tiny:llama"
+    )
     folder = client.download_adapter(adapter["id"], tmp_path / "adapter")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     from ondevice.models import save_tiny
@@ -120,13 +139,18 @@ def test_a_dry_run_gives_the_plan_and_queues_nothing(served) -> None:
     assert plan["parts_bytes"].keys() <= plan["meaning"].keys() and all(plan["meaning"].values())
     assert planned["config"]["train"]["steps"] == 40 and planned["config"]["method"]["rank"] == 2
     assert len(served.client.jobs()) == before
-    tight = served.client.plan(model="tiny:llama", dataset=served.dataset, limits={"memory_bytes": 1 << 26})["plan"]
+    tight = served.client.plan(
+        model="tiny:llama", dataset=served.dataset, limits={"memory_bytes": 1 << 26}
+    )["plan"]
     assert not tight["fits"] and tight["usable_bytes"] == 1 << 26
 
 
 def test_a_job_that_does_not_fit_its_limit_fails_with_the_plan(served) -> None:
     job = served.client.create_job(
-        model="tiny:llama", dataset=served.dataset, config=settings(), limits={"memory_bytes": 500 << 20}
+        model="tiny:llama",
+        dataset=served.dataset,
+        config=settings(),
+        limits={"memory_bytes": 500 << 20},
     )
     ended = served.client.wait(job["id"], 120)
     assert ended["state"] == "failed" and ended["attempt"] == 1
@@ -137,7 +161,10 @@ def test_a_job_that_does_not_fit_its_limit_fails_with_the_plan(served) -> None:
 def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
     client = served.client
     job = client.create_job(
-        model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000), limits={"time_s": 1}
+        model="tiny:llama",
+        dataset=served.dataset,
+        config=settings(steps=1_000_000),
+        limits={"time_s": 1},
     )["id"]
     ended = client.wait(job, 120)
     assert ended["state"] == "failed" and "limits.time_s" in ended["error"]["try"]
@@ -162,8 +189,16 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"artifact": "a", "model": None}, 404, "no artifact"),
         ({"config": {"train": {"out": "/tmp/x"}}}, 422, "train.out"),
         ({"config": {"data": {"path": "/etc/passwd"}}}, 422, "data.path"),
-        ({"config": {"train": {"objective": "command", "objective_command": "touch /tmp/x"}}}, 422, "no program"),
-        ({"config": {"method": {"name": "slideformer", "disk_folder": "/etc"}}}, 422, "no path of the server"),
+        (
+            {"config": {"train": {"objective": "command", "objective_command": "touch /tmp/x"}}},
+            422,
+            "no program",
+        ),
+        (
+            {"config": {"method": {"name": "slideformer", "disk_folder": "/etc"}}},
+            422,
+            "no path of the server",
+        ),
         ({"config": {"model": {"source": "/"}}}, 422, "model.source"),
         ({"config": {"export": {}}}, 422, "export"),
         ({"config": {"train": {}, "train.out": "/tmp/x"}}, 422, "'train.out' is no section"),
@@ -171,15 +206,31 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"config": {"data": {}, "data.path": "/etc/passwd"}}, 422, "'data.path' is no section"),
         ({"config": {"export.target": "x"}}, 422, "'export.target' is no section"),
         ({"config": {"train": {"out.x": 1}}}, 422, "has a dot"),
-        ({"model": None, "artifact": "a", "config": {"data.eval_path": "/etc/passwd"}}, 422, "'data.eval_path'"),
-        ({"model": None, "artifact": "a", "config": {"train.memory_limit_bytes": 9}}, 422, "'train.memory_limit"),
-        ({"model": None, "artifact": "a", "config": {"data": {"eval_path": "/etc/passwd"}}}, 422, "'data.eval_path'"),
+        (
+            {"model": None, "artifact": "a", "config": {"data.eval_path": "/etc/passwd"}},
+            422,
+            "'data.eval_path'",
+        ),
+        (
+            {"model": None, "artifact": "a", "config": {"train.memory_limit_bytes": 9}},
+            422,
+            "'train.memory_limit",
+        ),
+        (
+            {"model": None, "artifact": "a", "config": {"data": {"eval_path": "/etc/passwd"}}},
+            422,
+            "'data.eval_path'",
+        ),
         ({"config": {"data": {"task": "\ud800"}}}, 422, "surrogate"),
         ({"config": {"data": {"\udfff": "x"}}}, 422, "surrogate"),
         ({"config": {"method": {"name": ["a"]}}}, 422, "unknown method"),
         ({"config": {"train": {"steps": 10**400}}}, 422, "64 bits"),
         ({"config": {"method": {"learning_rate": float("inf")}}}, 422, "not finite"),
-        ({"config": {"data": {"task": [[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]}}}, 422, "nested too deeply"),
+        (
+            {"config": {"data": {"task": [[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]}}},
+            422,
+            "nested too deeply",
+        ),
         ({"name": "\ud800"}, 422, "name"),
         ({"config": {"train": {"setps": 3}}}, 422, "did you mean 'steps'"),
         (
@@ -195,23 +246,36 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"limits": {"retries": -1}}, 422, "retries"),
     ],
 )
-def test_mistakes_in_a_job_are_told(served, change: dict[str, Any], status: int, words: str) -> None:
+def test_mistakes_in_a_job_are_told(
+    served, change: dict[str, Any], status: int, words: str
+) -> None:
     before = len(served.client.jobs())
     with pytest.raises(RefusedError) as caught:
-        served.client.create_job(**{"model": "tiny:llama", "dataset": served.dataset, "config": settings()} | change)
-    assert caught.value.status == status and words in str(caught.value) and "Traceback" not in str(caught.value)
+        served.client.create_job(
+            **{"model": "tiny:llama", "dataset": served.dataset, "config": settings()} | change
+        )
+    assert (
+        caught.value.status == status
+        and words in str(caught.value)
+        and "Traceback" not in str(caught.value)
+    )
     assert len(served.client.jobs()) == before
 
 
 def test_an_error_about_half_a_surrogate_pair_is_valid_json() -> None:
     answer = json_answer(422, {"received": "\ud800 and \u00e9"})
-    assert json.loads(answer.body) == {"received": "? and \u00e9"} and answer.media_type == "application/json"
+    assert (
+        json.loads(answer.body) == {"received": "? and \u00e9"}
+        and answer.media_type == "application/json"
+    )
 
 
 def test_a_running_job_cannot_be_deleted_nor_its_data(served) -> None:
     client = served.client
     config = settings(steps=1_000_000)  # a short one might be done before it is paused
-    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, priority=-9)["id"]
+    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, priority=-9)[
+        "id"
+    ]
     client.pause(job)
     wait_for(lambda: client.job(job)["state"] == "paused", "it is paused")
     for path in (f"/v1/jobs/{job}", f"/v1/datasets/{served.dataset}"):
@@ -239,15 +303,21 @@ def test_activate_roll_back_and_generate(served, tmp_path) -> None:
     folder = client.download_adapter(first, tmp_path / "adapter")
     second = client.upload("adapter", folder, name="again")["id"]
     link = served.daemon.store / "active"
-    while any(row["active"] for row in client.adapters()):  # what other tests of this daemon have activated
+    while any(
+        row["active"] for row in client.adapters()
+    ):  # what other tests of this daemon have activated
         client.roll_back()
-    assert client.activate(first) == {"active": first} and client.activate(second) == {"active": second}
+    assert client.activate(first) == {"active": first} and client.activate(second) == {
+        "active": second
+    }
     assert (link / "adapter_model.safetensors").is_file() and link.resolve().name == second
     with pytest.raises(RefusedError, match="active"):
         client.ask("DELETE", f"/v1/adapters/{second}")
     said = client.generate("tiny:llama", [{"role": "user", "content": "hello"}], max_new_tokens=6)
     assert said["adapter"] == second and said["adapted"] is not None
-    assert client.generate("tiny:llama", "hello", max_new_tokens=6, adapter=first)["adapter"] == first
+    assert (
+        client.generate("tiny:llama", "hello", max_new_tokens=6, adapter=first)["adapter"] == first
+    )
     assert client.roll_back() == {"active": first} and link.resolve().name == first
     assert client.roll_back() == {"active": None} and not link.exists()
     assert client.generate("tiny:llama", "hello", max_new_tokens=6)["adapted"] is None
@@ -262,7 +332,11 @@ def test_a_model_is_uploaded_and_trained(served, tmp_path) -> None:
     client = served.client
     model = client.upload("model", save_tiny(tmp_path / "model"), name="my-tiny")["id"]
     (listed,) = [item for item in client.models() if item["id"] == model]
-    assert listed["kind"] == "folder" and listed["model_type"] == "llama" and listed["num_hidden_layers"] == 2
+    assert (
+        listed["kind"] == "folder"
+        and listed["model_type"] == "llama"
+        and listed["num_hidden_layers"] == 2
+    )
     with pytest.raises(RefusedError, match="already"):
         client.upload("model", tmp_path / "model", name="my-tiny")
     job = client.create_job(model=model, dataset=served.dataset, config=settings(steps=3))["id"]
@@ -277,8 +351,13 @@ def test_bad_rows_are_listed_and_can_be_left_out(served, tmp_path) -> None:
     path.write_text(path.read_text() + '{"text": "x", "label": \n{"text": "", "label": "no"}\n')
     with pytest.raises(RefusedError) as caught:
         served.client.upload("dataset", path)
-    collected = [(problem["file"], problem["line"], problem["field"]) for problem in caught.value.problems]
-    assert collected == [("rows.jsonl", 13, ""), ("rows.jsonl", 14, "text")] and caught.value.exit_code == 3
+    collected = [
+        (problem["file"], problem["line"], problem["field"]) for problem in caught.value.problems
+    ]
+    assert (
+        collected == [("rows.jsonl", 13, ""), ("rows.jsonl", 14, "text")]
+        and caught.value.exit_code == 3
+    )
     assert all(problem["reason"] for problem in caught.value.problems)
     dataset = served.client.upload("dataset", path, skip_bad_rows=True)["id"]
     kept = served.client.ask("GET", f"/v1/datasets/{dataset}")
@@ -312,7 +391,11 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
 def test_an_artifact_must_be_whole(served, tmp_path) -> None:
     manifest = {"schema_version": 1, "files": {"../../secret": "0" * 64}, "program": "program.pte"}
     before = served.client.artifacts()  # those of other tests
-    for files in ({"manifest.json": "{}"}, {"manifest.json": json.dumps(manifest)}, {"program.txt": "x"}):
+    for files in (
+        {"manifest.json": "{}"},
+        {"manifest.json": json.dumps(manifest)},
+        {"program.txt": "x"},
+    ):
         with zipfile.ZipFile(tmp_path / "artifact.zip", "w") as archive:
             for name, text in files.items():
                 archive.writestr(name, text)
@@ -355,4 +438,6 @@ def test_a_template_is_no_file_of_the_server(served, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="task"):
         client.preview(placed["id"], "tiny:llama", task="/etc/x.yaml")
     with pytest.raises(RefusedError, match="by its name"):
-        client.plan(model="tiny:llama", dataset=placed["id"], config={"data": {"task": "/etc/x.yaml"}})
+        client.plan(
+            model="tiny:llama", dataset=placed["id"], config={"data": {"task": "/etc/x.yaml"}}
+        )

@@ -12,7 +12,18 @@ from ondevice.server.store import Store
 from tests.cli.command import CommandLine
 from tests.server.running import rows
 
-TINY = ("--model", "tiny:llama", "--method", "prge", "--set", "method.rank=2", "--batch-size", 2, "--max-length", 32)
+TINY = (
+    "--model",
+    "tiny:llama",
+    "--method",
+    "prge",
+    "--set",
+    "method.rank=2",
+    "--batch-size",
+    2,
+    "--max-length",
+    32,
+)
 
 
 @pytest.fixture
@@ -31,7 +42,10 @@ def test_a_job_from_the_command_line(ondevice, tmp_path) -> None:
     assert created["limits"] == {"memory_bytes": 2 << 30, "time_s": None, "retries": 1}
     watched = ondevice("jobs", "watch", created["id"])
     assert watched.code == 0 and "step 6/6" in watched.err and "done" in watched.err, watched.err
-    events = [json.loads(line) for line in ondevice("jobs", "watch", created["id"], "--json").out.splitlines()]
+    events = [
+        json.loads(line)
+        for line in ondevice("jobs", "watch", created["id"], "--json").out.splitlines()
+    ]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(6))
     shown = ondevice("jobs", "show", created["id"])
     assert "6 of 6" in shown.out and "mine" in shown.out
@@ -42,10 +56,15 @@ def test_a_job_from_the_command_line(ondevice, tmp_path) -> None:
 
 
 def test_pause_resume_and_cancel(ondevice, served) -> None:
-    job = ondevice("jobs", "create", *TINY, "--data", served.dataset, "--steps", 9999999, "--json").json
+    job = ondevice(
+        "jobs", "create", *TINY, "--data", served.dataset, "--steps", 9999999, "--json"
+    ).json
     assert ondevice("jobs", "pause", job["id"], "--json").json["state"] in ("paused", "pausing")
     served.client.ask("POST", f"/v1/jobs/{job['id']}/cancel")
-    assert ondevice("jobs", "cancel", job["id"], "--json").json["state"] in ("cancelled", "cancelling")
+    assert ondevice("jobs", "cancel", job["id"], "--json").json["state"] in (
+        "cancelled",
+        "cancelling",
+    )
     served.client.wait(job["id"], 120)
     refused = ondevice("jobs", "resume", job["id"])
     assert refused.code == 7 and "cannot resume" in refused.err
@@ -60,7 +79,10 @@ def test_a_run_file_becomes_a_job(ondevice, served, tmp_path) -> None:
         "max_length_tokens: 32}\ntrain: {steps: 3, out: runs/x, batch_size: 2}\n"
     )
     job = ondevice("jobs", "create", "--config", path, "--steps", 400_000, "--json").json
-    assert job["model"] == "tiny:llama" and job["config"]["train"] == {"steps": 400_000, "batch_size": 2}
+    assert job["model"] == "tiny:llama" and job["config"]["train"] == {
+        "steps": 400_000,
+        "batch_size": 2,
+    }
     served.client.cancel(job["id"])
 
 
@@ -98,7 +120,9 @@ def test_tokens_are_made_listed_and_revoked(ondevice, tmp_path) -> None:
     assert [token["name"] for token in actual] == ["phone", ""] and secret not in json.dumps(actual)
     assert actual[0]["id"] in ondevice("serve", "token", *where, "--list").out
     left = ondevice("serve", "token", *where, "--revoke", actual[0]["id"], "--json").json["tokens"]
-    assert [token["id"] for token in left] == [actual[1]["id"]] and not security.check(store, secret)
+    assert [token["id"] for token in left] == [actual[1]["id"]] and not security.check(
+        store, secret
+    )
     assert ondevice("serve", "token", *where, "--revoke", "none").code == 2
     store.close()
 

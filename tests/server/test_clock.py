@@ -45,13 +45,19 @@ def jump(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_only_labels_read_the_wall_clock(root: Path) -> None:
     calls = {}
     for path in (root / "ondevice" / "server").rglob("*.py"):
-        if count := len(re.findall(r"\btime\.time\(\)|datetime\.now|datetime\.utcnow|st_mtime\b", path.read_text())):
+        if count := len(
+            re.findall(
+                r"\btime\.time\(\)|datetime\.now|datetime\.utcnow|st_mtime\b", path.read_text()
+            )
+        ):
             calls[path.name] = count
     assert calls == WALL_CLOCK
 
 
 @pytest.mark.parametrize("wrong_s", JUMPS)
-def test_a_job_that_failed_under_a_wrong_clock_is_tried_again_in_seconds(store: Store, jump, wrong_s: float) -> None:
+def test_a_job_that_failed_under_a_wrong_clock_is_tried_again_in_seconds(
+    store: Store, jump, wrong_s: float
+) -> None:
     queue = Queue(store)
     job = queue.create({"limits": {"retries": 5}}).id
     jump(wrong_s)
@@ -60,12 +66,16 @@ def test_a_job_that_failed_under_a_wrong_clock_is_tried_again_in_seconds(store: 
     assert 0 < queue.waits_s(ended) <= 1.0
     jump(0.0)
     assert 0 < queue.waits_s(queue.get(job)) <= 1.0
-    store.connection.execute("UPDATE jobs SET not_before_s = not_before_s - 1.0")  # the second has passed
+    store.connection.execute(
+        "UPDATE jobs SET not_before_s = not_before_s - 1.0"
+    )  # the second has passed
     assert queue.claim() is not None
 
 
 @pytest.mark.parametrize("wrong_s", JUMPS)
-def test_a_session_of_a_wrong_clock_lasts_its_hours(store: Store, jump, monkeypatch, wrong_s: float) -> None:
+def test_a_session_of_a_wrong_clock_lasts_its_hours(
+    store: Store, jump, monkeypatch, wrong_s: float
+) -> None:
     jump(wrong_s)
     token = security.create_token(store)
     session = security.create_session(store, str(security.check(store, token)))
@@ -77,9 +87,13 @@ def test_a_session_of_a_wrong_clock_lasts_its_hours(store: Store, jump, monkeypa
 
 
 @pytest.mark.parametrize("wrong_s", JUMPS)
-def test_a_jump_deletes_no_upload_no_conversion_and_no_lost_folder(store: Store, jump, wrong_s: float) -> None:
+def test_a_jump_deletes_no_upload_no_conversion_and_no_lost_folder(
+    store: Store, jump, wrong_s: float
+) -> None:
     jump(wrong_s)
-    upload = uploads.create(store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=2))["id"]
+    upload = uploads.create(
+        store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=2)
+    )["id"]
     store.connection.execute(
         "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES ('exit-1', 'a', 'peft', 'done', ?)",
         (time.time(),),
@@ -92,11 +106,16 @@ def test_a_jump_deletes_no_upload_no_conversion_and_no_lost_folder(store: Store,
         sweep(store)
         Conversions(store, lambda: None).tidy()
         assert uploads.get(store, upload)["received_bytes"] == 0
-        assert store.path("exits", "exit-1").is_dir() and (store.root / "lost" / "jobs" / "job-1").is_dir()
+        assert (
+            store.path("exits", "exit-1").is_dir()
+            and (store.root / "lost" / "jobs" / "job-1").is_dir()
+        )
 
 
 def test_an_upload_lives_for_a_day_from_its_last_part(store: Store, monkeypatch) -> None:
-    upload = uploads.create(store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=9))["id"]
+    upload = uploads.create(
+        store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=9)
+    )["id"]
     began_s, hour_s = clock.uptime_s(), 3600.0
     monkeypatch.setattr(clock, "uptime_s", lambda: began_s + 23 * hour_s)
     uploads.write(store, upload, 0, b"123")

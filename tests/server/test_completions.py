@@ -27,12 +27,17 @@ TURNS: list[Any] = [
     {"role": "assistant", "content": "Yes?"},
     {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
 ]
-PLAIN = [{**turn, "content": turn["content"] if isinstance(turn["content"], str) else "Why?"} for turn in TURNS]
+PLAIN = [
+    {**turn, "content": turn["content"] if isinstance(turn["content"], str) else "Why?"}
+    for turn in TURNS
+]
 
 
 @pytest.fixture(scope="module")
 def client(served) -> Any:
-    return openai.OpenAI(base_url=f"{served.daemon.address}/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=f"{served.daemon.address}/v1", api_key="unused", max_retries=0, timeout=60
+    )
 
 
 def greedy(loaded, prompt: str | list[dict[str, str]], count: int) -> list[int]:
@@ -41,7 +46,9 @@ def greedy(loaded, prompt: str | list[dict[str, str]], count: int) -> list[int]:
     start = len(ids)
     for _ in range(count):
         with torch.no_grad():
-            ids.append(int(loaded.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            ids.append(
+                int(loaded.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            )
         if ids[-1] in (257, 259):
             return ids[start:-1]
     return ids[start:]
@@ -64,7 +71,9 @@ def test_models_are_listed(client, served) -> None:
 
 
 def test_several_turns_are_answered_as_the_model_does(client, loaded) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=TURNS, temperature=0, max_tokens=12)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=TURNS, temperature=0, max_tokens=12
+    )
     choice, ids = answer.choices[0], greedy(loaded, PLAIN, 12)
     assert choice.message.content == text_of(ids) and choice.message.role == "assistant"
     assert choice.finish_reason == ("length" if len(ids) == 12 else "stop")
@@ -74,11 +83,17 @@ def test_several_turns_are_answered_as_the_model_does(client, loaded) -> None:
 
 def test_a_stream_says_the_same_in_pieces(client) -> None:
     whole = client.completions.create(model=MODEL, prompt="The sky", temperature=0, max_tokens=24)
-    chunks = list(client.completions.create(model=MODEL, prompt="The sky", temperature=0, max_tokens=24, stream=True))
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt="The sky", temperature=0, max_tokens=24, stream=True
+        )
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     asked = {"model": MODEL, "messages": TURNS, "temperature": 0, "max_completion_tokens": 8}
-    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    pieces = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices == []
     said = "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1])
     plain = client.chat.completions.create(**asked)
@@ -91,7 +106,9 @@ def test_an_adapter_is_a_model_and_is_swapped_in_and_out(client, served, loaded)
     asked = {"messages": TURNS, "temperature": 0, "max_tokens": 6, "logprobs": True}
     for name, own in ((MODEL, loaded), (served.job["id"], adapted), (MODEL, loaded)):
         answer = client.chat.completions.create(model=name, **asked)
-        expected = [token.log_probability for token in sample(own, prompt_ids(own, PLAIN), max_new_tokens=6)]
+        expected = [
+            token.log_probability for token in sample(own, prompt_ids(own, PLAIN), max_new_tokens=6)
+        ]
         found = [entry.logprob for entry in answer.choices[0].logprobs.content]
         assert found == pytest.approx(expected[: len(found)], abs=1e-6) and answer.model == name
 
@@ -101,12 +118,23 @@ def test_probabilities_are_those_of_the_logits(client, loaded) -> None:
     with torch.no_grad():
         logs = torch.log_softmax(loaded.model(torch.tensor([ids])).logits[0, -1].float(), -1)
     best = torch.topk(logs, 3)
-    chat = client.completions.create(model=MODEL, prompt=ids, temperature=0, max_tokens=4, logprobs=3).choices[0]
+    chat = client.completions.create(
+        model=MODEL, prompt=ids, temperature=0, max_tokens=4, logprobs=3
+    ).choices[0]
     assert chat.logprobs.token_logprobs[0] == pytest.approx(float(best.values[0]), abs=1e-5)
-    assert sorted(chat.logprobs.top_logprobs[0].values()) == pytest.approx(sorted(best.values.tolist()), abs=1e-5)
+    assert sorted(chat.logprobs.top_logprobs[0].values()) == pytest.approx(
+        sorted(best.values.tolist()), abs=1e-5
+    )
     asked = {"model": MODEL, "messages": TURNS, "temperature": 0, "max_tokens": 3}
-    entries = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob == entry.logprob for entry in entries)
+    entries = (
+        client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+        .choices[0]
+        .logprobs.content
+    )
+    assert all(
+        len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob == entry.logprob
+        for entry in entries
+    )
 
 
 def test_a_seed_draws_the_same_again(client) -> None:
@@ -156,13 +184,25 @@ def test_a_reader_that_goes_leaves_the_model_loaded(client) -> None:
     asked = {"model": MODEL, "prompt": "a", "temperature": 0, "max_tokens": 500}
     with client.completions.create(**asked, stream=True) as stream:
         next(iter(stream))
-    assert client.completions.create(model=MODEL, prompt="a", temperature=0, max_tokens=1).usage.completion_tokens == 1
+    assert (
+        client.completions.create(
+            model=MODEL, prompt="a", temperature=0, max_tokens=1
+        ).usage.completion_tokens
+        == 1
+    )
 
 
 def test_a_helper_stops_at_the_next_token() -> None:
     helper = Helper("model")
     try:
-        asked = {"model": MODEL, "adapter": None, "prompt": "a", "temperature": 0.0, "top_p": 1.0, "seed": 0}
+        asked = {
+            "model": MODEL,
+            "adapter": None,
+            "prompt": "a",
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "seed": 0,
+        }
         parts = helper.stream("complete", **asked, max_new_tokens=500, stop=["never"], top=None)
         assert next(parts) == {"prompt_tokens": 1}
         process = helper._process
@@ -199,11 +239,16 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
         "__call__": lambda self, call, **arguments: plan,
     })()  # fmt: skip
     (store.path("jobs", "job-1")).mkdir()
-    (store.path("jobs", "job-1") / "job.json").write_text(json.dumps({"config": {}, "artifact": None}))
+    (store.path("jobs", "job-1") / "job.json").write_text(
+        json.dumps({"config": {}, "artifact": None})
+    )
     generate._forget()
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
     refused = TestClient(create_app(daemon)).post("/v1/chat/completions", json=asked)  # type: ignore[arg-type]
-    assert refused.status_code == 409 and "does not fit beside job job-1" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 409
+        and "does not fit beside job job-1" in refused.json()["error"]["message"]
+    )
 
 
 def test_top_p_keeps_what_reaches_it() -> None:
@@ -213,7 +258,10 @@ def test_top_p_keeps_what_reaches_it() -> None:
     drawn = torch.Generator().manual_seed(0)
     assert {_draw(logits, 0.6, drawn) for _ in range(200)} == {0, 1}
     assert {_draw(logits, 0.5, drawn) for _ in range(50)} == {0}
-    counts = torch.bincount(torch.tensor([_draw(logits, 1.0, drawn) for _ in range(2000)]), minlength=3) / 2000
+    counts = (
+        torch.bincount(torch.tensor([_draw(logits, 1.0, drawn) for _ in range(2000)]), minlength=3)
+        / 2000
+    )
     torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2]), atol=0.05, rtol=0)
     with pytest.raises(ConfigError):
         next(sample(load_model(MODEL), [], max_new_tokens=1))

@@ -77,7 +77,9 @@ def waiting_questions(daemon: DaemonProcess, count: int = QUESTIONS) -> Iterator
         connection = http.client.HTTPConnection(*place(daemon), timeout=200)
         body = {"model": "tiny:llama", "prompt": "once", "max_tokens": 120}
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
             statuses.append(connection.getresponse().status)
         except (OSError, http.client.HTTPException):
             statuses.append(0)
@@ -129,7 +131,9 @@ def test_control_answers_beside_all_of_it_at_once(daemon) -> None:
     store = Store(daemon.store)
     spec = json.dumps({"dataset": "data-1", "model": "tiny:llama", "config": {}, "limits": {}})
     with store.transaction() as db:
-        query = "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'done', 0, ?, 0)"
+        query = (
+            "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'done', 0, ?, 0)"
+        )
         db.executemany(query, [(f"job-{number}", spec) for number in range(JOBS)])
     store.close()
     with slow_sockets(daemon), waiting_questions(daemon) as statuses:
@@ -149,13 +153,19 @@ def test_parts_that_lack_a_byte_hold_little_memory(daemon) -> None:
         for upload in uploads:
             sender = stack.enter_context(socket.create_connection(place(daemon), timeout=60))
             head = f"PUT /v1/uploads/{upload}?offset=0 HTTP/1.1\r\nHost: localhost\r\n"
-            head += f"Content-Type: application/octet-stream\r\nContent-Length: {PART_BYTES}\r\n\r\n"
+            head += (
+                f"Content-Type: application/octet-stream\r\nContent-Length: {PART_BYTES}\r\n\r\n"
+            )
             sender.sendall(head.encode() + content)
         time.sleep(1.0)
         grown = own_bytes(daemon.process.pid) - before
         assert grown < 96 << 20, f"{grown >> 20} MiB"
     for upload in uploads:
-        wait_for(lambda name=upload: arrived(daemon, name) > PART_BYTES - (2 << 20), "what came is kept", 20)
+        wait_for(
+            lambda name=upload: arrived(daemon, name) > PART_BYTES - (2 << 20),
+            "what came is kept",
+            20,
+        )
         daemon.client.ask("DELETE", f"/v1/uploads/{upload}")
 
 
@@ -163,7 +173,9 @@ def arrived(daemon: DaemonProcess, upload: str) -> int:
     return daemon.client.ask("GET", f"/v1/uploads/{upload}")["received_bytes"]
 
 
-def closed_after_s(connection: socket.socket, send: Callable[[], object], limit_s: float) -> tuple[float, bytes]:
+def closed_after_s(
+    connection: socket.socket, send: Callable[[], object], limit_s: float
+) -> tuple[float, bytes]:
     """How long a connection lives on which `send` is called again and again, and what came over it."""
     began, received = time.monotonic(), b""
     connection.settimeout(0.5)
@@ -195,7 +207,9 @@ def test_a_request_that_does_not_arrive_is_closed(daemon) -> None:
     def attempt(name: str, first: bytes, more: bytes, limit_s: float) -> None:
         with socket.create_connection(place(daemon), timeout=30) as connection:
             connection.sendall(first)
-            results[name] = closed_after_s(connection, lambda: connection.sendall(more), limit_s + 10)
+            results[name] = closed_after_s(
+                connection, lambda: connection.sendall(more), limit_s + 10
+            )
 
     threads = [threading.Thread(target=attempt, args=(name, *kind)) for name, kind in kinds.items()]
     for thread in threads:
@@ -222,13 +236,18 @@ def test_an_answer_that_nobody_reads_is_given_up(tmp_path) -> None:
         process, port = psutil.Process(daemon.process.pid), place(daemon)[1]
 
         def held() -> int:
-            return sum(one.status == "ESTABLISHED" and one.laddr.port == port for one in process.net_connections())
+            return sum(
+                one.status == "ESTABLISHED" and one.laddr.port == port
+                for one in process.net_connections()
+            )
 
         for _ in range(20):
             reader = stack.enter_context(socket.socket())
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(place(daemon))
-            reader.sendall(b"GET /v1/jobs/job-1/log?bytes=1048576 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            reader.sendall(
+                b"GET /v1/jobs/job-1/log?bytes=1048576 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            )
         wait_for(lambda: held() == 20, "the connections", 20)
         time.sleep(HEAD_S)
         wait_for(lambda: held() == 0, "the answers are given up", READER_S)
@@ -267,4 +286,8 @@ def test_the_connection_that_was_silent_for_the_longest_goes_first(monkeypatch) 
     for one in (first, second, third):
         assert crowd.enter(one)  # type: ignore[arg-type]
     crowd.moved(first)  # type: ignore[arg-type]
-    assert crowd.enter(Transport("a")) and (first.dropped, second.dropped, third.dropped) == (False, True, False)  # type: ignore[arg-type]
+    assert crowd.enter(Transport("a")) and (first.dropped, second.dropped, third.dropped) == (
+        False,
+        True,
+        False,
+    )  # type: ignore[arg-type]

@@ -32,13 +32,35 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) ->
     assert done["report"]["max_abs_difference_from_base"] > 0
     file = client.download_conversion(done["id"], tmp_path / "a b" / done["file"])
     own = tmp_path / "own.gguf"
-    command = ["convert", str(store / "adapters" / adapter), "--to", "gguf-lora", "--model", MODEL, "--out", str(own)]
+    command = [
+        "convert",
+        str(store / "adapters" / adapter),
+        "--to",
+        "gguf-lora",
+        "--model",
+        MODEL,
+        "--out",
+        str(own),
+    ]
     subprocess.run([str(warm.ondevice), *command], check=True, capture_output=True)
     # Names in the metadata are of the file; the tensors lie behind them.
-    assert file.stat().st_size == done["bytes"] and file.read_bytes()[-4096:] == own.read_bytes()[-4096:]
+    assert (
+        file.stat().st_size == done["bytes"]
+        and file.read_bytes()[-4096:] == own.read_bytes()[-4096:]
+    )
     assert str(store) not in str(done)
 
-    command = ["jobs", "adapters", "convert", adapter, "--to", "peft", "--out", str(tmp_path / "peft.zip"), "--json"]
+    command = [
+        "jobs",
+        "adapters",
+        "convert",
+        adapter,
+        "--to",
+        "peft",
+        "--out",
+        str(tmp_path / "peft.zip"),
+        "--json",
+    ]
     command += ["--url", served.daemon.address]
     shown = subprocess.run([str(warm.ondevice), *command], check=True, capture_output=True)
     assert json.loads(shown.stdout)["reader"] == "PEFT"
@@ -46,7 +68,9 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) ->
     written, trained = load_adapter(tmp_path / "peft"), load_adapter(store / "adapters" / adapter)
     assert all((written.tensors[name] == value).all() for name, value in trained.tensors.items())
     client.delete_conversion(done["id"])
-    assert {row["id"] for row in client.conversions()} == others  # the command has forgotten its own
+    assert {
+        row["id"] for row in client.conversions()
+    } == others  # the command has forgotten its own
     assert {folder.name for folder in (store / "exits").iterdir()} <= others
 
 
@@ -55,7 +79,8 @@ def test_each_stage_is_in_the_row_while_it_lasts(served, store, monkeypatch) -> 
     insert_adapter(store, "job-1", "first", None)
     values = ("exit-1", "job-1", "gguf-lora", MODEL, "waiting", time.time())
     store.connection.execute(
-        "INSERT INTO conversions (id, adapter, form, model, state, created_s) VALUES (?, ?, ?, ?, ?, ?)", values
+        "INSERT INTO conversions (id, adapter, form, model, state, created_s) VALUES (?, ?, ?, ?, ?, ?)",
+        values,
     )
     conversions, seen = Conversions(store, lambda: None), []
 
@@ -73,7 +98,11 @@ def test_each_stage_is_in_the_row_while_it_lasts(served, store, monkeypatch) -> 
     conversions._convert(dict(store.row("SELECT * FROM conversions")))
     conversions.helper.close()
     # Over the API a client that asks now and then misses short ones.
-    assert seen == ["writing job-1-gguf-lora.gguf for llama.cpp", f"loading {MODEL}", "comparing its answers"]
+    assert seen == [
+        "writing job-1-gguf-lora.gguf for llama.cpp",
+        f"loading {MODEL}",
+        "comparing its answers",
+    ]
     assert conversions.get("exit-1")["state"] == "done"
 
 
@@ -93,7 +122,10 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     with pytest.raises(RefusedError, match="is failed"):
         client.download_conversion(other["id"], tmp_path / "none")
     begun = client.convert(adapter, "safetensors")["id"]
-    wait_for(lambda: client.ask("GET", f"/v1/conversions/{begun}")["state"] != "waiting", "the conversion's start")
+    wait_for(
+        lambda: client.ask("GET", f"/v1/conversions/{begun}")["state"] != "waiting",
+        "the conversion's start",
+    )
     client.delete_conversion(begun)
     assert client.health()["status"] == "ok"
     wait_for(lambda: not (store / "exits" / begun).exists(), "its folder's end")
@@ -102,12 +134,16 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     client.delete_conversion(other["id"])
 
 
-def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(served, store, monkeypatch) -> None:
+def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(
+    served, store, monkeypatch
+) -> None:
     copy_adapter(store, served.daemon.store / "adapters" / served.job["id"], "job-1")
     insert_adapter(store, "job-1", "first", None)
     asked, go_on, stages = threading.Event(), threading.Event(), []
 
-    def running_job() -> None:  # asked for when the row says that it runs, and before the process is started
+    def running_job() -> (
+        None
+    ):  # asked for when the row says that it runs, and before the process is started
         asked.set()
         assert go_on.wait(120)
 
@@ -123,7 +159,9 @@ def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(ser
     monkeypatch.setattr(conversions.helper, "stream", noted)
     conversions.start()
     try:
-        name = conversions.create(ConversionRequest(adapter="job-1", to="gguf-lora", model=MODEL))["id"]
+        name = conversions.create(ConversionRequest(adapter="job-1", to="gguf-lora", model=MODEL))[
+            "id"
+        ]
         assert asked.wait(120)
         conversions.remove(name)
         assert store.path("exits", name).is_dir()
@@ -136,11 +174,18 @@ def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(ser
 
 def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
     """What ran is noted as failed, what is done stays for a day."""
-    for name, state, age_s in (("exit-1", "running", 0), ("exit-2", "done", 0), ("exit-3", "done", KEPT_S + 1)):
+    for name, state, age_s in (
+        ("exit-1", "running", 0),
+        ("exit-2", "done", 0),
+        ("exit-3", "done", KEPT_S + 1),
+    ):
         store.connection.execute(
-            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, 0)", (name, state)
+            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, 0)",
+            (name, state),
         )
-        store.connection.execute("INSERT INTO ages VALUES (?, ?)", (f"exits/{name}", store.clock.now() - age_s))
+        store.connection.execute(
+            "INSERT INTO ages VALUES (?, ?)", (f"exits/{name}", store.clock.now() - age_s)
+        )
         store.path("exits", name).mkdir()
     conversions = Conversions(store, lambda: None)
     conversions.start()

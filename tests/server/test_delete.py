@@ -15,7 +15,9 @@ def test_a_model_is_deleted_once_no_job_needs_it(served, tmp_path) -> None:
     # Other tests of this daemon leave uploads that were begun: these are not this test's.
     uploads = set((served.daemon.store / "uploads").iterdir())
     assert client.upload("model", source, name="mine")["id"] == "mine"
-    job = client.create_job(model="mine", dataset=served.dataset, config=settings(steps=1_000_000))["id"]
+    job = client.create_job(model="mine", dataset=served.dataset, config=settings(steps=1_000_000))[
+        "id"
+    ]
     try:
         with pytest.raises(RefusedError, match=f"job {job} needs the model") as refused:
             client.delete_model("mine")

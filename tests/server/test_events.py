@@ -30,7 +30,9 @@ def read_frames(content: bytes) -> list[tuple[int, str, dict[str, Any]]]:
     """(id, kind, object) of each event in a stream; comments are left out."""
     collected = []
     for block in content.decode().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line and line[0] != ":")
+        fields = dict(
+            line.split(": ", 1) for line in block.split("\n") if ": " in line and line[0] != ":"
+        )
         if "id" in fields:
             collected.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
     return collected
@@ -40,7 +42,9 @@ async def read_stream(address: str, path: str, headers: str = "", pause_s: float
     """A whole stream, by a reader that may be slow and has a small buffer."""
     host, port = address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 14)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Connection: close\r\n\r\n".encode())
+    writer.write(
+        f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Connection: close\r\n\r\n".encode()
+    )
     head = await reader.readuntil(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0] and b"text/event-stream" in head, head
     content = b""
@@ -57,8 +61,12 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
     """No event is lost or out of order, for readers from the start, in the middle, slow ones and leavers."""
     client, address = served.client, served.daemon.address
     config = settings(steps=600, checkpoint_every=200)
-    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, name="is read")["id"]
-    wait_for(lambda: client.job(job)["last_event"] >= 2, "the events behind which some readers begin")
+    job = client.create_job(
+        model="tiny:llama", dataset=served.dataset, config=config, name="is read"
+    )["id"]
+    wait_for(
+        lambda: client.job(job)["last_event"] >= 2, "the events behind which some readers begin"
+    )
 
     async def leave_early() -> bytes:
         try:
@@ -70,7 +78,10 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
         path = f"/v1/jobs/{job}/events"
         tasks = [read_stream(address, path) for _ in range(READERS - 40)]
         tasks += [read_stream(address, path, pause_s=0.05) for _ in range(20)]
-        tasks += [read_stream(address, path, headers=f"Last-Event-ID: {number % 3}\r\n") for number in range(20)]
+        tasks += [
+            read_stream(address, path, headers=f"Last-Event-ID: {number % 3}\r\n")
+            for number in range(20)
+        ]
         leavers = [asyncio.create_task(leave_early()) for _ in range(20)]
         received = await asyncio.gather(*tasks)
         await asyncio.gather(*leavers)
@@ -84,7 +95,10 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
     for number, stream in enumerate(streams):
         after = (number - READERS + 20) % 3 if number >= READERS - 20 else 0
         assert stream == whole[after:], number
-    wait_for(lambda: client.metrics()["event_streams"] == 0, "the daemon sees that those who left are gone")
+    wait_for(
+        lambda: client.metrics()["event_streams"] == 0,
+        "the daemon sees that those who left are gone",
+    )
 
 
 def test_replay_behind_an_id(served) -> None:
@@ -96,11 +110,15 @@ def test_replay_behind_an_id(served) -> None:
     assert list(client.events(job, len(whole), follow=False)) == []
     assert list(client.events(job)) == whole  # of an ended job, a stream that follows ends too
     assert list(client.events(job, 10**6, follow=False)) == whole  # an id from before a power cut
-    read = asyncio.run(read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: 17\r\n"))
+    read = asyncio.run(
+        read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: 17\r\n")
+    )
     assert [event for _, _, event in read_frames(read)] == [
         {key: value for key, value in event.items() if key != "id"} for event in whole[17:]
     ]
-    odd = asyncio.run(read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: x'; --\r\n"))
+    odd = asyncio.run(
+        read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: x'; --\r\n")
+    )
     assert len(read_frames(odd)) == len(whole)
 
 
@@ -118,7 +136,9 @@ def test_readers_of_the_hub_at_any_pace(store: Store, count: int) -> None:
         def write() -> None:
             for first in range(0, count, 25):
                 with store.transaction(durable=False):
-                    store.add_events(job, [{"event": "step", "step": first + index} for index in range(25)])
+                    store.add_events(
+                        job, [{"event": "step", "step": first + index} for index in range(25)]
+                    )
                 hub.changed(job)
             queue.changed = hub.changed
             queue.ended(job, "finished")
@@ -181,12 +201,16 @@ def line(event: dict[str, Any]) -> bytes:
 
 
 @given(
-    attempts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=5),
+    attempts=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=5
+    ),
     looks=st.integers(1, 7),
     lost=st.integers(0, 40),
 )
 @examples(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, looks: int, lost: int) -> None:
+def test_a_log_that_is_cut_back_becomes_one_stream(
+    tmp_path_factory, attempts, looks: int, lost: int
+) -> None:
     """Workers that die at any byte; a follower that looks at any time; a power cut that takes unsynced bytes back."""
     store = Store(tmp_path_factory.mktemp("follow") / "store")
     queue = Queue(store, clock=lambda: 1e9)
@@ -205,7 +229,9 @@ def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, l
             kept = b"".join(part for part in _lines(log) if _step(part) < done)
             begin = {"event": "resume" if kept else "start", "step": done}
             log.write_bytes(kept + line(begin))
-            (folder / "attempt.json").write_text(json.dumps({"attempt": number, "offset": len(kept)}))
+            (folder / "attempt.json").write_text(
+                json.dumps({"attempt": number, "offset": len(kept)})
+            )
             expected.append((begin["event"], done))
             for index in range(more):
                 with log.open("ab") as file:
@@ -218,7 +244,9 @@ def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, l
                 file.write(line({"event": "step", "step": done})[: min(partial, 20)])
             follow(store, queue, job)
             queue.ended(job, "crashed")
-        whole = [json.loads(data) for _, kind, data in store.events(job, 0, 10_000) if kind != "job"]
+        whole = [
+            json.loads(data) for _, kind, data in store.events(job, 0, 10_000) if kind != "job"
+        ]
         assert [(event["event"], event.get("step", 0)) for event in whole] == expected
         log.write_bytes(log.read_bytes()[: max(0, log.stat().st_size - lost)])
         assert follow(store, queue, job) == 0
@@ -261,17 +289,24 @@ def test_the_curve_of_a_run_with_resumes_has_the_last_event_of_each_step(store: 
         events, step = [{"event": "start", "step": 0, "loss": None}], 0
         for number in range(chance.randint(1, 60)):
             kind = chance.choice(["step"] * 6 + ["evaluate", "resume"])
-            step = max(0, step - chance.randint(0, 5)) if kind == "resume" else step + (kind == "step")
+            step = (
+                max(0, step - chance.randint(0, 5)) if kind == "resume" else step + (kind == "step")
+            )
             events.append({"event": kind, "step": step, "loss": number / 7})
         with store.transaction():
             store.add_events(f"job-{run}", events)
         expected = [(event["event"], event["step"], event["loss"]) for event in plain_curve(events)]
-        assert [(one["event"], one["step"], one["loss"]) for one in curve(store, f"job-{run}", 5000)] == expected
+        assert [
+            (one["event"], one["step"], one["loss"]) for one in curve(store, f"job-{run}", 5000)
+        ] == expected
 
 
 def test_a_curve_of_many_steps_holds_those_that_are_shown(store: Store) -> None:
     with store.transaction():
-        store.add_events("job-1", ({"event": "step", "step": n, "loss": 1.0, "text": "x" * 200} for n in range(50_000)))
+        store.add_events(
+            "job-1",
+            ({"event": "step", "step": n, "loss": 1.0, "text": "x" * 200} for n in range(50_000)),
+        )
     tracemalloc.start()
     shown = curve(store, "job-1", 100)
     peak = tracemalloc.get_traced_memory()[1]

@@ -46,7 +46,11 @@ def test_a_device_runs_in_its_window_alone_and_never_beside_a_job(tmp_path: Path
     now, busy = [NOON], [False]
     fleets = Fleets(tmp_path, lambda: busy[0], clock=lambda: now[0])
     night = {"start": "22:00", "end": "06:00"}
-    write_seat(tmp_path, "night", Seat(data=str(rows(tmp_path / "r.jsonl")), port=9, insecure=True, window=night))  # type: ignore[arg-type]
+    write_seat(
+        tmp_path,
+        "night",
+        Seat(data=str(rows(tmp_path / "r.jsonl")), port=9, insecure=True, window=night),
+    )  # type: ignore[arg-type]
     fleets.turn()
     assert fleets.table()[0]["why"] == "outside its window"
     now[0], busy[0] = MIDNIGHT, True
@@ -97,17 +101,34 @@ def test_a_device_ends_with_the_daemon_that_was_killed(tmp_path: Path) -> None:
     parent.stdout.close()
 
 
-def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
+def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(
+    ondevice: CommandLine, tmp_path: Path
+) -> None:
     data = rows(tmp_path / "my rows.jsonl")
     seat = ("serve", "fleet", "home", "--store", tmp_path / "store", "--data", data)
     assert "encrypted" in ondevice(*seat, "--json").json["message"]
     assert ondevice(*seat, "--insecure", "--window", "25:00-6", "--json").code != 0
-    flags = ("--window", "22:00-06:00", "--memory-limit", "1.5GiB", "--task", "sst2", "--column", "text=Body")
+    flags = (
+        "--window",
+        "22:00-06:00",
+        "--memory-limit",
+        "1.5GiB",
+        "--task",
+        "sst2",
+        "--column",
+        "text=Body",
+    )
     done = ondevice(*seat, "--insecure", *flags, "--json").json
     written = json.loads(Path(done["file"]).read_text())
-    assert written["window"] == {"start": "22:00", "end": "06:00"} and written["memory_bytes"] == 3 << 29
+    assert (
+        written["window"] == {"start": "22:00", "end": "06:00"}
+        and written["memory_bytes"] == 3 << 29
+    )
     asked = Seat.parse(written).arguments(tmp_path)
-    assert asked[asked.index("--task") + 1] == "sst2" and asked[asked.index("--column") + 1] == "text=Body"
+    assert (
+        asked[asked.index("--task") + 1] == "sst2"
+        and asked[asked.index("--column") + 1] == "text=Body"
+    )
     assert written["data"] == str(data)
     assert ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove").code == 0
     assert "no fleet home" in ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove",

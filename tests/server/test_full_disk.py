@@ -30,7 +30,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 64 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -59,7 +61,9 @@ def things(root: Path) -> None:
         store.add_events(job, (event for _ in range(20_000)))
         db.execute("UPDATE jobs SET id = 'job-1'")
         db.execute("UPDATE events SET job = 'job-1'")
-        db.execute("INSERT INTO datasets VALUES ('data-1', 'a', 'rows.txt', 1, '', 'text', 1, '[]', 1.0)")
+        db.execute(
+            "INSERT INTO datasets VALUES ('data-1', 'a', 'rows.txt', 1, '', 'text', 1, '[]', 1.0)"
+        )
         db.execute("INSERT INTO adapters VALUES ('adapter-1', 'a', NULL, 'm', 1, 1, '', 1.0)")
         values = ("up-1", "dataset", "a.txt", "content", 9, None, "{}", 1.0)
         db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
@@ -144,12 +148,16 @@ def test_a_reserve_is_kept_while_one_of_two_deletes_goes_on(tmp_path: Path) -> N
     assert kept.path.stat().st_size == MIB
 
 
-def test_events_of_a_job_are_deleted_in_parts_and_a_kill_between_leaves_none(store: Store, monkeypatch) -> None:
+def test_events_of_a_job_are_deleted_in_parts_and_a_kill_between_leaves_none(
+    store: Store, monkeypatch
+) -> None:
     queue = Queue(store)
     job, other = queue.create({}).id, queue.create({}).id
     queue.ask(job, "cancel")
     with store.transaction():
-        store.add_events(job, ({"event": "step", "text": json.dumps(n)} for n in range(3 * DELETED_AT_ONCE)))
+        store.add_events(
+            job, ({"event": "step", "text": json.dumps(n)} for n in range(3 * DELETED_AT_ONCE))
+        )
     kept = store.last_event(other)
     parts = []
     with monkeypatch.context() as patch:

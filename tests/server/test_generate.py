@@ -29,7 +29,12 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("artifact")
     source = save_tiny(folder / "dense", "llama")
-    values = {"method.name": "prge", "method.rank": 2, "method.queries": 2, "method.learning_rate": 0.1}
+    values = {
+        "method.name": "prge",
+        "method.rank": 2,
+        "method.queries": 2,
+        "method.learning_rate": 0.1,
+    }
     values |= {"model.source": str(source), "model.dtype": "bfloat16", "export.target": "jetson"}
     values |= {"export.quantize": "nf4", "export.lengths_tokens": [32], "export.batch_size": 2}
     artifact = export(RunConfig.load(None, values), folder / "board").path
@@ -48,7 +53,10 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
     client = served.client
     name = client.upload("artifact", artifact, name="board")["id"]
     looked = client.preview(served.dataset, artifact=name, max_length_tokens=32)
-    assert looked["examples"] == client.preview(served.dataset, "tiny:llama", max_length_tokens=32)["examples"]
+    assert (
+        looked["examples"]
+        == client.preview(served.dataset, "tiny:llama", max_length_tokens=32)["examples"]
+    )
     job = client.create_job(artifact=name, dataset=served.dataset, config={"train": {"steps": 20}})
     assert client.wait(job["id"], 120)["state"] == "done", client.log(job["id"])
     said = client.generate(None, "a", artifact=name, adapter=job["id"], max_new_tokens=16)
@@ -60,7 +68,9 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
     with pytest.raises(RefusedError, match="no artifact"):
         client.generate(None, "a", artifact="none")
     # A running job's plan is asked for, and there is room beside it.
-    long = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000))["id"]
+    long = client.create_job(
+        model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000)
+    )["id"]
     try:
         wait_for(lambda: client.job(long)["state"] == "running", "it runs")
         assert client.generate("tiny:llama", "a", max_new_tokens=2)["base"] is not None
@@ -104,7 +114,8 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
     from ondevice.server.pools import Pools
 
     monkeypatch.setattr(
-        "ondevice.planning.devices.find_device", lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20)
+        "ondevice.planning.devices.find_device",
+        lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20),
     )
     plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 7 << 20}
     calls = {"plan": lambda **_: plan, "generate": generate.answer}
@@ -116,15 +127,29 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
         pools=Pools(),
     )
     (store.path("jobs", "job-1")).mkdir()
-    (store.path("jobs", "job-1") / "job.json").write_text(json.dumps({"config": {}, "artifact": None}))
+    (store.path("jobs", "job-1") / "job.json").write_text(
+        json.dumps({"config": {}, "artifact": None})
+    )
     shutil.copytree(artifact, store.path("artifacts", "board"))
     client = TestClient(create_app(daemon))  # type: ignore[arg-type]
-    question = {"prompt": "a", "max_new_tokens": 1, kind: {"model": "tiny:llama", "artifact": "board"}[kind]}
+    question = {
+        "prompt": "a",
+        "max_new_tokens": 1,
+        kind: {"model": "tiny:llama", "artifact": "board"}[kind],
+    }
     plan["total_bytes"] = 500 << 20
     refused = client.post("/v1/generate", json=question)
     answer = refused.json()
-    assert refused.status_code == 409 and "job-1" in answer["message"] and "weights" in answer["message"]
-    assert "of 3 MiB" in answer["expected"] and "495 MiB" in answer["expected"] and "pause the job" in answer["hint"]
+    assert (
+        refused.status_code == 409
+        and "job-1" in answer["message"]
+        and "weights" in answer["message"]
+    )
+    assert (
+        "of 3 MiB" in answer["expected"]
+        and "495 MiB" in answer["expected"]
+        and "pause the job" in answer["hint"]
+    )
     assert not generate._loaded
     plan["total_bytes"] = 4 << 20
     assert client.post("/v1/generate", json=question).status_code == 200

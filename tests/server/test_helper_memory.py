@@ -68,7 +68,9 @@ def parquet_file(path: Path, texts: Any, **options: Any) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     # Without Arrow's own schema beside it: it is read as plain texts, not as numbers of a dictionary.
-    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False, **options)
+    parquet.write_table(
+        pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False, **options
+    )
     assert path.stat().st_size < 512 << 10
     return path
 
@@ -84,7 +86,10 @@ def book(path: Path, replaced: str, parts: Iterator[bytes]) -> Path:
     plain, saved = openpyxl.Workbook(), io.BytesIO()
     plain.active.append(["text"])
     plain.save(saved)
-    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(saved) as source,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for entry in source.infolist():
             with target.open(entry.filename, "w") as file:
                 for part in parts if entry.filename == replaced else [source.read(entry)]:
@@ -93,28 +98,45 @@ def book(path: Path, replaced: str, parts: Iterator[bytes]) -> Path:
     return path
 
 
-def test_a_parquet_file_of_a_few_kilobytes_that_grows_to_gigabytes_is_refused(checked: Checked, tmp_path) -> None:
+def test_a_parquet_file_of_a_few_kilobytes_that_grows_to_gigabytes_is_refused(
+    checked: Checked, tmp_path
+) -> None:
     one_long_text = parquet_file(tmp_path / "long.parquet", same("a" * MIB, 2600))
     assert "needs too much memory" in checked.refusal(one_long_text).message
     one_value = parquet_file(tmp_path / "value.parquet", ["a" * (200 * MIB)], use_dictionary=False)
     assert "too large unpacked" in checked.refusal(one_value).message
     many_rows = parquet_file(tmp_path / "rows.parquet", same("a" * 10_000, 260_000))
     assert "too large unpacked" in checked.refusal(many_rows).message
-    assert checked(lines(tmp_path / "after.jsonl", 10))["rows"] == 10, "the next file is checked as ever"
+    assert checked(lines(tmp_path / "after.jsonl", 10))["rows"] == 10, (
+        "the next file is checked as ever"
+    )
 
 
-def test_an_excel_file_of_two_megabytes_that_grows_to_gigabytes_is_refused(checked: Checked, tmp_path) -> None:
+def test_an_excel_file_of_two_megabytes_that_grows_to_gigabytes_is_refused(
+    checked: Checked, tmp_path
+) -> None:
     cell = [b"<row><c t='inlineStr'><is><t>", *[b"a" * MIB] * 1200, b"</t></is></c></row>"]
-    path = book(tmp_path / "cell.xlsx", "xl/worksheets/sheet1.xml", iter([SHEET, HEADER, *cell, SHEET_END]))
+    path = book(
+        tmp_path / "cell.xlsx", "xl/worksheets/sheet1.xml", iter([SHEET, HEADER, *cell, SHEET_END])
+    )
     assert "too large unpacked" in checked.refusal(path).message
-    path = book(tmp_path / "styles.xlsx", "xl/styles.xml", iter([b"<styleSheet>", b"<font/>" * 6_000_000]))
+    path = book(
+        tmp_path / "styles.xlsx", "xl/styles.xml", iter([b"<styleSheet>", b"<font/>" * 6_000_000])
+    )
     assert "too large to be read whole" in checked.refusal(path).message
-    far = [SHEET, HEADER, b'<row r="900000000"><c t="inlineStr"><is><t>x</t></is></c></row>', SHEET_END]
+    far = [
+        SHEET,
+        HEADER,
+        b'<row r="900000000"><c t="inlineStr"><is><t>x</t></is></c></row>',
+        SHEET_END,
+    ]
     path = book(tmp_path / "far.xlsx", "xl/worksheets/sheet1.xml", iter(far))
     assert "too many rows" in checked.refusal(path).message
 
 
-def test_what_passes_the_checks_of_sizes_is_stopped_by_the_kernel(checked: Checked, tmp_path) -> None:
+def test_what_passes_the_checks_of_sizes_is_stopped_by_the_kernel(
+    checked: Checked, tmp_path
+) -> None:
     nested = tmp_path / "nested.jsonl"
     nested.write_text('{"text": [' + "[]," * (5 * MIB) + "[]]}\n")
     assert "needs too much memory" in checked.refusal(nested).message
@@ -139,7 +161,9 @@ def test_the_peak_does_not_grow_with_the_rows(kind: str, checked: Checked, tmp_p
         result = checked(path)
         assert (result["rows"], result["bad_rows"]) == (1 if kind == "txt" else count, 0)
         peaks.append(checked.peak_mib())
-    assert peaks[1] - peaks[0] <= (64 if kind == "txt" else 24), "of a text, which is one row, its beginning is kept"
+    assert peaks[1] - peaks[0] <= (64 if kind == "txt" else 24), (
+        "of a text, which is one row, its beginning is kept"
+    )
 
 
 def many(path: Path, count: int) -> Path:
@@ -160,7 +184,9 @@ def many(path: Path, count: int) -> Path:
     return path
 
 
-def test_a_file_of_bad_rows_alone_is_counted_and_its_first_are_named(checked: Checked, tmp_path) -> None:
+def test_a_file_of_bad_rows_alone_is_counted_and_its_first_are_named(
+    checked: Checked, tmp_path
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n' + "bad\n" * 300_000)
     result = checked(path)

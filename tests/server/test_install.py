@@ -32,16 +32,27 @@ from tests.server.running import DaemonProcess, wait_for
 def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
     path = systemd.install(systemd.unit(groups=()), tmp_path)
     text = path.read_text()
-    command = f"ExecStart={shlex.quote(sys.executable)} -P -m ondevice serve --host 127.0.0.1 --port 8765"
+    command = (
+        f"ExecStart={shlex.quote(sys.executable)} -P -m ondevice serve --host 127.0.0.1 --port 8765"
+    )
     assert command in text.splitlines() and path.stat().st_mode & 0o777 == 0o644
     for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes",
                  "LimitNOFILE=65536"):  # fmt: skip
         assert line in text.splitlines()
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
-    verified = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", path], capture_output=True, text=True, check=False
+    )
     assert verified.returncode == 0 and "Unknown" not in verified.stderr, verified.stderr
-    security = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", str(path)]
+    security = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        "--threshold=25",
+        "--no-pager",
+        str(path),
+    ]
     rated = subprocess.run(security, capture_output=True, text=True, check=False)
     assert rated.returncode == 0, rated.stdout[-300:]  # exposure of 2.5 at most
 
@@ -67,7 +78,9 @@ def test_systemd_hears_that_it_is_ready_alive_and_stopping(tmp_path) -> None:
             pass
         return text
 
-    def listen() -> None:  # all the time, as systemd does: a socket that nobody reads would hold the daemon up
+    def listen() -> (
+        None
+    ):  # all the time, as systemd does: a socket that nobody reads would hold the daemon up
         while text := listener.recv(4096):
             said.put(text.decode())
 
@@ -80,7 +93,9 @@ def test_systemd_hears_that_it_is_ready_alive_and_stopping(tmp_path) -> None:
             assert heard("READY=1").startswith("READY=1\nSTATUS=serving on")
             heard("WATCHDOG=1")
             assert daemon.process is not None
-            os.kill(daemon.process.pid, signal.SIGSTOP)  # it hangs: systemd hears nothing and starts it again
+            os.kill(
+                daemon.process.pid, signal.SIGSTOP
+            )  # it hangs: systemd hears nothing and starts it again
             with pytest.raises(queue.Empty):
                 for _ in range(50):
                     said.get(timeout=1.5)
@@ -123,12 +138,18 @@ def test_what_a_killed_daemon_left_is_swept_up(tmp_path) -> None:
     store.close()
     with DaemonProcess(tmp_path / "store"):
         pass
-    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists() and not partial.exists()
+    assert (
+        not list((tmp_path / "store").glob("*/orphan"))
+        and not old.exists()
+        and not partial.exists()
+    )
 
 
 def test_without_its_database_a_store_loses_nothing(tmp_path, monkeypatch) -> None:
     store = Store(tmp_path / "store")
-    store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
+    store.connection.execute(
+        "INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)"
+    )
     for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
         store.path(kind, name).mkdir()
         (store.path(kind, name) / "content").write_text(name)
@@ -141,7 +162,9 @@ def test_without_its_database_a_store_loses_nothing(tmp_path, monkeypatch) -> No
     sweep(store)
     lost = store.root / "lost"
     for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
-        assert (lost / kind / name / "content").read_text() == name and not store.path(kind, name).exists()
+        assert (lost / kind / name / "content").read_text() == name and not store.path(
+            kind, name
+        ).exists()
     began_s = clock.uptime_s()
     monkeypatch.setattr(clock, "uptime_s", lambda: began_s + 29 * 24 * 3600)
     sweep(store)
@@ -164,7 +187,9 @@ def test_a_store_of_a_newer_version_is_left_alone(tmp_path) -> None:
         Store(tmp_path / "damaged")
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", "a\0", "A", "-x", "a..b", "x" * 65, ".hidden", "a\n"])
+@pytest.mark.parametrize(
+    "name", ["", "..", "a/b", "/etc", "a\0", "A", "-x", "a..b", "x" * 65, ".hidden", "a\n"]
+)
 def test_names_of_a_store_are_no_paths(store: Store, name: str) -> None:
     with pytest.raises(MissingError):
         store.path("jobs", name)
@@ -188,7 +213,10 @@ def test_connections_of_threads_that_ended_are_closed(store: Store) -> None:
             for thread in threads:
                 thread.join()
         # The store's files alone: what earlier tests left open may be closed meanwhile.
-        return sum(os.path.realpath(link).startswith(str(store.root)) for link in Path("/proc/self/fd").iterdir())
+        return sum(
+            os.path.realpath(link).startswith(str(store.root))
+            for link in Path("/proc/self/fd").iterdir()
+        )
 
     first = burst()
     assert [burst() for _ in range(4)] == [first] * 4
@@ -222,7 +250,9 @@ def test_logs_rotate_and_hold_no_token(tmp_path, monkeypatch) -> None:
             handler.close()
         root.setLevel(level)
     files = list(tmp_path.iterdir())
-    assert len(files) == service.LOG_FILES + 1 and all(path.stat().st_size <= 2000 for path in files)
+    assert len(files) == service.LOG_FILES + 1 and all(
+        path.stat().st_size <= 2000 for path in files
+    )
     text = "".join(path.read_text() for path in files)
     assert "line 299" in text and "SECRET" not in text and "abc" not in text
 
@@ -244,7 +274,9 @@ def test_a_workers_log_is_trimmed(tmp_path) -> None:
 def test_memory_of_a_family_of_processes() -> None:
     hold = "import time; held = bytearray(b'x' * (80 << 20)); print('held', flush=True); time.sleep(60)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
-    process = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert process.stdout is not None
         process.stdout.readline()
@@ -263,7 +295,9 @@ def test_a_cgroup_where_one_is_delegated(tmp_path) -> None:
     (home / "cgroup.controllers").write_text("memory pids\n")
     (home / "cgroup.subtree_control").write_text("")
     group = Cgroup(tmp_path, "0::/system.slice/ondevice.service\n")
-    assert group.how == "cgroup" and (home / "daemon" / "cgroup.procs").read_text() == str(os.getpid())
+    assert group.how == "cgroup" and (home / "daemon" / "cgroup.procs").read_text() == str(
+        os.getpid()
+    )
     assert (home / "cgroup.subtree_control").read_text() == "+memory"
     assert group.place(77, "job-1", 1 << 30)
     assert (home / "job-1" / "memory.max").read_text() == str(1 << 30)
@@ -271,7 +305,11 @@ def test_a_cgroup_where_one_is_delegated(tmp_path) -> None:
     assert not group.killed()
     (home / "job-1" / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
     assert group.killed()
-    for own, root in (("1:memory:/x\n", tmp_path), ("0::/elsewhere\n", tmp_path), ("0::/\n", tmp_path / "none")):
+    for own, root in (
+        ("1:memory:/x\n", tmp_path),
+        ("0::/elsewhere\n", tmp_path),
+        ("0::/\n", tmp_path / "none"),
+    ):
         other = Cgroup(root, own)
         assert other.how == "watch" and not other.place(77, "job-1", 1 << 30)
 
@@ -304,12 +342,19 @@ def test_what_an_exit_status_means(code: int, asked: str, told, outcome: str) ->
     if code == 0:  # all steps are done
         assert (actual, error) == ("finished", None)
     else:
-        assert actual == "refused" and error is not None and error["error"] == DoesNotFitError.__name__
+        assert (
+            actual == "refused" and error is not None and error["error"] == DoesNotFitError.__name__
+        )
 
 
 def test_temperatures_and_power_as_a_jetson_says_them(tmp_path) -> None:
     zone, chip = tmp_path / "thermal" / "thermal_zone0", tmp_path / "hwmon" / "hwmon1"
-    for folder in (zone, chip, tmp_path / "hwmon" / "hwmon2", tmp_path / "thermal" / "thermal_zone1"):
+    for folder in (
+        zone,
+        chip,
+        tmp_path / "hwmon" / "hwmon2",
+        tmp_path / "thermal" / "thermal_zone1",
+    ):
         folder.mkdir(parents=True)
     (zone / "type").write_text("tj-thermal\n")
     (zone / "temp").write_text("51250\n")
@@ -320,27 +365,52 @@ def test_temperatures_and_power_as_a_jetson_says_them(tmp_path) -> None:
     actual = metrics.system(tmp_path, tmp_path / "hwmon", tmp_path / "thermal")
     assert actual["temperatures_c"] == {"tj-thermal": 51.25}
     assert actual["power_w"] == {"VDD_IN": 7.0, "power1_input": 2.5}
-    assert actual["memory_total_bytes"] > actual["memory_available_bytes"] > 0 and actual["disk_free_bytes"] > 0
+    assert (
+        actual["memory_total_bytes"] > actual["memory_available_bytes"] > 0
+        and actual["disk_free_bytes"] > 0
+    )
 
 
 def test_prometheus_reads_the_metrics(served) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     text = served.client._send("GET", "/metrics").decode()
-    by_name = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+    by_name = {
+        sample.name: sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
     assert by_name["ondevice_machine_memory_available_bytes"].value > 0
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    states = {sample.labels["state"]: sample.value for sample in samples if sample.name == "ondevice_jobs"}
+    states = {
+        sample.labels["state"]: sample.value for sample in samples if sample.name == "ondevice_jobs"
+    }
     assert states["done"] >= 1 and len(states) == 8
-    assert any(sample.labels.get("path") == "/v1/jobs/{job}" for sample in samples if "requests" in sample.name)
+    assert any(
+        sample.labels.get("path") == "/v1/jobs/{job}"
+        for sample in samples
+        if "requests" in sample.name
+    )
     figures = served.client.metrics()
     assert figures["jobs"]["done"] == states["done"] and figures["uptime_s"] > 0
 
 
 def test_prometheus_has_the_gpus(tmp_path, monkeypatch) -> None:
     gpus = [
-        {"name": "Orin", "memory_used_bytes": 5, "memory_total_bytes": 9, "temperature_c": 51.5, "power_w": None},
-        {"name": "H100", "memory_used_bytes": 7, "memory_total_bytes": 8, "temperature_c": None, "power_w": None},
+        {
+            "name": "Orin",
+            "memory_used_bytes": 5,
+            "memory_total_bytes": 9,
+            "temperature_c": 51.5,
+            "power_w": None,
+        },
+        {
+            "name": "H100",
+            "memory_used_bytes": 7,
+            "memory_total_bytes": 8,
+            "temperature_c": None,
+            "power_w": None,
+        },
     ]
     monkeypatch.setattr(metrics, "_gpus", lambda: gpus)
     daemon = Daemon(tmp_path / "store")
@@ -349,7 +419,10 @@ def test_prometheus_has_the_gpus(tmp_path, monkeypatch) -> None:
     daemon.stop()
     assert 'ondevice_gpu_memory_used_bytes{gpu="0",name="Orin"} 5.0' in text
     assert 'ondevice_gpu_memory_total_bytes{gpu="1",name="H100"} 8.0' in text
-    assert 'ondevice_gpu_celsius{gpu="0",name="Orin"} 51.5' in text and "ondevice_gpu_watts" not in text
+    assert (
+        'ondevice_gpu_celsius{gpu="0",name="Orin"} 51.5' in text
+        and "ondevice_gpu_watts" not in text
+    )
 
 
 def test_requests_are_counted_while_they_are_read(tmp_path, monkeypatch) -> None:
@@ -394,7 +467,9 @@ def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
         assert process is not None
         answers: list[int] = []
         for _ in range(2):  # the thread that starts it may end, as those of a web server do
-            thread = threading.Thread(target=lambda: answers.append(helper("validate", **asked)["rows"]))
+            thread = threading.Thread(
+                target=lambda: answers.append(helper("validate", **asked)["rows"])
+            )
             thread.start()
             thread.join()
             time.sleep(0.2)

@@ -29,15 +29,24 @@ from tests.server.running import DaemonProcess, rows, settings, wait_for
 
 
 def test_a_list_comes_in_pages(served, tmp_path, monkeypatch) -> None:
-    ids = [served.client.upload("dataset", rows(tmp_path / f"{n}.jsonl", 2 + n))["id"] for n in range(3)]
+    ids = [
+        served.client.upload("dataset", rows(tmp_path / f"{n}.jsonl", 2 + n))["id"]
+        for n in range(3)
+    ]
     whole = [one["id"] for one in served.client.datasets()]
     assert set(ids) < set(whole)
     monkeypatch.setattr(client_module, "PAGE", 2)
     assert [one["id"] for one in served.client.datasets()] == whole
-    assert [one["id"] for one in served.client.ask("GET", "/v1/datasets", query={"limit": 1, "after": whole[0]})] == [
-        whole[1]
-    ]
-    assert served.client.ask("GET", "/v1/jobs", query={"limit": 1, "after": served.client.jobs()[-1]["id"]}) == []
+    assert [
+        one["id"]
+        for one in served.client.ask("GET", "/v1/datasets", query={"limit": 1, "after": whole[0]})
+    ] == [whole[1]]
+    assert (
+        served.client.ask(
+            "GET", "/v1/jobs", query={"limit": 1, "after": served.client.jobs()[-1]["id"]}
+        )
+        == []
+    )
     for path in ("/v1/jobs", "/v1/adapters", "/v1/datasets"):
         with pytest.raises(RefusedError, match="is not in this list"):
             served.client.ask("GET", path, query={"after": "gone"})
@@ -51,18 +60,24 @@ def many_jobs(store: Store, count: int) -> Queue:
     """A store with jobs of every state, each with a spec of some kB, events and an adapter."""
     queue = Queue(store)
     states = ("queued", "done", "failed", "cancelled", "paused")
-    spec = json.dumps({"dataset": "data-1", "model": "tiny:llama", "config": {"notes": "x" * 4000}, "limits": {}})
+    spec = json.dumps(
+        {"dataset": "data-1", "model": "tiny:llama", "config": {"notes": "x" * 4000}, "limits": {}}
+    )
     jobs = [(f"job-{n}", states[n % 5], n % 3, spec, float(n)) for n in range(count)]
     adapters = [(f"adapter-{n}", "a", f"job-{n}", "m", 1, 1, "s", float(n)) for n in range(count)]
     with store.transaction() as db:
-        db.executemany("INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, ?, ?, ?, ?)", jobs)
+        db.executemany(
+            "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, ?, ?, ?, ?)", jobs
+        )
         db.executemany("INSERT INTO events VALUES (?, 1, 'job', '{}')", [(job[0],) for job in jobs])
         db.executemany("INSERT INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?)", adapters)
     return queue
 
 
 @pytest.mark.parametrize("states", [(), ("queued",), ("done", "failed")])
-def test_pages_of_jobs_are_the_whole_list_in_its_order(states: tuple[str, ...], store: Store) -> None:
+def test_pages_of_jobs_are_the_whole_list_in_its_order(
+    states: tuple[str, ...], store: Store
+) -> None:
     queue, pages, after, more = many_jobs(store, 53), [], None, True
     with store.transaction() as db:
         db.execute("UPDATE jobs SET state = 'running' WHERE id = 'job-7'")
@@ -74,7 +89,10 @@ def test_pages_of_jobs_are_the_whole_list_in_its_order(states: tuple[str, ...], 
     assert pages == whole and len(whole) == len(set(whole)) == {0: 53, 1: 11, 2: 21}[len(states)]
     rank = {"running": 0, "queued": 1, "paused": 1}
     jobs = [queue.get(name) for name in whole]
-    key = [(rank.get(job.state, 2), -job.priority if job.state in rank else -job.number, job.number) for job in jobs]
+    key = [
+        (rank.get(job.state, 2), -job.priority if job.state in rank else -job.number, job.number)
+        for job in jobs
+    ]
     assert key == sorted(key)
 
 
@@ -91,7 +109,9 @@ def test_the_first_of_ten_thousand_jobs_takes_milliseconds_and_little_memory(sto
     for path in ("/v1/jobs?limit=1", "/v1/jobs?limit=1&after=job-5000", "/v1/adapters?limit=1"):
         assert best(partial(client.get, path)) < 0.5, path
     assert queue.counts()["queued"] == 2000
-    assert queue.needing("dataset", "data-1") == "job-0" and queue.needing("dataset", "data-2") is None
+    assert (
+        queue.needing("dataset", "data-1") == "job-0" and queue.needing("dataset", "data-2") is None
+    )
     for question in (queue.counts, queue.next, partial(queue.needing, "dataset", "data-2")):
         assert best(question) < 0.5
 
@@ -121,7 +141,10 @@ def test_every_list_that_grows_comes_in_pages(store: Store) -> None:
     with store.transaction() as db:
         for number in range(5):
             values = (f"exit-{number}", "a", "peft", "done", 1.0)
-            db.execute("INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, ?, ?, ?, ?)", values)
+            db.execute(
+                "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, ?, ?, ?, ?)",
+                values,
+            )
     many_jobs(store, 5)
     conversions = Conversions(store, lambda: None)
     daemon = SimpleNamespace(store=store, queue=Queue(store), conversions=conversions)
@@ -138,12 +161,22 @@ def test_every_list_that_grows_comes_in_pages(store: Store) -> None:
 
 
 def test_a_job_that_is_sent_twice_is_made_once(served) -> None:
-    job = {"model": "tiny:llama", "dataset": served.dataset, "config": settings(), "window": not_now()}
-    twice = [served.client.ask("POST", "/v1/jobs", job, headers={"Idempotency-Key": "mine"}) for _ in range(2)]
+    job = {
+        "model": "tiny:llama",
+        "dataset": served.dataset,
+        "config": settings(),
+        "window": not_now(),
+    }
+    twice = [
+        served.client.ask("POST", "/v1/jobs", job, headers={"Idempotency-Key": "mine"})
+        for _ in range(2)
+    ]
     other = served.client.create_job(**job)
     assert twice[0]["id"] == twice[1]["id"] != other["id"]
     with pytest.raises(RefusedError, match="was used for another job"):
-        served.client.ask("POST", "/v1/jobs", {**job, "name": "else"}, headers={"Idempotency-Key": "mine"})
+        served.client.ask(
+            "POST", "/v1/jobs", {**job, "name": "else"}, headers={"Idempotency-Key": "mine"}
+        )
     for name in (twice[0]["id"], other["id"]):
         served.client.cancel(name)
 
@@ -151,7 +184,10 @@ def test_a_job_that_is_sent_twice_is_made_once(served) -> None:
 def not_now() -> dict[str, str]:
     """A window that opens in half a day."""
     opens = time.time() + 12 * 3600
-    return {name: time.strftime("%H:%M", time.localtime(opens + more)) for name, more in (("start", 0), ("end", 60))}
+    return {
+        name: time.strftime("%H:%M", time.localtime(opens + more))
+        for name, more in (("start", 0), ("end", 60))
+    }
 
 
 def test_a_key_is_forgotten_after_a_day(store: Store) -> None:
@@ -183,7 +219,9 @@ def test_a_revoked_token_ends_its_streams(tmp_path, monkeypatch, warm) -> None:
         client: Client = daemon.client
         dataset = client.upload("dataset", rows(tmp_path / "rows.jsonl"))["id"]
         job = client.create_job(
-            model="tiny:llama", dataset=dataset, config=settings(steps=1_000_000, checkpoint_every=1_000_000)
+            model="tiny:llama",
+            dataset=dataset,
+            config=settings(steps=1_000_000, checkpoint_every=1_000_000),
         )
         seen, ended = [], threading.Event()
 

@@ -38,7 +38,8 @@ def missing() -> str:
 
 
 needs_browser = pytest.mark.skipif(
-    bool(missing()) and not os.environ.get("ONDEVICE_REQUIRE_BROWSER"), reason=f"no {missing()}; try: make browser"
+    bool(missing()) and not os.environ.get("ONDEVICE_REQUIRE_BROWSER"),
+    reason=f"no {missing()}; try: make browser",
 )
 
 
@@ -57,8 +58,13 @@ def play(script: str, **environment: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, count: int = 16) -> Path:
-    rows = [{"text": f"{LABELS[i % 2][0]} {i} 漢字 שלום", "label": LABELS[i % 2][1]} for i in range(count)]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"text": f"{LABELS[i % 2][0]} {i} 漢字 שלום", "label": LABELS[i % 2][1]}
+        for i in range(count)
+    ]
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -74,13 +80,21 @@ def story(daemon: DaemonProcess) -> dict[str, Any]:
     folder = daemon.store.parent
     rows = write_rows(folder / "rows.jsonl")
     bad = folder / "bad.jsonl"
-    bad.write_text(rows.read_text(encoding="utf-8").replace('"label"', '"lable"', 3).replace('"lable"', '"label"', 2))
-    return play("story", ONDEVICE_URL=daemon.address, ROWS=str(rows), BAD_ROWS=str(bad), OUT=str(folder))
+    bad.write_text(
+        rows.read_text(encoding="utf-8")
+        .replace('"label"', '"lable"', 3)
+        .replace('"lable"', '"label"', 2)
+    )
+    return play(
+        "story", ONDEVICE_URL=daemon.address, ROWS=str(rows), BAD_ROWS=str(bad), OUT=str(folder)
+    )
 
 
 @pytest.mark.slow
 @needs_browser
-def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dict[str, Any], tmp_path: Path) -> None:
+def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(
+    story: dict[str, Any], tmp_path: Path
+) -> None:
     """Bad rows, good rows, masks, plan, live curve, pause, resume, a killed worker, download; then peft."""
     import torch
     from peft import PeftModel
@@ -88,7 +102,10 @@ def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dic
     from ondevice.models import load_model
 
     zipfile.ZipFile(story["file"]).extractall(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     ids = torch.arange(3, 19)[None]
     model = load_model("tiny:llama").model
     with torch.no_grad():
@@ -99,7 +116,9 @@ def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dic
 
 @pytest.mark.slow
 @needs_browser
-def test_every_view_at_360_px_in_light_and_dark_within_the_csp(daemon: DaemonProcess, story: dict[str, Any]) -> None:
+def test_every_view_at_360_px_in_light_and_dark_within_the_csp(
+    daemon: DaemonProcess, story: dict[str, Any]
+) -> None:
     play("layout", ONDEVICE_URL=daemon.address, JOB=story["job"])
 
 
@@ -111,15 +130,27 @@ def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, A
 
 @pytest.mark.slow
 @needs_browser
-def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_an_exported_program_from_its_zip_to_a_finished_job(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
     from ondevice.api.export import export
     from ondevice.api.runfile import RunConfig
 
-    values = {"method.name": "prge", "method.rank": 2, "method.queries": 2, "export.target": "cuda-server"}
+    values = {
+        "method.name": "prge",
+        "method.rank": 2,
+        "method.queries": 2,
+        "export.target": "cuda-server",
+    }
     values |= {"model.source": "tiny:llama", "export.lengths_tokens": [32], "export.batch_size": 2}
     folder = export(RunConfig.load(None, values), tmp_path / "program").path
     packed = shutil.make_archive(str(tmp_path / "packed"), "zip", folder)
-    play("artifact", ONDEVICE_URL=daemon.address, ARTIFACT=packed, ROWS=str(write_rows(tmp_path / "rows.jsonl")))
+    play(
+        "artifact",
+        ONDEVICE_URL=daemon.address,
+        ARTIFACT=packed,
+        ROWS=str(write_rows(tmp_path / "rows.jsonl")),
+    )
 
 
 @needs_browser
@@ -132,12 +163,18 @@ def test_a_conversation_with_both_models(daemon: DaemonProcess, tmp_path: Path) 
 
     linear, random = "model.layers.0.self_attn.q_proj", np.random.default_rng(0)
     shapes = {"A": (4, 64), "B": (64, 4)}
-    tensors = {f"{linear}.lora_{side}.weight": random.normal(size=shape).astype("f4") for side, shape in shapes.items()}
+    tensors = {
+        f"{linear}.lora_{side}.weight": random.normal(size=shape).astype("f4")
+        for side, shape in shapes.items()
+    }
     save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), "tiny:llama"), tmp_path / "mine")
     adapter = daemon.client.upload("adapter", tmp_path / "mine")["id"]
     played = play("conversation", ONDEVICE_URL=daemon.address, ADAPTER=adapter, OUT=str(tmp_path))
     assert [row.label for row in read_rows(played["file"]).items] == ["down", "up"]
-    assert set(zipfile.ZipFile(played["zip"]).namelist()) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert set(zipfile.ZipFile(played["zip"]).namelist()) == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 @needs_browser
@@ -151,9 +188,15 @@ def test_signing_in_with_a_token(tmp_path: Path, warm: Warm) -> None:
 
 @needs_browser
 def test_what_was_filled_in_and_sent_stays(tmp_path: Path, warm: Warm) -> None:
-    rows, bad, large = write_rows(tmp_path / "rows.jsonl"), tmp_path / "bad.jsonl", tmp_path / "large.jsonl"
+    rows, bad, large = (
+        write_rows(tmp_path / "rows.jsonl"),
+        tmp_path / "bad.jsonl",
+        tmp_path / "large.jsonl",
+    )
     bad.write_text('{"text": "a", "label": "b"}\n{"text": 1}\n')
-    large.write_text("".join(json.dumps({"text": f"{n} " + "x" * 60_000}) + "\n" for n in range(150)))
+    large.write_text(
+        "".join(json.dumps({"text": f"{n} " + "x" * 60_000}) + "\n" for n in range(150))
+    )
     store = Store(tmp_path / "store")
     token = create_token(store)
     store.close()
@@ -170,7 +213,10 @@ def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path, warm: Warm)
     from ondevice.artifact.adapter import Adapter, save_adapter
     from ondevice.server.queue import Queue
 
-    name, reason = "Größe der Zettel aus dem Archiv, 漢字 und שלום", "a loss that is not a number " * 12
+    name, reason = (
+        "Größe der Zettel aus dem Archiv, 漢字 und שלום",
+        "a loss that is not a number " * 12,
+    )
     store = Store(tmp_path / "store")
     queue = Queue(store)
     for number in range(12):
@@ -183,7 +229,9 @@ def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path, warm: Warm)
         queue.create({**spec, "config": {"method": {"name": "slideformer"}}})
         job = queue.claim()
         assert job is not None
-        queue.ended(job.id, "refused", reason=reason, error={"message": reason, "error": "TrainingError"})
+        queue.ended(
+            job.id, "refused", reason=reason, error={"message": reason, "error": "TrainingError"}
+        )
     store.close()
     pair = {f"model.layers.0.self_attn.q_proj.lora_{side}.weight": np.ones(shape, "f4")
             for side, shape in {"A": (4, 64), "B": (64, 4)}.items()}  # fmt: skip
@@ -206,7 +254,15 @@ def test_the_page_has_no_inline_code_and_names_nothing_outside() -> None:
         if path.suffix not in (".html", ".css", ".js") or "vendor" in path.parts:
             continue
         text = path.read_text(encoding="utf-8")
-        for wrong in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "https://", "//cdn"):
+        for wrong in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "https://",
+            "//cdn",
+        ):
             assert wrong not in text, f"{path.name}: {wrong}"
         if path.suffix == ".html":
             for wrong in ("<style", " style=", " onclick=", " onload=", "<script>"):
@@ -220,6 +276,9 @@ def test_the_vendored_uplot_is_the_pinned_one() -> None:
     pinned = json.loads((SCRIPTS / "package.json").read_text())["devDependencies"]["uplot"]
     assert json.loads((source / "package.json").read_text())["version"] == pinned
     assert f"uPlot) {pinned} " in (copy / "README.md").read_text()
-    originals = {"uPlot.iife.min.js": "dist/uPlot.iife.min.js", "uPlot.min.css": "dist/uPlot.min.css"}
+    originals = {
+        "uPlot.iife.min.js": "dist/uPlot.iife.min.js",
+        "uPlot.min.css": "dist/uPlot.min.css",
+    }
     for name, original in {**originals, "LICENSE.txt": "LICENSE"}.items():
         assert (copy / name).read_bytes() == (source / original).read_bytes(), name

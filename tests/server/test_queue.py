@@ -20,7 +20,12 @@ from ondevice.server.queue import ACTIVE, ENDED, Job, Queue, in_window
 from ondevice.server.routes.jobs import _answer
 from ondevice.server.store import MissingError, Store
 
-SPEC: dict[str, Any] = {"name": "", "dataset": "data-1", "model": "tiny:llama", "limits": {"retries": 2}}
+SPEC: dict[str, Any] = {
+    "name": "",
+    "dataset": "data-1",
+    "model": "tiny:llama",
+    "limits": {"retries": 2},
+}
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -56,16 +61,27 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(target=jobs, priority=st.integers(-2, 2))
     def create(self, priority: int) -> str:
         job = self.queue.create(SPEC, priority).id
-        self.said[job], self.priority[job], self.crashes[job], self.ready_at[job] = [], priority, 0, 0.0
+        self.said[job], self.priority[job], self.crashes[job], self.ready_at[job] = (
+            [],
+            priority,
+            0,
+            0.0,
+        )
         self.order.append(job)
         self._set(job, "queued")
         return job
 
     @rule()
     def claim(self) -> None:
-        ready = [j for j in self.order if self.state[j] == "queued" and self.ready_at[j] <= self.now]
+        ready = [
+            j for j in self.order if self.state[j] == "queued" and self.ready_at[j] <= self.now
+        ]
         free = not any(state in ACTIVE for state in self.state.values())
-        expected = max(ready, key=lambda j: (self.priority[j], -self.order.index(j))) if ready and free else None
+        expected = (
+            max(ready, key=lambda j: (self.priority[j], -self.order.index(j)))
+            if ready and free
+            else None
+        )
         claimed = self.queue.claim()
         assert (claimed.id if claimed else None) == expected
         if expected:
@@ -73,7 +89,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=jobs)
     def pause(self, job: str) -> None:
-        self._ask(job, "pause", {"queued": "paused", "running": "pausing", "pausing": "pausing", "paused": "paused"})
+        self._ask(
+            job,
+            "pause",
+            {"queued": "paused", "running": "pausing", "pausing": "pausing", "paused": "paused"},
+        )
 
     @rule(job=jobs)
     def resume(self, job: str) -> None:
@@ -83,7 +103,11 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(job=jobs)
     def cancel(self, job: str) -> None:
         active = dict.fromkeys(("running", "pausing", "cancelling"), "cancelling")
-        self._ask(job, "cancel", active | dict.fromkeys(("queued", "paused", "failed", "cancelled"), "cancelled"))
+        self._ask(
+            job,
+            "cancel",
+            active | dict.fromkeys(("queued", "paused", "failed", "cancelled"), "cancelled"),
+        )
 
     def _ask(self, job: str, verb: Any, allowed: dict[str, str]) -> None:
         before = self.state[job]
@@ -96,13 +120,18 @@ class QueueMachine(RuleBasedStateMachine):
             self.crashes[job], self.ready_at[job] = 0, 0.0
             self._set(job, allowed[before])
 
-    @rule(outcome=st.sampled_from(["finished", "interrupted", "crashed", "refused"]), ran_s=st.floats(0, 100))
+    @rule(
+        outcome=st.sampled_from(["finished", "interrupted", "crashed", "refused"]),
+        ran_s=st.floats(0, 100),
+    )
     def worker_ends(self, outcome: Any, ran_s: float) -> None:
         active = [job for job, state in self.state.items() if state in ACTIVE]
         if not active:
             return
         (job,) = active
-        current = self.queue.ended(job, outcome, ran_s=ran_s, error={"error": "X", "message": "why"})
+        current = self.queue.ended(
+            job, outcome, ran_s=ran_s, error={"error": "X", "message": "why"}
+        )
         if self.state[job] == "cancelling":
             state = "cancelled"
         elif outcome == "finished":
@@ -155,14 +184,18 @@ class QueueMachine(RuleBasedStateMachine):
         """As after kill -9; or in a copy of the folder, as after a power cut."""
         if copied:
             target = self.folder / "copy"
-            shutil.copytree(self.folder / "store", target)  # the connection is open: the WAL is part of it
+            shutil.copytree(
+                self.folder / "store", target
+            )  # the connection is open: the WAL is part of it
             self.store.close()
             shutil.rmtree(self.folder / "store")
             target.rename(self.folder / "store")
         self._open()
         for job in self.queue.recover():
             was = self.state[job.id]
-            self._set(job.id, {"running": "queued", "pausing": "paused", "cancelling": "cancelled"}[was])
+            self._set(
+                job.id, {"running": "queued", "pausing": "paused", "cancelling": "cancelled"}[was]
+            )
             self.ready_at[job.id] = 0.0
 
     @invariant()
@@ -213,7 +246,9 @@ def test_windows_of_the_night(start: str, end: str, inside: Any, outside: Any) -
 
     def at(clock: str) -> float:
         day = time.localtime(1_000_000_000)
-        return time.mktime((day.tm_year, day.tm_mon, day.tm_mday, int(clock[:2]), int(clock[3:]), 30, 0, 0, -1))
+        return time.mktime(
+            (day.tm_year, day.tm_mon, day.tm_mday, int(clock[:2]), int(clock[3:]), 30, 0, 0, -1)
+        )
 
     assert all(in_window(spec, at(clock)) for clock in inside)
     assert not any(in_window(spec, at(clock)) for clock in outside)

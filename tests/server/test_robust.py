@@ -27,7 +27,9 @@ def test_a_stopped_daemon_saves_and_goes_on(tmp_path, warm) -> None:
     with DaemonProcess(store, python=warm.python) as daemon:
         client = daemon.client
         dataset = client.upload("dataset", data)["id"]
-        job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(steps=1_000_000))["id"]
+        job = client.create_job(
+            model="tiny:llama", dataset=dataset, config=settings(steps=1_000_000)
+        )["id"]
         wait_for(lambda: client.job(job)["progress"].get("step", 0) > 3, "a step")
         daemon.stop()
     assert not workers(store)
@@ -48,7 +50,9 @@ def test_a_stopped_daemon_saves_and_goes_on(tmp_path, warm) -> None:
 
 def test_the_stream_check_sees_what_is_wrong() -> None:
     def stream(*steps: int, resume: int | None = None) -> list[dict[str, object]]:
-        events: list[dict[str, object]] = [{"event": "step", "step": step, "loss": step / 2} for step in steps]
+        events: list[dict[str, object]] = [
+            {"event": "step", "step": step, "loss": step / 2} for step in steps
+        ]
         if resume is not None:
             events.insert(resume, {"event": "resume", "step": steps[resume]})
         events.append({"event": "job", "state": "done"})
@@ -56,7 +60,13 @@ def test_the_stream_check_sees_what_is_wrong() -> None:
 
     check_stream(stream(0, 1, 2), 3)
     check_stream(stream(0, 1, 2, 1, 2, resume=3), 3)
-    for wrong in (stream(0, 2), stream(0, 1, 1, 2), stream(0, 1), stream(0, 1, 3, resume=2), stream(0, 1, 2)[1:]):
+    for wrong in (
+        stream(0, 2),
+        stream(0, 1, 1, 2),
+        stream(0, 1),
+        stream(0, 1, 3, resume=2),
+        stream(0, 1, 2)[1:],
+    ):
         try:
             check_stream(wrong, 3)
         except AssertionError:
@@ -66,13 +76,20 @@ def test_the_stream_check_sees_what_is_wrong() -> None:
 
 def test_uninterrupted_and_paused_runs_end_with_the_same_bits(served, tmp_path) -> None:
     client = served.client
-    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(), name="paused")["id"]
+    job = client.create_job(
+        model="tiny:llama", dataset=served.dataset, config=settings(), name="paused"
+    )["id"]
     wait_for(lambda: client.job(job)["state"] in ("running", "done"), "it runs")
     try:
         client.pause(job)
     except RefusedError as error:  # a machine that is so fast has done it already
         assert error.status == 409
-    if wait_for(lambda: (state := client.job(job)["state"]) in ("paused", "done") and state, "it stops") == "paused":
+    if (
+        wait_for(
+            lambda: (state := client.job(job)["state"]) in ("paused", "done") and state, "it stops"
+        )
+        == "paused"
+    ):
         client.resume(job)
     assert client.wait(job, 120)["state"] == "done"
     ours = adapter_bits(client.download_adapter(job, tmp_path / "paused"))

@@ -42,20 +42,30 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def send(
-    daemon: DaemonProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    daemon: DaemonProcess,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str], bytes]:
     """A request with these headers and no others."""
     host, port = daemon.address.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     try:
-        connection.putrequest(method, path, skip_host="Host" in (headers or {}), skip_accept_encoding=True)
+        connection.putrequest(
+            method, path, skip_host="Host" in (headers or {}), skip_accept_encoding=True
+        )
         for name, value in (headers or {}).items():
             connection.putheader(name, value)
         if body is not None and "Content-Length" not in (headers or {}):
             connection.putheader("Content-Length", str(len(body)))
         connection.endheaders(body)
         response = connection.getresponse()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        return (
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            response.read(),
+        )
     finally:
         connection.close()
 
@@ -65,21 +75,30 @@ def bearer(token: str | None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1/health", "/v1/jobs", "/v1/jobs/none", "/nothing", "/metrics", "/v1/openapi.json"]
+    "path",
+    ["/", "/v1/health", "/v1/jobs", "/v1/jobs/none", "/nothing", "/metrics", "/v1/openapi.json"],
 )
 def test_every_answer_carries_the_headers(served, path: str) -> None:
     status, headers, _ = send(served.daemon, "GET", path)
     assert status in (200, 404)
-    assert headers["content-security-policy"] == CSP and "unsafe" not in CSP and "default-src 'none'" in CSP
+    assert (
+        headers["content-security-policy"] == CSP
+        and "unsafe" not in CSP
+        and "default-src 'none'" in CSP
+    )
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
-    assert headers["referrer-policy"] == "no-referrer" and headers["cross-origin-resource-policy"] == "same-origin"
+    assert (
+        headers["referrer-policy"] == "no-referrer"
+        and headers["cross-origin-resource-policy"] == "same-origin"
+    )
     assert "server" not in headers and "access-control-allow-origin" not in headers
     if path.startswith("/v1"):
         assert headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", "", "[", "[::1"]
+    "host",
+    ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", "", "[", "[::1"],
 )
 def test_another_name_is_dns_rebinding(served, host: str) -> None:
     status, headers, _ = send(served.daemon, "GET", "/v1/jobs", headers={"Host": host})
@@ -123,15 +142,28 @@ OTHER_PAGES = (
 @pytest.mark.parametrize("headers", OTHER_PAGES)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
 def test_another_page_reads_nothing(served, method: str, headers: dict[str, str]) -> None:
-    for path in ("/v1/models", "/v1/jobs", "/v1/health", "/v1/openapi.json", "/metrics", "/v1/thumbs/export"):
+    for path in (
+        "/v1/models",
+        "/v1/jobs",
+        "/v1/health",
+        "/v1/openapi.json",
+        "/metrics",
+        "/v1/thumbs/export",
+    ):
         assert send(served.daemon, method, path, headers=headers)[0] == 403
 
 
 def test_a_link_to_the_page_may_be_followed(served) -> None:
-    visit = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    visit = {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "navigate",
+        "Sec-Fetch-Dest": "document",
+    }
     assert send(served.daemon, "GET", "/", headers=visit)[0] == 200
     assert send(served.daemon, "GET", "/", headers=visit | {"Sec-Fetch-Dest": "iframe"})[0] == 403
-    assert send(served.daemon, "GET", "/js/app.js", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert (
+        send(served.daemon, "GET", "/js/app.js", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+    )
     for own in ({"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {}):
         assert send(served.daemon, "GET", "/v1/jobs", headers=own)[0] == 200
 
@@ -159,12 +191,22 @@ def test_no_get_leaves_the_machine(tmp_path, root: Path) -> None:
             dataset = daemon.client.upload("dataset", rows(tmp_path / "rows.jsonl"))["id"]
             for path, operations in daemon.client.ask("GET", "/v1/openapi.json")["paths"].items():
                 if "get" in operations:
-                    names = [one["name"] for one in operations["get"].get("parameters", []) if one["in"] == "query"]
-                    asked = urlencode(dict.fromkeys({*names, "model"} - {"limit", "bytes", "points"}, "some/model"))
+                    names = [
+                        one["name"]
+                        for one in operations["get"].get("parameters", [])
+                        if one["in"] == "query"
+                    ]
+                    asked = urlencode(
+                        dict.fromkeys(
+                            {*names, "model"} - {"limit", "bytes", "points"}, "some/model"
+                        )
+                    )
                     send(daemon, "GET", f"{re.sub(r'{.*?}', dataset, path)}?{asked}")
             assert visits == []
             with pytest.raises(RefusedError):  # a POST does, so the hub above is one that is asked
-                daemon.client.ask("POST", f"/v1/datasets/{dataset}/preview", {"model": "some/model"})
+                daemon.client.ask(
+                    "POST", f"/v1/datasets/{dataset}/preview", {"model": "some/model"}
+                )
             assert any("some/model" in path for path in visits)
             seen = len(visits)
             daemon.client.ask("POST", "/v1/method", {"model": "some/other"})
@@ -173,7 +215,9 @@ def test_no_get_leaves_the_machine(tmp_path, root: Path) -> None:
         server.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
 def test_forms_are_not_taken(served, kind: str) -> None:
     body = json.dumps({"kind": "dataset", "name": "x.jsonl", "bytes": 1}).encode()
     headers = {"Content-Type": kind} if kind else {}
@@ -191,7 +235,9 @@ def test_bodies_have_a_size(served) -> None:
     octets = {"Content-Type": "application/octet-stream"}
     assert send(daemon, "POST", "/v1/jobs", b" " * (BODY_BYTES + 1), JSON)[0] == 413
     assert send(daemon, "PUT", "/v1/uploads/x?offset=0", b" " * (PART_BYTES + 1), octets)[0] == 413
-    assert send(daemon, "POST", "/v1/jobs", b"{}", JSON | {"Content-Length": "99999999999"})[0] == 413
+    assert (
+        send(daemon, "POST", "/v1/jobs", b"{}", JSON | {"Content-Length": "99999999999"})[0] == 413
+    )
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     chunked = b"".join([chunk] * (BODY_BYTES // 0x10000 + 1)) + b"0\r\n\r\n"
     host, port = daemon.address.removeprefix("http://").split(":")
@@ -204,7 +250,9 @@ def test_bodies_have_a_size(served) -> None:
     assert connection.getresponse().status == 413
     connection.close()
     with pytest.raises(RefusedError, match="of this size"):
-        served.client.ask("POST", "/v1/uploads", {"kind": "adapter", "name": "x", "bytes": 60 << 30})
+        served.client.ask(
+            "POST", "/v1/uploads", {"kind": "adapter", "name": "x", "bytes": 60 << 30}
+        )
 
 
 @pytest.mark.parametrize(
@@ -237,12 +285,19 @@ def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
     body = json.dumps({"token": closed.token}).encode()
     status, headers, _ = send(closed, "POST", "/v1/session", body, JSON)
     cookie = headers["set-cookie"]
-    assert status == 200 and "HttpOnly" in cookie and "SameSite=strict" in cookie and str(closed.token) not in cookie
+    assert (
+        status == 200
+        and "HttpOnly" in cookie
+        and "SameSite=strict" in cookie
+        and str(closed.token) not in cookie
+    )
     pair = {"Cookie": cookie.partition(";")[0]}
     assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 200
     assert send(closed, "DELETE", "/v1/session", headers=pair)[0] == 200
     assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 401
-    assert send(closed, "GET", "/v1/jobs", headers=bearer(pair["Cookie"].partition("=")[2]))[0] == 401
+    assert (
+        send(closed, "GET", "/v1/jobs", headers=bearer(pair["Cookie"].partition("=")[2]))[0] == 401
+    )
 
 
 def test_a_session_is_of_one_port_only(closed) -> None:
@@ -263,8 +318,15 @@ def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets.append(cookie.partition("=")[2])
     for secret in secrets:
         send(closed, "GET", f"/v1/jobs?token={secret}", headers=bearer(secret))
-        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"{cookie.partition('=')[0]}={secret}"})
-        send(closed, "POST", "/v1/session", json.dumps({"token": secret, "x": secret}).encode(), JSON)
+        send(
+            closed,
+            "GET",
+            f"/v1/jobs/{secret}",
+            headers={"Cookie": f"{cookie.partition('=')[0]}={secret}"},
+        )
+        send(
+            closed, "POST", "/v1/session", json.dumps({"token": secret, "x": secret}).encode(), JSON
+        )
     send(closed, "GET", "/v1/jobs", headers={"Cookie": "x" * 300})
     time.sleep(0.2)
     for path in [*closed.store.rglob("*"), closed.errors]:
@@ -280,14 +342,28 @@ def test_no_secret_is_written_down(closed, tmp_path) -> None:
 
 def test_wrong_tokens_have_to_wait(closed) -> None:
     """Last of the daemon's tests: afterwards this address waits."""
-    answers = [send(closed, "GET", "/v1/jobs", headers=bearer(f"odt_000000000000_{i}")) for i in range(14)]
+    answers = [
+        send(closed, "GET", "/v1/jobs", headers=bearer(f"odt_000000000000_{i}")) for i in range(14)
+    ]
     statuses = [status for status, _, _ in answers]
     assert statuses[-1] == 429 and set(statuses) <= {401, 429} and statuses == sorted(statuses)
     assert 1 <= int(answers[-1][1]["retry-after"]) <= 61
     # Behind a proxy everybody has this address: the right token passes, whoever else guesses.
     assert send(closed, "GET", "/v1/jobs", headers=bearer(closed.token))[0] == 200
-    assert send(closed, "POST", "/v1/session", json.dumps({"token": closed.token}).encode(), JSON)[0] == 200
-    assert send(closed, "POST", "/v1/session", json.dumps({"token": "odt_000000000000_9"}).encode(), JSON)[0] == 429
+    assert (
+        send(closed, "POST", "/v1/session", json.dumps({"token": closed.token}).encode(), JSON)[0]
+        == 200
+    )
+    assert (
+        send(
+            closed,
+            "POST",
+            "/v1/session",
+            json.dumps({"token": "odt_000000000000_9"}).encode(),
+            JSON,
+        )[0]
+        == 429
+    )
     assert send(closed, "GET", "/v1/health")[0] == 200
 
 
@@ -300,7 +376,11 @@ def test_tries_are_counted_by_address_and_forgotten() -> None:
         tries.failed(f"2001:db8::{number:x}")
         now[0] += 1
     assert tries.wait_s("10.0.0.1") == pytest.approx(security.WINDOW_S - security.TRIES)
-    assert tries.wait_s("2001:db8::ffff") > 0 and not tries.wait_s("2001:db9::1") and not tries.wait_s("10.0.0.2")
+    assert (
+        tries.wait_s("2001:db8::ffff") > 0
+        and not tries.wait_s("2001:db9::1")
+        and not tries.wait_s("10.0.0.2")
+    )
     now[0] = security.WINDOW_S
     assert not tries.wait_s("10.0.0.1")
     for number in range(security.Tries.KEPT + 50):
@@ -313,13 +393,24 @@ def test_tokens(store: Store) -> None:
     one, two = security.create_token(store, "one"), security.create_token(store)
     assert one != two and security.check(store, one) and security.check(store, two)
     first = str(security.check(store, one))
-    for wrong in ("", "odt", one[:-1], one + "x", one.replace("odt", "ods"), f"odt_{first}_", "\ud800", "_" * 9):
+    for wrong in (
+        "",
+        "odt",
+        one[:-1],
+        one + "x",
+        one.replace("odt", "ods"),
+        f"odt_{first}_",
+        "\ud800",
+        "_" * 9,
+    ):
         assert security.check(store, wrong) is None
     session = security.create_session(store, first)
     assert security.check(store, session, "session") and security.check(store, session) is None
     assert [token["name"] for token in security.list_tokens(store)] == ["one", ""]
     assert one not in json.dumps(security.list_tokens(store))
-    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (store.clock.now() - 1,))
+    store.connection.execute(
+        "UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (store.clock.now() - 1,)
+    )
     assert security.check(store, session, "session") is None
     session = security.create_session(store, first)
     security.revoke(store, first)
@@ -367,7 +458,9 @@ def test_tls(tmp_path) -> None:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
-    with DaemonProcess(tmp_path / "store", "--tls-cert", str(cert), "--tls-key", str(key)) as daemon:
+    with DaemonProcess(
+        tmp_path / "store", "--tls-cert", str(cert), "--tls-key", str(key)
+    ) as daemon:
         assert daemon.address.startswith("https://")
         assert Client(daemon.address, ca=cert).health()["status"] == "ok"
         port = int(daemon.address.rpartition(":")[2])
@@ -381,7 +474,11 @@ def test_tls(tmp_path) -> None:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/session", json.dumps({"token": token}), headers)
         cookie = str(connection.getresponse().getheader("Set-Cookie"))
-        assert cookie.startswith(f"__Host-ondevice_session_{port}=") and "Secure" in cookie and "Path=/" in cookie
+        assert (
+            cookie.startswith(f"__Host-ondevice_session_{port}=")
+            and "Secure" in cookie
+            and "Path=/" in cookie
+        )
         connection.close()
         with socket.create_connection(("127.0.0.1", port), timeout=2 * HEAD_S) as silent:
             assert silent.recv(1) == b""  # no handshake came
@@ -391,12 +488,22 @@ def test_tls(tmp_path) -> None:
 
 def test_the_daemon_reads_no_pickle(root: Path) -> None:
     """Nothing in the server's code, and nothing that it is given, is unpickled."""
-    words = ("pickle", "torch.load", "joblib", "dill", "yaml.load(", "eval(", "exec(", "trust_remote_code=True")
+    words = (
+        "pickle",
+        "torch.load",
+        "joblib",
+        "dill",
+        "yaml.load(",
+        "eval(",
+        "exec(",
+        "trust_remote_code=True",
+    )
     collected: list[Any] = [
         (path.name, word)
         for path in (root / "ondevice" / "server").rglob("*.py")
         for word in words
-        if word in path.read_text() and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
+        if word in path.read_text()
+        and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
     ]
     assert collected == []
 

@@ -51,7 +51,9 @@ def first_version(root: Path) -> Path:
 
 
 def test_upgrades_at_one_moment_all_succeed(tmp_path) -> None:
-    problems = [text for number in range(5) for text in open_together(first_version(tmp_path / str(number)))]
+    problems = [
+        text for number in range(5) for text in open_together(first_version(tmp_path / str(number)))
+    ]
     assert problems == []
 
 
@@ -62,6 +64,8 @@ def test_an_upgrade_that_fails_leaves_the_old_schema(tmp_path, monkeypatch) -> N
     with pytest.raises(StorageError, match="already exists"):
         Store(root)
     with sqlite3.connect(root / "ondevice.db") as db:
-        tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        tables = {
+            row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        }
         assert db.execute("PRAGMA user_version").fetchone()[0] == 1
     assert "jobs" in tables and not tables & {"half", "thumbs"}

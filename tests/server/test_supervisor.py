@@ -42,7 +42,9 @@ class Turns:
         folder = store.path("datasets", "data-1")
         folder.mkdir()
         rows(folder / "rows.jsonl")
-        store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
+        store.connection.execute(
+            "INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)"
+        )
 
     def worker(self, script: str) -> None:
         """Say what workers do from now on; $3 is the job's folder."""
@@ -119,18 +121,26 @@ def test_an_end_that_was_written_is_not_written_twice(turns: Turns, monkeypatch)
 def test_an_adapter_that_cannot_be_copied_is_tried_again(turns: Turns, monkeypatch) -> None:
     turns.worker("exit 0")
     job = turns.create()
-    monkeypatch.setattr(module, "register_outcome", failing(1, OSError(5, "Input/output error"), lambda *_: print))
+    monkeypatch.setattr(
+        module, "register_outcome", failing(1, OSError(5, "Input/output error"), lambda *_: print)
+    )
     current = turns.until(lambda current: current.crashes == 1, job)
     assert current.state == "queued" and "Input/output error" in current.reason
     turns.now += 60
     assert turns.until(lambda current: current.state == "done", job).attempt == 2
 
 
-@pytest.mark.parametrize("error", [StorageError("no space left"), OSError(28, "No space left on device")])
-def test_a_start_that_finds_no_room_is_tried_again(turns: Turns, monkeypatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [StorageError("no space left"), OSError(28, "No space left on device")]
+)
+def test_a_start_that_finds_no_room_is_tried_again(
+    turns: Turns, monkeypatch, error: Exception
+) -> None:
     turns.worker("exit 0")
     job = turns.create()
-    monkeypatch.setattr(worker_process, "atomic_write", failing(1, error, worker_process.atomic_write))
+    monkeypatch.setattr(
+        worker_process, "atomic_write", failing(1, error, worker_process.atomic_write)
+    )
     turns.turn()
     current = turns.queue.get(job)
     assert (current.state, current.crashes) == ("queued", 1) and "o space left" in current.reason
@@ -144,7 +154,11 @@ def test_an_active_job_without_a_worker_has_crashed(turns: Turns) -> None:
     assert turns.queue.claim() is not None
     turns.turn()
     current = turns.queue.get(job)
-    assert (current.state, current.crashes, current.reason) == ("queued", 1, "the job has no worker")
+    assert (current.state, current.crashes, current.reason) == (
+        "queued",
+        1,
+        "the job has no worker",
+    )
 
 
 def test_what_is_asked_holds_where_events_cannot_be_read(turns: Turns, monkeypatch) -> None:
@@ -191,14 +205,20 @@ def test_a_job_over_its_memory_is_killed_and_fails(turns: Turns) -> None:
     )
     job = turns.create(limits={"memory_bytes": 64 << 20})
     current = turns.until(lambda current: current.state == "failed", job)
-    assert current.error is not None and current.error["error"] == "DoesNotFitError" and current.attempt == 1
+    assert (
+        current.error is not None
+        and current.error["error"] == "DoesNotFitError"
+        and current.attempt == 1
+    )
     assert current.error["expected"] == "at most 64 MiB"
 
 
 def test_a_job_that_ends_although_its_time_is_over_is_done(turns: Turns, monkeypatch) -> None:
     turns.worker("trap 'exit 0' TERM; touch ready; while :; do sleep 0.02; done")
     kept: list[str] = []
-    monkeypatch.setattr(module, "register_outcome", lambda store, job, folder: lambda row: kept.append(row.id))
+    monkeypatch.setattr(
+        module, "register_outcome", lambda store, job, folder: lambda row: kept.append(row.id)
+    )
     job = turns.create()
     turns.turn()
     turns.wait_until_ready(job)
@@ -239,7 +259,9 @@ def test_each_attempt_has_a_cgroup_and_a_changed_limit_reaches_it(turns: Turns, 
         turns.queue.change(job, spec=turns.queue.get(job).spec | {"limits": limits})
         turns.turn()
         assert (group / "memory.max").read_text() == text
-    (group / "memory.events").write_text("oom_kill 1\n")  # of the machine: there is no limit any more
+    (group / "memory.events").write_text(
+        "oom_kill 1\n"
+    )  # of the machine: there is no limit any more
     assert turns.supervisor.running is not None
     os.kill(turns.supervisor.running.process.pid, 9)
     current = turns.until(lambda current: current.state == "queued", job)
@@ -272,7 +294,9 @@ def test_a_deleted_job_that_a_kill_left_is_not_put_aside(turns: Turns, monkeypat
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         module.remove_job(turns.store, turns.queue, job)
     sweep(turns.store)
-    assert not list((turns.store.root / "jobs").iterdir()) and not (turns.store.root / "lost").exists()
+    assert (
+        not list((turns.store.root / "jobs").iterdir()) and not (turns.store.root / "lost").exists()
+    )
 
 
 def test_a_job_that_starts_has_the_memory_of_the_model_that_was_asked(turns: Turns) -> None:

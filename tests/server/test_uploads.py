@@ -34,7 +34,9 @@ from tests.server.running import DaemonProcess, wait_for
 
 
 def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
-    name = uploads.create(store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=20))["id"]
+    name = uploads.create(
+        store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=20)
+    )["id"]
     assert uploads.write(store, name, 0, b"x" * 10)["received_bytes"] == 10
     usage = SimpleNamespace(free=uploads.SPARE_BYTES + 9)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -62,7 +64,9 @@ def test_a_job_trains_with_the_task_that_its_rows_were_uploaded_with(store: Stor
 
 
 def begun(store: Store, content: bytes = b"{}", **options: Any) -> str:
-    request = uploads.UploadRequest(**{"kind": "dataset", "name": "rows.jsonl", "bytes": len(content), **options})
+    request = uploads.UploadRequest(
+        **{"kind": "dataset", "name": "rows.jsonl", "bytes": len(content), **options}
+    )
     name = uploads.create(store, request)["id"]
     uploads.write(store, name, 0, content)
     return name
@@ -98,8 +102,12 @@ def test_an_upload_whose_check_is_killed_can_be_finished_after_the_next_start(
         with pytest.raises(Killed):
             uploads.finish(store, name, die if moment == "validate" else nothing_wrong)
     sweep(store)
-    if moment == "fsync_folder" and not links:  # in its place, without a second name: kept with what was lost
-        assert [path.name for path in (store.root / "lost" / "datasets").glob("*/rows.jsonl")] == ["rows.jsonl"]
+    if (
+        moment == "fsync_folder" and not links
+    ):  # in its place, without a second name: kept with what was lost
+        assert [path.name for path in (store.root / "lost" / "datasets").glob("*/rows.jsonl")] == [
+            "rows.jsonl"
+        ]
         return
     assert uploads.get(store, name)["received_bytes"] == 2
     assert uploads.finish(store, name, nothing_wrong)["kind"] == "dataset"
@@ -111,7 +119,9 @@ def test_a_daemon_that_is_killed_while_it_checks_has_the_upload_after_its_start(
     store = tmp_path / "store"
     with DaemonProcess(store) as daemon:
         client, size = daemon.client, len(content)
-        name = client.ask("POST", "/v1/uploads", {"kind": "dataset", "name": "a.jsonl", "bytes": size})["id"]
+        name = client.ask(
+            "POST", "/v1/uploads", {"kind": "dataset", "name": "a.jsonl", "bytes": size}
+        )["id"]
         client.ask("PUT", f"/v1/uploads/{name}", content, query={"offset": 0})
 
         def finish() -> None:
@@ -199,18 +209,36 @@ def zipped(path: Path, names: list[str]) -> Path:
 
 
 def test_what_systems_put_into_a_zip_is_left_out(tmp_path) -> None:
-    names = ["model/config.json", "model/.DS_Store", "__MACOSX/model/._config.json", "model/LICENSE"]
-    assert unpack(zipped(tmp_path / "a.zip", names), tmp_path / "a", limit_bytes=100) == ["config.json"]
+    names = [
+        "model/config.json",
+        "model/.DS_Store",
+        "__MACOSX/model/._config.json",
+        "model/LICENSE",
+    ]
+    assert unpack(zipped(tmp_path / "a.zip", names), tmp_path / "a", limit_bytes=100) == [
+        "config.json"
+    ]
 
 
-def test_a_zip_is_refused_before_its_list_is_read_or_the_disk_is_full(tmp_path, monkeypatch) -> None:
-    many = zipped(tmp_path / "many.zip", [f"{number:06d}{'x' * 150}.json" for number in range(12_000)])
-    monkeypatch.setattr(zipfile.ZipFile, "__init__", lambda *_, **__: pytest.fail("the list was read"))
+def test_a_zip_is_refused_before_its_list_is_read_or_the_disk_is_full(
+    tmp_path, monkeypatch
+) -> None:
+    many = zipped(
+        tmp_path / "many.zip", [f"{number:06d}{'x' * 150}.json" for number in range(12_000)]
+    )
+    monkeypatch.setattr(
+        zipfile.ZipFile, "__init__", lambda *_, **__: pytest.fail("the list was read")
+    )
     with pytest.raises(ArtifactError, match="too many files"):
         unpack(many, tmp_path / "many", limit_bytes=1 << 30)
     monkeypatch.undo()
     with pytest.raises(StorageError, match="not enough room"):
-        unpack(zipped(tmp_path / "b.zip", ["config.json"]), tmp_path / "b", limit_bytes=100, room_bytes=1)
+        unpack(
+            zipped(tmp_path / "b.zip", ["config.json"]),
+            tmp_path / "b",
+            limit_bytes=100,
+            room_bytes=1,
+        )
     assert not (tmp_path / "b").exists()
 
 
@@ -226,7 +254,9 @@ def test_a_name_is_on_the_disk_before_it_is_told(store: Store, tmp_path, monkeyp
 
     name = begun(store)
     uploads.finish(store, name, nothing_wrong)
-    assert flushed.index(store.root / "uploads" / f".{name}.taken" / "made") < flushed.index(store.root / "datasets")
+    assert flushed.index(store.root / "uploads" / f".{name}.taken" / "made") < flushed.index(
+        store.root / "datasets"
+    )
     (tmp_path / "model").mkdir()
     uploads._in_place(store, "model", "mine", tmp_path / "model")
     assert flushed[-1] == store.root / "models" and store.path("models", "mine").is_dir()
@@ -240,7 +270,9 @@ def test_an_adapter_is_zipped_a_piece_at_a_time_into_a_file(tmp_path) -> None:
     first, second = (adapters.zipped(folder, tmp_path) for _ in range(2))
     assert first.read_bytes() == second.read_bytes() and first != second
     with zipfile.ZipFile(first) as archive:
-        assert archive.testzip() is None and archive.namelist() == sorted(path.name for path in folder.iterdir())
+        assert archive.testzip() is None and archive.namelist() == sorted(
+            path.name for path in folder.iterdir()
+        )
 
 
 def test_health_answers_while_every_thread_waits() -> None:

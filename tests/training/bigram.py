@@ -64,7 +64,9 @@ class BigramSession(Session):
         self.logits = np.zeros((vocabulary, vocabulary), np.float32)
         self.shapes: list[tuple[int, ...]] = []
 
-    def _nll(self, logits: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _nll(
+        self, logits: np.ndarray, ids: np.ndarray, labels: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         scores = logits[ids[:, :-1]]
         high = scores.max(-1, keepdims=True)
         log_sum = np.log(np.exp(scores - high).sum(-1)) + high[..., 0]
@@ -77,9 +79,13 @@ class BigramSession(Session):
         return np.float32(nll.sum() / np.float32(count.sum()))
 
     def _noise(self, step: int) -> np.ndarray:
-        return generator.normal(self.seed, step, 0, QUERIES, 0, self.logits.size).reshape(QUERIES, *self.logits.shape)
+        return generator.normal(self.seed, step, 0, QUERIES, 0, self.logits.size).reshape(
+            QUERIES, *self.logits.shape
+        )
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         z = self._noise(step) * SCALE
         plus = np.array([self._loss(self.logits + d, ids, labels) for d in z])
         minus = np.array([self._loss(self.logits - d, ids, labels) for d in z])
@@ -88,7 +94,9 @@ class BigramSession(Session):
         losses = (*map(float, plus), *map(float, minus))
         return StepResult(float(np.mean(losses)), losses, gradients)
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         g = np.array(projected_gradients, np.float32) * np.float32(learning_rate / QUERIES)
         self.logits = self.logits - (g[:, None, None] * self._noise(step)).sum(0)
 
@@ -133,18 +141,27 @@ def head(seed: int = 7, **identity: object) -> events.Start:
 
 def train(out: Path, steps: int, session: BigramSession | None = None, **options: object):
     session = session or BigramSession()
-    schedule = options.pop("learning_rate", WarmupDecay("cosine", 0.5, 60, warmup_steps=5, final_fraction=0.1))
+    schedule = options.pop(
+        "learning_rate", WarmupDecay("cosine", 0.5, 60, warmup_steps=5, final_fraction=0.1)
+    )
     options.setdefault("start", head(session.seed))
     batches = options.pop("batches", Cycles())
     return run_loop(session, batches, steps=steps, learning_rate=schedule, out=out, **options)
 
 
 def logged(out: Path, kind: type[events.Event] = events.Event) -> list:
-    return [entry.event for entry in read_log(out / "events.jsonl").entries if isinstance(entry.event, kind)]
+    return [
+        entry.event
+        for entry in read_log(out / "events.jsonl").entries
+        if isinstance(entry.event, kind)
+    ]
 
 
 def scalars(out: Path) -> list[tuple]:
-    return [(e.step, e.loss, e.losses, e.projected_gradients, e.learning_rate) for e in logged(out, events.Step)]
+    return [
+        (e.step, e.loss, e.losses, e.projected_gradients, e.learning_rate)
+        for e in logged(out, events.Step)
+    ]
 
 
 def main(out: str, steps: str, last: str, *flags: str) -> int:
@@ -155,7 +172,9 @@ def main(out: str, steps: str, last: str, *flags: str) -> int:
         if not isinstance(event, events.Step):
             return
         print(event.step, flush=True)
-        while event.step == int(last) and not (select.select([sys.stdin], [], [], 0.02)[0] and not sys.stdin.read(1)):
+        while event.step == int(last) and not (
+            select.select([sys.stdin], [], [], 0.02)[0] and not sys.stdin.read(1)
+        ):
             if stop and not told:
                 told = True
                 print(STOPPING, flush=True)

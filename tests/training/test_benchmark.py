@@ -13,10 +13,24 @@ from ondevice.core.errors import DataError
 from ondevice.data.benchmarks import LETTERS, Question, choice_row
 from ondevice.methods.model_loss import ModelSession
 from ondevice.models.tiny import tiny_model
-from ondevice.training.benchmark import ANSWERS, FIGURES, BenchmarkResult, choose, converse, run_benchmark, solve
+from ondevice.training.benchmark import (
+    ANSWERS,
+    FIGURES,
+    BenchmarkResult,
+    choose,
+    converse,
+    run_benchmark,
+    solve,
+)
 
 QUESTIONS = [
-    Question(line, (f"Is it {line}?\nA. {'a' * line}\nB. b\nC. c\nD. d",), LETTERS[line % 4], "xy"[line % 2], line)
+    Question(
+        line,
+        (f"Is it {line}?\nA. {'a' * line}\nB. b\nC. c\nD. d",),
+        LETTERS[line % 4],
+        "xy"[line % 2],
+        line,
+    )
     for line in range(1, 9)
 ]
 
@@ -28,7 +42,9 @@ def result(folder, task: str = "mmlu") -> BenchmarkResult:
 def test_mmlu_takes_the_letter_that_transformers_finds_likeliest(tmp_path) -> None:
     loaded = tiny_model("llama", 3, max_positions=2048)
     shots = {group: [one for one in QUESTIONS if one.group == group][:1] for group in "xy"}
-    done = run_benchmark(choose(ModelSession(loaded), loaded.tokenizer, QUESTIONS, shots, 2048), result(tmp_path))
+    done = run_benchmark(
+        choose(ModelSession(loaded), loaded.tokenizer, QUESTIONS, shots, 2048), result(tmp_path)
+    )
     saved = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
     right = {"x": 0, "y": 0}
     for question, row in zip(QUESTIONS, saved, strict=True):
@@ -44,7 +60,11 @@ def test_mmlu_takes_the_letter_that_transformers_finds_likeliest(tmp_path) -> No
         assert (row["line"], row["gold"], row["cut"]) == (question.line, question.answer, False)
         assert row["correct"] == (row["predicted"] == question.answer)
         right[question.group] += row["correct"]
-    assert (done.rows, done.correct, done.accuracy) == (8, sum(right.values()), sum(right.values()) / 8)
+    assert (done.rows, done.correct, done.accuracy) == (
+        8,
+        sum(right.values()),
+        sum(right.values()) / 8,
+    )
     assert {name: (one["rows"], one["correct"]) for name, one in done.groups.items()} == {
         name: (4, right[name]) for name in "xy"
     }
@@ -111,7 +131,12 @@ def test_mt_bench_gives_the_first_answer_back_before_the_second_turn(tmp_path) -
     assert first["choices"] == [{"index": 0, "turns": ["answer 1", "answer 2"]}]
     assert (first["question_id"], first["model_id"], first["turns"]) == (101, "mine", ["a", "b"])
     assert second["choices"][0]["turns"] == ["answer 3"]
-    assert (done.rows, done.correct, done.accuracy, done.groups) == (2, None, None, {"math": {"rows": 1}})
+    assert (done.rows, done.correct, done.accuracy, done.groups) == (
+        2,
+        None,
+        None,
+        {"math": {"rows": 1}},
+    )
 
 
 def test_ctrl_c_keeps_what_was_answered(tmp_path) -> None:
@@ -120,7 +145,9 @@ def test_ctrl_c_keeps_what_was_answered(tmp_path) -> None:
             raise KeyboardInterrupt
 
     sums = [Question(line, (f"{line}?",), f"#### {line}") for line in range(1, 9)]
-    done = run_benchmark(solve(lambda prompt: "#### 2", sums, {}, False), result(tmp_path, "gsm8k"), stop)
+    done = run_benchmark(
+        solve(lambda prompt: "#### 2", sums, {}, False), result(tmp_path, "gsm8k"), stop
+    )
     assert (done.interrupted, done.rows, done.correct) == (True, 3, 1)
     assert len((tmp_path / ANSWERS).read_text().splitlines()) == 3
     assert json.loads((tmp_path / FIGURES).read_text())["interrupted"] is True
@@ -138,7 +165,9 @@ def test_ctrl_c_at_any_line_counts_what_is_written(line, tmp_path) -> None:
     before = sys.gettrace()
     sys.settrace(stop_there)
     try:
-        done = run_benchmark(solve(lambda prompt: "#### 2", sums, {}, False), result(tmp_path, "gsm8k"))
+        done = run_benchmark(
+            solve(lambda prompt: "#### 2", sums, {}, False), result(tmp_path, "gsm8k")
+        )
     finally:
         sys.settrace(before)
     assert done.interrupted and done.rows == len((tmp_path / ANSWERS).read_text().splitlines()) > 0

@@ -67,7 +67,9 @@ def test_every_dtype_and_layout_comes_back_and_safetensors_reads_it(tmp_path) ->
     for back in (read_tensors(tmp_path / "x"), load_file(tmp_path / "x")):
         assert back.keys() == tensors.keys()
         for name, array in tensors.items():
-            assert back[name].shape == array.shape and back[name].dtype == array.dtype.newbyteorder("=")
+            assert back[name].shape == array.shape and back[name].dtype == array.dtype.newbyteorder(
+                "="
+            )
             assert back[name].tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
     whole = (tmp_path / "x").read_bytes()
     for length in (0, 7, 40, len(whole) - 1):
@@ -88,7 +90,9 @@ def test_keeps_the_two_newest_and_the_best(tmp_path) -> None:
         (50, (0.2, -0.1)),
     ]:
         checkpoints.save(step, state(step), score=score)
-    assert [path.name for path in checkpoints.paths()] == [f"checkpoint-000000{n}" for n in (20, 40, 50)]
+    assert [path.name for path in checkpoints.paths()] == [
+        f"checkpoint-000000{n}" for n in (20, 40, 50)
+    ]
     best = checkpoints.best()
     assert best is not None and best[0] == (0.9, -0.8) and read_meta(best[1]).step == 20
     newest = checkpoints.newest(no_warning)
@@ -129,8 +133,13 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(tmp_path, tear) ->
     loaded = checkpoints.newest(warnings.append)
     assert loaded is not None and loaded.meta.step == 10
     assert len(warnings) == 1 and "checkpoint-00000020" in warnings[0]
-    checkpoints.save(15, state(15))  # the run goes on from 10: the damaged one is of no use any more
-    assert [path.name for path in checkpoints.paths()] == ["checkpoint-00000010", "checkpoint-00000015"]
+    checkpoints.save(
+        15, state(15)
+    )  # the run goes on from 10: the damaged one is of no use any more
+    assert [path.name for path in checkpoints.paths()] == [
+        "checkpoint-00000010",
+        "checkpoint-00000015",
+    ]
     for path in checkpoints.paths():
         tear(path)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
@@ -194,9 +203,14 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path) -> None:
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     probe = [*unshare, "mount", "-t", "tmpfs", "ondevice-test", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("this system lets no user mount a small tmpfs; test_loop.py has the file-size limit instead")
+        pytest.skip(
+            "this system lets no user mount a small tmpfs; test_loop.py has the file-size limit instead"
+        )
     done = subprocess.run(
-        [*unshare, sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [*unshare, sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("no space left") == 2

@@ -27,7 +27,9 @@ def choices() -> Dataset:
     items, random = [], np.random.default_rng(5)
     for line, length in enumerate(LENGTHS, start=1):
         prompt = random.integers(0, VOCABULARY, length).tolist()
-        candidates = tuple(example(prompt, random.integers(0, VOCABULARY, n).tolist()) for n in (1, 2, 3))
+        candidates = tuple(
+            example(prompt, random.integers(0, VOCABULARY, n).tolist()) for n in (1, 2, 3)
+        )
         gold = 0 if line <= 4 else 1 + line % 2
         items.append(Item(candidates[gold], candidates, gold, line=line, prompt_tokens=length))
     return Dataset(items)
@@ -39,7 +41,9 @@ def session(**options) -> BigramSession:
     return built
 
 
-def likelihood(logits: np.ndarray, ids: tuple[int, ...], labels: tuple[int, ...]) -> tuple[float, int]:
+def likelihood(
+    logits: np.ndarray, ids: tuple[int, ...], labels: tuple[int, ...]
+) -> tuple[float, int]:
     """Summed negative log likelihood in float64, token by token."""
     total, count = 0.0, 0
     for before, label in zip(ids, labels[1:]):
@@ -84,10 +88,17 @@ def test_it_is_what_one_row_at_a_time_gives(choices, options) -> None:
 
 def test_the_first_rows_only_and_giving_up(choices) -> None:
     result = evaluate_dataset(session(), choices, PAD, rows=3)
-    assert result is not None and result.rows == 3 and [row.line for row in result.predictions] == [1, 2, 3]
+    assert (
+        result is not None
+        and result.rows == 3
+        and [row.line for row in result.predictions] == [1, 2, 3]
+    )
     answers = iter([False, True])
     opened = session()
-    assert evaluate_dataset(opened, choices, PAD, batch_size=4, should_stop=lambda: next(answers)) is None
+    assert (
+        evaluate_dataset(opened, choices, PAD, batch_size=4, should_stop=lambda: next(answers))
+        is None
+    )
     assert len(opened.shapes) == 1
 
 
@@ -114,7 +125,12 @@ def test_text_rows_give_a_loss_only() -> None:
 
 def test_generated_answers_are_scored_like_squad() -> None:
     items = [
-        Item(example([1, 2, 3], [4]), answers=("the Denver Broncos", "Broncos"), line=1, prompt_tokens=3),
+        Item(
+            example([1, 2, 3], [4]),
+            answers=("the Denver Broncos", "Broncos"),
+            line=1,
+            prompt_tokens=3,
+        ),
         Item(example([5, 6], [7]), answers=("Paris, France",), line=2, prompt_tokens=2),
         Item(example([8], [9]), line=3, prompt_tokens=1),
     ]
@@ -147,7 +163,9 @@ def test_a_candidate_that_is_not_a_number_is_never_the_answer(choices) -> None:
 
 
 def test_what_is_best() -> None:
-    def key_of(loss: float, accuracy: float | None = None, f1: float | None = None) -> tuple[float, ...]:
+    def key_of(
+        loss: float, accuracy: float | None = None, f1: float | None = None
+    ) -> tuple[float, ...]:
         return EvalResult(loss, accuracy, f1, None, None, 1, 1, 0.0).score
 
     assert key_of(2.0, accuracy=0.9) > key_of(1.0, accuracy=0.8)
@@ -164,13 +182,22 @@ def test_a_templates_metric_is_over_all_rows(choices, metric) -> None:
     plain = evaluate_dataset(session(), choices, PAD)
     choices.metric, choices.values = metric, values
     result = evaluate_dataset(session(), choices, PAD)
-    assert plain is not None and plain.metric is None and result is not None and result.metric == metric
+    assert (
+        plain is not None
+        and plain.metric is None
+        and result is not None
+        and result.metric == metric
+    )
     shares = [np.exp(row.scores) / np.exp(row.scores).sum() for row in result.predictions]
     means = [float(share @ values) for share in shares]
     own = [0.5 * line for line in range(1, 11)]
-    gold, predicted = [row.gold for row in result.predictions], [row.predicted for row in result.predictions]
+    gold, predicted = (
+        [row.gold for row in result.predictions],
+        [row.predicted for row in result.predictions],
+    )
     f1 = [
-        2 * sum(g == p == c for g, p in zip(gold, predicted)) / (gold.count(c) + predicted.count(c)) for c in range(3)
+        2 * sum(g == p == c for g, p in zip(gold, predicted)) / (gold.count(c) + predicted.count(c))
+        for c in range(3)
     ]
     expected = {
         "pearson": lambda: np.corrcoef(own, means)[0, 1],

@@ -46,7 +46,13 @@ def test_projected_gradients_come_back_with_the_same_float32_bits(values: list[f
 
 def test_every_kind_comes_back_equal() -> None:
     samples = [
-        events.Start(config={"a": [1, None]}, identity={"m": {"q": 4}}, seed=2**63 - 1, backend="torch-cpu", steps=3),
+        events.Start(
+            config={"a": [1, None]},
+            identity={"m": {"q": 4}},
+            seed=2**63 - 1,
+            backend="torch-cpu",
+            steps=3,
+        ),
         events.Resume(step=2, steps=3, backend="executorch", checkpoint="checkpoint-00000002"),
         step(2, loss=float("inf")),
         events.Prepare(step=3, path="subspace-00000003.safetensors", sha256="0" * 64),
@@ -55,7 +61,14 @@ def test_every_kind_comes_back_equal() -> None:
         events.Warning(message="line\nbreak\u2028and more"),
         events.Interrupt(step=3, signal="SIGINT"),
         events.Error(step=3, error={"error": "TrainingError", "try": None}),
-        events.Finish(steps=3, first_loss=2.0, final_loss=1.0, step_time_s=0.1, tokens_per_s=9.0, peak_memory_bytes=1),
+        events.Finish(
+            steps=3,
+            first_loss=2.0,
+            final_loss=1.0,
+            step_time_s=0.1,
+            tokens_per_s=9.0,
+            peak_memory_bytes=1,
+        ),
     ]
     assert {type(sample) for sample in samples} == set(events.KINDS.values())
     assert [events.parse(sample.to_line()) for sample in samples] == samples
@@ -77,7 +90,9 @@ def test_newer_keys_and_events_are_passed_over_and_lacking_fields_are_errors() -
             events.parse(line)
 
 
-def test_an_unfinished_last_line_is_cut_and_steps_after_the_checkpoint_are_dropped(tmp_path) -> None:
+def test_an_unfinished_last_line_is_cut_and_steps_after_the_checkpoint_are_dropped(
+    tmp_path,
+) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         for number in range(5):
@@ -113,7 +128,9 @@ def test_a_full_disk_leaves_whole_lines_and_the_log_goes_on(tmp_path) -> None:
     with EventLog(path, [seen.append]) as log:
         log.write(step(0))
         size = os.path.getsize(path)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, before[1]))  # the kernel then takes half a line
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (size + 50, before[1])
+        )  # the kernel then takes half a line
         try:
             with pytest.raises(StorageError, match="event log"):
                 log.write(step(1))

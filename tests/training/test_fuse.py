@@ -19,14 +19,20 @@ from ondevice.training import fuse as fuse_module
 from ondevice.training.fuse import PROMPTS, apply_adapter, fuse, fuse_in_place
 
 
-def make(loaded: LoadedModel, scale: float = 0.3, targets: tuple[str, ...] = ("down_proj", "q_proj")) -> Adapter:
+def make(
+    loaded: LoadedModel, scale: float = 0.3, targets: tuple[str, ...] = ("down_proj", "q_proj")
+) -> Adapter:
     rng, tensors = np.random.default_rng(0), {}
     for layer in range(loaded.dims.layers):
         for target in targets:
             inputs, outputs = loaded.dims.linear_shape(target)
             name = loaded.family.linear_name(layer, target)
-            tensors[f"{name}.lora_A.weight"] = (rng.normal(size=(4, inputs)) / inputs**0.5).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = (rng.normal(size=(outputs, 4)) * scale).astype(np.float32)
+            tensors[f"{name}.lora_A.weight"] = (rng.normal(size=(4, inputs)) / inputs**0.5).astype(
+                np.float32
+            )
+            tensors[f"{name}.lora_B.weight"] = (rng.normal(size=(outputs, 4)) * scale).astype(
+                np.float32
+            )
     return Adapter(tensors, 4, 8.0, targets, loaded.source.source)
 
 
@@ -58,7 +64,10 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_alone() -> None:
     before, good = logits(loaded), make(loaded)
     name = good.linears[-1]
     a, b = good.pair(name)
-    outside = {f"{name.replace('layers.1', 'layers.7')}.lora_{side}.weight": x for side, x in (("A", a), ("B", b))}
+    outside = {
+        f"{name.replace('layers.1', 'layers.7')}.lora_{side}.weight": x
+        for side, x in (("A", a), ("B", b))
+    }
     cases = {
         "'model.layers.7": replace(good, tensors=good.tensors | outside),
         "does not fit": replace(good, tensors=good.tensors | {f"{name}.lora_A.weight": a[:, :-1]}),
@@ -91,7 +100,9 @@ def test_fused_folder_is_a_model_of_its_own(dtype: str | None, tmp_path: Path) -
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "fused")
     assert written.dtype == getattr(torch, report.dtype)
     apply_adapter(loaded, adapter)
-    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "fused")("the same text")["input_ids"]])
+    ids = torch.tensor(
+        [AutoTokenizer.from_pretrained(tmp_path / "fused")("the same text")["input_ids"]]
+    )
     atol = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 0.1}[report.dtype]
     torch.testing.assert_close(written.float()(ids).logits, logits(loaded), atol=atol, rtol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "fused"]
@@ -102,14 +113,19 @@ def test_nothing_is_changed_by_a_zero_or_lost_adapter(tmp_path: Path) -> None:
     loaded = load_model("tiny:llama")
     save_adapter(make(loaded, scale=0.0), tmp_path / "zero")
     save_adapter(make(loaded, scale=1e-12), tmp_path / "small")
-    for name, words in (("zero", "changes nothing: every product"), ("small", "changes nothing that float32")):
+    for name, words in (
+        ("zero", "changes nothing: every product"),
+        ("small", "changes nothing that float32"),
+    ):
         with pytest.raises(VerificationError, match=words) as caught:
             fuse("tiny:llama", tmp_path / name, tmp_path / "fused")
         assert caught.value.exit_code == 12
     assert not (tmp_path / "fused").exists()
 
 
-def test_a_fuse_that_misses_a_layer_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fuse_that_misses_a_layer_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check itself: one layer keeps its base weights, and the old folder survives."""
     save_adapter(make(load_model("tiny:llama")), tmp_path / "adapter")
     fuse("tiny:llama", tmp_path / "adapter", tmp_path / "fused")

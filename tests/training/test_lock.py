@@ -23,7 +23,10 @@ with RunLock(pathlib.Path(sys.argv[1])):
 def test_a_second_run_is_told_who_holds_the_folder_and_a_dead_one_holds_nothing(tmp_path) -> None:
     folder = tmp_path / "new" / "run"
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None and holder.stdin is not None
     try:

@@ -50,7 +50,9 @@ def test_a_tracker_gets_the_log_s_figures_and_one_that_fails_is_left_out(tmp_pat
 def test_tensorboard_has_every_step_of_a_run_and_of_its_resume(tmp_path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps in (3, 5):
-        train(tmp_path, steps, resume=steps > 3, sinks=[open_reports(["tensorboard"], tmp_path, {})])
+        train(
+            tmp_path, steps, resume=steps > 3, sinks=[open_reports(["tensorboard"], tmp_path, {})]
+        )
     read = loader.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     shown = read.Tensors("train/loss")

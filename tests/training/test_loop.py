@@ -26,10 +26,15 @@ def test_it_learns_and_reports_what_the_log_says(tmp_path) -> None:
     steps = logged(tmp_path, events.Step)
     losses = [event.loss for event in steps]
     assert result.first_loss == losses[0] == pytest.approx(np.log(12), abs=0.05)
-    assert result.final_loss == pytest.approx(np.mean(losses[-40:])) and result.final_loss < 0.75 * result.first_loss
+    assert (
+        result.final_loss == pytest.approx(np.mean(losses[-40:]))
+        and result.final_loss < 0.75 * result.first_loss
+    )
     assert result.steps == 400 and not result.interrupted
     assert result.step_time_s == np.median([event.step_time_s for event in steps])
-    assert result.tokens_per_s == pytest.approx(400 * 64 / sum(event.step_time_s for event in steps))
+    assert result.tokens_per_s == pytest.approx(
+        400 * 64 / sum(event.step_time_s for event in steps)
+    )
     assert result.peak_memory_bytes == steps[-1].peak_memory_bytes > 10 << 20
     assert steps[-1].eta_s == 0 and steps[0].eta_s > steps[-2].eta_s > 0
     assert seen == logged(tmp_path)
@@ -52,7 +57,10 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, whole, parts) -> No
     state = f"checkpoint-00000060/{STATE_FILE}"
     assert (tmp_path / state).read_bytes() == (out / state).read_bytes()
     losses = [event.loss for event in logged(out, events.Step)]
-    assert (result.first_loss, result.final_loss) == (losses[0], pytest.approx(np.mean(losses[-6:])))
+    assert (result.first_loss, result.final_loss) == (
+        losses[0],
+        pytest.approx(np.mean(losses[-6:])),
+    )
 
 
 def test_another_thread_can_stop_it(tmp_path) -> None:
@@ -63,8 +71,13 @@ def test_another_thread_can_stop_it(tmp_path) -> None:
         if isinstance(event, events.Step) and event.step == 4:
             stop.request("page")
 
-    options = {"eval_every": 5, "evaluate_fn": lambda _: pytest.fail("evaluated when asked to stop")}
-    worker = threading.Thread(target=lambda: results.append(train(tmp_path, 60, sinks=[at_five], stop=stop, **options)))
+    options = {
+        "eval_every": 5,
+        "evaluate_fn": lambda _: pytest.fail("evaluated when asked to stop"),
+    }
+    worker = threading.Thread(
+        target=lambda: results.append(train(tmp_path, 60, sinks=[at_five], stop=stop, **options))
+    )
     worker.start()
     worker.join(120)
     assert results[0].interrupted and results[0].signal == "page" and results[0].steps == 5
@@ -113,14 +126,21 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(tmp_p
         train(tmp_path, 60, session, batches=Spoilt(session, 12), checkpoint_every=10)
     assert "lower learning rate" in str(caught.value)
     last = logged(tmp_path)[-1]
-    assert isinstance(last, events.Error) and last.error["error"] == "TrainingError" and last.step == 12
+    assert (
+        isinstance(last, events.Error)
+        and last.error["error"] == "TrainingError"
+        and last.step == 12
+    )
     assert len(logged(tmp_path, events.Step)) == 12
     again = BigramSession()
     assert train(tmp_path, 20, again, resume=True).steps == 20 and np.isfinite(again.logits).all()
 
 
 def test_too_high_a_learning_rate_diverges_into_an_error(tmp_path) -> None:
-    with np.errstate(all="ignore"), pytest.raises(TrainingError, match=r"is (nan|inf).*no checkpoint yet"):
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(TrainingError, match=r"is (nan|inf).*no checkpoint yet"),
+    ):
         train(tmp_path, 60, learning_rate=1e38)
 
 
@@ -133,7 +153,9 @@ def test_a_damaged_checkpoint_is_a_warning_and_the_one_before_is_used(tmp_path, 
     (warning,) = logged(tmp_path, events.Warning)
     assert "checkpoint-00000050" in warning.message and warning.step == 40
     assert logged(tmp_path, events.Resume)[0].checkpoint == "checkpoint-00000040"
-    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(whole[0])
+    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(
+        whole[0]
+    )
 
 
 def test_a_lost_log_is_a_warning(tmp_path) -> None:
@@ -149,7 +171,9 @@ def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path) -> None:
 
     def fill(event: events.Event) -> None:
         if isinstance(event, events.Checkpoint) and event.step == 4:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, before[1]))  # the state has 36,864 bytes
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (16_000, before[1])
+            )  # the state has 36,864 bytes
 
     session = BigramSession(vocabulary=96)
     try:
@@ -197,7 +221,11 @@ def test_evaluations_and_the_best_checkpoint(tmp_path) -> None:
     names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert names == ["checkpoint-00000008", "checkpoint-00000010", "checkpoint-00000020"]
     assert result.best_checkpoint == tmp_path / names[0] and result.best_score is not None
-    assert result.best_score[0] == 0.9 and result.evaluation is not None and result.evaluation.accuracy == 0.8
+    assert (
+        result.best_score[0] == 0.9
+        and result.evaluation is not None
+        and result.evaluation.accuracy == 0.8
+    )
     result = train(tmp_path, 24, session, resume=True, **options)
     assert result.best_checkpoint == tmp_path / "checkpoint-00000024"
 
@@ -214,7 +242,14 @@ def test_stopping_in_an_evaluation_saves_and_the_resume_evaluates(tmp_path) -> N
     assert logged(tmp_path, events.Evaluate) == []
     again = BigramSession()
     scripted = {5: 0.1, 10: 0.2}
-    train(tmp_path, 10, again, resume=True, evaluate_fn=evaluation(again, scripted, tmp_path), eval_every=5)
+    train(
+        tmp_path,
+        10,
+        again,
+        resume=True,
+        evaluate_fn=evaluation(again, scripted, tmp_path),
+        eval_every=5,
+    )
     assert [event.step for event in logged(tmp_path, events.Evaluate)] == [5, 10]
 
 

@@ -14,7 +14,9 @@ SIZE = 96 << 20
 
 def ones() -> np.ndarray:
     """New pages of the system, that go back to it: an allocator may give pages that other tests have touched."""
-    block = np.frombuffer(mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    block = np.frombuffer(
+        mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+    )
     block[:] = 1
     return block
 

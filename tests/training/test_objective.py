@@ -20,7 +20,9 @@ from ondevice.training.events import read_log  # noqa: E402
 from ondevice.training.replay import read_run, replay  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'examples' / 'score_answers.py'))}"
+EXAMPLE = (
+    f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'examples' / 'score_answers.py'))}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"say {i} ", "completion": "yes" if i % 2 else "no"} for i in range(6)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     questions = [
-        {"title": "t", "context": "It was blue.", "question": f"Colour {i}?", "answers": ["blue"]} for i in range(4)
+        {"title": "t", "context": "It was blue.", "question": f"Colour {i}?", "answers": ["blue"]}
+        for i in range(4)
     ]
     (folder / "squad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     return folder
 
 
-def run(path: Path, out: Path, method: dict[str, Any], train_: dict[str, Any], task: str | None = None) -> Any:
+def run(
+    path: Path, out: Path, method: dict[str, Any], train_: dict[str, Any], task: str | None = None
+) -> Any:
     values = {
         "model": {"source": "tiny:llama"},
         "data": {"path": str(path), "task": task},
@@ -54,7 +59,9 @@ PRGE = {"name": "prge", "queries": 4, "rank": 4, "subspace": "random", "perturba
 def test_it_learns_from_accuracy_alone(data: Path, tmp_path: Path) -> None:
     """The losses are shares of wrong rows, they fall, and the run replays to the same bits."""
     settings = {"objective": "accuracy", "steps": 16, "batch_size": 16}
-    done = run(data / "sst2.jsonl", tmp_path / "run", PRGE | {"learning_rate": 0.05}, settings, task="sst2")
+    done = run(
+        data / "sst2.jsonl", tmp_path / "run", PRGE | {"learning_rate": 0.05}, settings, task="sst2"
+    )
     log = read_run(tmp_path / "run")
     losses = [
         entry.event.losses
@@ -74,12 +81,22 @@ def test_it_learns_from_accuracy_alone(data: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(replayed.tensors[name], value)
 
 
-@pytest.mark.parametrize("method", [{"name": "prge", "queries": 1, "rank": 2, "calibration_rows": 2}, {"name": "mezo"}])
-def test_the_example_program_scores_answers(data: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "method", [{"name": "prge", "queries": 1, "rank": 2, "calibration_rows": 2}, {"name": "mezo"}]
+)
+def test_the_example_program_scores_answers(
+    data: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
     settings = {"objective": "command", "objective_command": EXAMPLE, "batch_size": 2}
     run(data / "pairs.jsonl", tmp_path / "run", method, settings)
-    steps = [entry.event for entry in read_log(tmp_path / "run" / "events.jsonl").entries if entry.event.kind == "step"]
-    assert len(steps) == 2 and all(loss * 4 == round(loss * 4) for step in steps for loss in step.losses)
+    steps = [
+        entry.event
+        for entry in read_log(tmp_path / "run" / "events.jsonl").entries
+        if entry.event.kind == "step"
+    ]
+    assert len(steps) == 2 and all(
+        loss * 4 == round(loss * 4) for step in steps for loss in step.losses
+    )
 
 
 def test_the_example_s_scores() -> None:
@@ -92,14 +109,32 @@ def test_the_example_s_scores() -> None:
 
 
 def test_f1_of_generated_answers(data: Path, tmp_path: Path) -> None:
-    run(data / "squad.jsonl", tmp_path / "run", PRGE | {"queries": 1}, {"objective": "f1", "steps": 1}, task="squad")
-    steps = [entry.event for entry in read_log(tmp_path / "run" / "events.jsonl").entries if entry.event.kind == "step"]
+    run(
+        data / "squad.jsonl",
+        tmp_path / "run",
+        PRGE | {"queries": 1},
+        {"objective": "f1", "steps": 1},
+        task="squad",
+    )
+    steps = [
+        entry.event
+        for entry in read_log(tmp_path / "run" / "events.jsonl").entries
+        if entry.event.kind == "step"
+    ]
     assert all(0 <= loss <= 1 for loss in steps[0].losses)
 
 
 def test_what_cannot_be_trained_on_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="method lora needs a gradient, and a score has none") as error:
-        run(data / "sst2.jsonl", tmp_path / "a", {"name": "lora"}, {"objective": "accuracy"}, task="sst2")
+    with pytest.raises(
+        ConfigError, match="method lora needs a gradient, and a score has none"
+    ) as error:
+        run(
+            data / "sst2.jsonl",
+            tmp_path / "a",
+            {"name": "lora"},
+            {"objective": "accuracy"},
+            task="sst2",
+        )
     assert "prge" in str(error.value.expected)
     with pytest.raises(ConfigError, match="accuracy needs rows with candidates"):
         run(data / "pairs.jsonl", tmp_path / "b", PRGE, {"objective": "accuracy"})
@@ -113,4 +148,9 @@ def test_what_cannot_be_trained_on_is_refused(data: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(TrainingError, match=message):
             settings = {"objective": "command", "objective_command": command}
-            run(data / "pairs.jsonl", tmp_path / command, PRGE | {"queries": 1}, settings | {"batch_size": 4})
+            run(
+                data / "pairs.jsonl",
+                tmp_path / command,
+                PRGE | {"queries": 1},
+                settings | {"batch_size": 4},
+            )

@@ -18,7 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 def start_process(out: Path, steps: int, last: int, *flags: str) -> subprocess.Popen:
     """One that waits behind step `last` until its standard input ends, as `communicate` lets it."""
-    command = [sys.executable, "-m", "tests.training.bigram", str(out), str(steps), str(last), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.training.bigram",
+        str(out),
+        str(steps),
+        str(last),
+        *flags,
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -32,7 +40,9 @@ def wait_for_step(process: subprocess.Popen, step: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_exits_with_130_and_the_resume_has_the_same_bits(tmp_path, whole, number) -> None:
+def test_a_signal_saves_and_exits_with_130_and_the_resume_has_the_same_bits(
+    tmp_path, whole, number
+) -> None:
     process = start_process(tmp_path, 60, 4)
     wait_for_step(process, 4)
     process.send_signal(number)
@@ -44,14 +54,18 @@ def test_a_signal_saves_and_exits_with_130_and_the_resume_has_the_same_bits(tmp_
     assert last.step == 5 and (tmp_path / f"checkpoint-{last.step:08d}").is_dir()
     session = BigramSession()
     train(tmp_path, 60, session, resume=True)
-    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(whole[0])
+    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(
+        whole[0]
+    )
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path) -> None:
     process = start_process(tmp_path, 60, 0)
     wait_for_step(process, 0)
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None and process.stdout.readline() == f"{STOPPING}\n"  # two at once would be one
+    assert (
+        process.stdout is not None and process.stdout.readline() == f"{STOPPING}\n"
+    )  # two at once would be one
     process.send_signal(signal.SIGINT)
     assert process.wait(120) != 0  # its step would go on for ever
     assert "KeyboardInterrupt" in process.communicate()[1]
@@ -71,7 +85,9 @@ def test_killed_at_any_moment_it_goes_on_with_the_same_bits(tmp_path, whole) -> 
         (tmp_path / f".checkpoint-{step:08d}.partial-0-1-deadbeef").mkdir()  # and of a checkpoint
     session = BigramSession()
     train(tmp_path, 60, session, resume=True)
-    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(whole[0])
+    assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(
+        whole[0]
+    )
     assert list(tmp_path.glob(".checkpoint-*")) == []
 
 

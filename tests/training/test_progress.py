@@ -25,14 +25,20 @@ def test_without_a_terminal_about_twenty_lines(tmp_path) -> None:
         train(tmp_path, 60, sinks=[sink])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 22 and "\x1b" not in stream.getvalue()
-    assert lines[0].startswith("step 1/60  loss 2.4") and "tokens/s" in lines[0] and "iB" in lines[0]
+    assert (
+        lines[0].startswith("step 1/60  loss 2.4") and "tokens/s" in lines[0] and "iB" in lines[0]
+    )
     assert lines[-2].startswith("step 60/60") and lines[-2].endswith("0:00 left")
     assert lines[-1].startswith("60 steps, loss 2.4")
     stream = io.StringIO()
     with ProgressSink(stream=stream, every=30) as sink:
         train(tmp_path, 90, resume=True, sinks=[sink])
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "resumed at step 60 of 90" and lines[1].startswith("step 90/90") and len(lines) == 3
+    assert (
+        lines[0] == "resumed at step 60 of 90"
+        and lines[1].startswith("step 90/90")
+        and len(lines) == 3
+    )
 
 
 def test_on_a_terminal_one_bar(tmp_path) -> None:
@@ -72,7 +78,11 @@ def test_rows_with_the_time_that_is_left() -> None:
         return "" if isinstance(stream, Gone) else stream.getvalue()
 
     lines = shown(io.StringIO()).splitlines()
-    assert len(lines) == 21 and lines[0].startswith("row 1/100  ") and lines[-1] == "row 100/100  0:00 left"
+    assert (
+        len(lines) == 21
+        and lines[0].startswith("row 1/100  ")
+        and lines[-1] == "row 100/100  0:00 left"
+    )
     terminal = shown(Terminal())
     assert terminal.count("\r") == 100 and terminal.count("\n") == 1 and "row 57/100" in terminal
     assert shown(io.StringIO(), silent=True) == "" == shown(Gone())

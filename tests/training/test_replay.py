@@ -63,7 +63,11 @@ def test_another_backend_is_a_warning(run) -> None:
 
 
 def test_an_unfinished_last_line_is_a_warning(run) -> None:
-    last_step = [line for line in (run[0] / "events.jsonl").read_bytes().splitlines(True) if b'"step":19' in line]
+    last_step = [
+        line
+        for line in (run[0] / "events.jsonl").read_bytes().splitlines(True)
+        if b'"step":19' in line
+    ]
     edit(run[0], lambda lines: [*lines[: lines.index(last_step[0])], last_step[0][:50]])
     warnings: list[str] = []
     log = read_run(run[0])
@@ -78,7 +82,10 @@ def test_an_unfinished_last_line_is_a_warning(run) -> None:
         (lambda lines: [*lines[:4], lines[4][:60] + b"\n", *lines[5:]], "line 5 is damaged"),
         (lambda lines: [*lines[:4], *lines[5:]], r"line 5: the log has a gap\n.*step 3\n.*step 4"),
         (lambda lines: lines[1:], "no head"),
-        (lambda lines: [lines[0].replace(b'"schema":1', b'"schema":2'), *lines[1:]], "newer version"),
+        (
+            lambda lines: [lines[0].replace(b'"schema":1', b'"schema":2'), *lines[1:]],
+            "newer version",
+        ),
         (lambda lines: [], "there is no log"),
     ],
 )

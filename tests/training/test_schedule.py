@@ -35,7 +35,12 @@ def test_one_step_runs() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("exponential", 1.0, 10), ("linear", 0.0, 10), ("linear", math.nan, 10), ("linear", 1.0, 10, 10)],
+    [
+        ("exponential", 1.0, 10),
+        ("linear", 0.0, 10),
+        ("linear", math.nan, 10),
+        ("linear", 1.0, 10, 10),
+    ],
 )
 def test_wrong_numbers(arguments) -> None:
     with pytest.raises(ConfigError):
@@ -43,7 +48,9 @@ def test_wrong_numbers(arguments) -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 5, 30])
-def test_a_linear_schedule_has_the_rates_of_one_step_fewer_in_transformers_and_then_zero(steps: int) -> None:
+def test_a_linear_schedule_has_the_rates_of_one_step_fewer_in_transformers_and_then_zero(
+    steps: int,
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 

@@ -77,10 +77,16 @@ def build_artifact(folder: Path) -> None:
     from tests.exporters.executorch.test_session import manifest
 
     written = manifest(folder)
-    write_weights(folder / WEIGHTS_NAME, {"w": np.ones((4, 4), np.float32), "codes": np.ones(3, np.int8)})
-    (folder / "program.json").write_text(json.dumps({"format": 1, "dtype": "float32", "functions": {}}))
+    write_weights(
+        folder / WEIGHTS_NAME, {"w": np.ones((4, 4), np.float32), "codes": np.ones(3, np.int8)}
+    )
+    (folder / "program.json").write_text(
+        json.dumps({"format": 1, "dtype": "float32", "functions": {}})
+    )
     spec = written.program_spec.model_copy(update={"weights": WEIGHTS_NAME})
-    write_manifest(written.model_copy(update={"program_spec": spec, "program": "program.json"}), folder)
+    write_manifest(
+        written.model_copy(update={"program_spec": spec, "program": "program.json"}), folder
+    )
 
 
 def read_artifact(folder: Path) -> None:
@@ -123,7 +129,11 @@ def build_checkpoints(folder: Path) -> None:
     from ondevice.training.checkpoint import CheckpointStore
 
     for step in (1, 2):
-        state = {"adapter": np.ones(6, np.float32), "seed": np.array([1]), "moment": np.ones((2, 2), np.float16)}
+        state = {
+            "adapter": np.ones(6, np.float32),
+            "seed": np.array([1]),
+            "moment": np.ones((2, 2), np.float16),
+        }
         CheckpointStore(folder, IDENTITY, seed=1, backend="torch").save(
             step, state, evaluation={"loss": 1.0}, score=(-1.0,)
         )
@@ -158,7 +168,9 @@ def state_hash(folder: Path) -> None:
 def build_log(folder: Path) -> None:
     from ondevice.training.events import Evaluate, EventLog, Finish, Start, Step, Warning
 
-    values: dict[type, dict[str, Any]] = {kind: _example_of(kind) for kind in (Start, Step, Evaluate, Warning, Finish)}
+    values: dict[type, dict[str, Any]] = {
+        kind: _example_of(kind) for kind in (Start, Step, Evaluate, Warning, Finish)
+    }
     with EventLog(folder / "events.jsonl") as log:
         for kind, fields in values.items():
             log.write(kind(**fields))
@@ -170,11 +182,24 @@ def build_log(folder: Path) -> None:
 def _example_of(kind: Any) -> dict[str, Any]:
     import dataclasses
 
-    example = {"float": 0.5, "int": 0, "str": "x", "bool": False, "dict[str, Any]": {"a": 1}, "tuple": (0.5,)}
+    example = {
+        "float": 0.5,
+        "int": 0,
+        "str": "x",
+        "bool": False,
+        "dict[str, Any]": {"a": 1},
+        "tuple": (0.5,),
+    }
     found = {}
     for item in dataclasses.fields(kind):
         key = str(item.type).partition(" |")[0]
-        key = "tuple" if key.startswith("tuple") else "dict[str, Any]" if key.startswith("dict") else key
+        key = (
+            "tuple"
+            if key.startswith("tuple")
+            else "dict[str, Any]"
+            if key.startswith("dict")
+            else key
+        )
         found[item.name] = example.get(key, "x")
     return found
 
@@ -187,7 +212,11 @@ def read_events(folder: Path) -> None:
     content = events.read_log(folder / "events.jsonl")
     _ = content.start, content.steps()
     progress: dict[str, Any] = {}
-    for line in (folder / "events.jsonl").read_bytes().splitlines() if (folder / "events.jsonl").is_file() else ():
+    for line in (
+        (folder / "events.jsonl").read_bytes().splitlines()
+        if (folder / "events.jsonl").is_file()
+        else ()
+    ):
         event = server.parse(line)
         if event is not None:
             server.note(progress, event)
@@ -203,7 +232,9 @@ def read_events(folder: Path) -> None:
 
 def build_run_file(folder: Path) -> None:
     text = "model: {source: 'tiny:llama', dtype: float32}\ndata:\n  path: rows.jsonl\n  columns: {prompt: q}\n"
-    text += "method: {name: mesp, rank: 4, target_modules: [q_proj, v_proj], learning_rate: 0.001}\n"
+    text += (
+        "method: {name: mesp, rank: 4, target_modules: [q_proj, v_proj], learning_rate: 0.001}\n"
+    )
     text += "train: {steps: 10, batch_size: 2, out: runs/x}\nexport: {target: android-cpu, lengths_tokens: [32]}\n"
     (folder / "run.yaml").write_text(text)
 
@@ -257,7 +288,10 @@ def build_sharded(folder: Path) -> None:
     from ondevice.core.untrusted import read_header
 
     names = read_header(path / "model-00001-of-00001.safetensors").tensors
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors"),
+    }
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -290,8 +324,13 @@ def read_weights(folder: Path) -> None:
 
     for read in (
         lambda: check_weights(folder / "model", {"model.norm.weight": (32,)}),
-        lambda: [value.sum() for value in read_tensors(folder / "model" / "model.safetensors").values()],
-        lambda: [value.sum() for value in read_tensors(folder / "model" / "model.safetensors", mapped=True).values()],
+        lambda: [
+            value.sum() for value in read_tensors(folder / "model" / "model.safetensors").values()
+        ],
+        lambda: [
+            value.sum()
+            for value in read_tensors(folder / "model" / "model.safetensors", mapped=True).values()
+        ],
         lambda: Files(folder / "model").close(),
         each_by_mlx,
     ):
@@ -331,7 +370,9 @@ def build_gguf(folder: Path) -> None:
     from ondevice.models.tiny import tiny_model
     from tests.models.conftest import _write_gguf
 
-    model = tiny_model("llama", layers=1, hidden=32, heads=2, kv_heads=1, intermediate=32, vocab=270)
+    model = tiny_model(
+        "llama", layers=1, hidden=32, heads=2, kv_heads=1, intermediate=32, vocab=270
+    )
     _write_gguf(folder / "tiny.gguf", model, "Q8_0")
 
 
@@ -375,7 +416,9 @@ def read_gguf_adapter(folder: Path) -> None:
 
 
 def write_lines(name: str, rows: list[dict[str, Any]]) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)) and None
+    return lambda folder: (
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)) and None
+    )
 
 
 def build_json(folder: Path) -> None:
@@ -498,7 +541,11 @@ def read_zip(folder: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     unpack(folder / "upload.zip", target, limit_bytes=64 << 20)
-    outside = [path for path in target.rglob("*") if not Path(os.path.realpath(path)).is_relative_to(target)]
+    outside = [
+        path
+        for path in target.rglob("*")
+        if not Path(os.path.realpath(path)).is_relative_to(target)
+    ]
     assert not outside, outside
     load_adapter(target)
 
@@ -513,7 +560,9 @@ def build_messages(folder: Path) -> None:
         (folder / f"{type(message).__name__}.message").write_bytes(message.to_bytes())
     (file,) = files_of(Parcel(b'{"a": 1}', 3, [b"event"], b"task"))
     (folder / "parcel.message").write_bytes(file)
-    (folder / "frozen.message").write_bytes(Frozen("subspace-00000001.safetensors", b"x").to_bytes())
+    (folder / "frozen.message").write_bytes(
+        Frozen("subspace-00000001.safetensors", b"x").to_bytes()
+    )
     (folder / "arrays.message").write_bytes(to_bytes({"a": np.ones(4, np.float32)}))
 
 
@@ -542,7 +591,9 @@ def build_fleet_log(folder: Path) -> None:
     from tests.fleet.fleets import charter
 
     head = charter()
-    event = Outcome(head.id, 0, bytes(HASH_BYTES), bytes(HASH_BYTES), (Group(0, Numbers((1, 2), -30)),))
+    event = Outcome(
+        head.id, 0, bytes(HASH_BYTES), bytes(HASH_BYTES), (Group(0, Numbers((1, 2), -30)),)
+    )
     (folder / "fleet.fleetlog").write_bytes(log_bytes(head, [event.to_bytes()]))
 
 
@@ -562,7 +613,10 @@ def build_charter(folder: Path) -> None:
     from tests.fleet.fleets import charter
 
     (folder / "charter.json").write_bytes(charter().to_bytes())
-    common = {name: getattr(charter(), name) for name in ("model_source", "model_sha256", "method", "data", "seed")}
+    common = {
+        name: getattr(charter(), name)
+        for name in ("model_source", "model_sha256", "method", "data", "seed")
+    }
     first_order = AdapterCharter(**common, learning_rate=0.1, local_steps=2, averaging=Averaging())
     (folder / "adapters.json").write_bytes(first_order.to_bytes())
 
@@ -582,7 +636,13 @@ def read_charter(folder: Path) -> None:
 
 
 def build_seat(folder: Path) -> None:
-    seat = {"data": "rows.jsonl", "host": "127.0.0.1", "port": 9092, "insecure": True, "columns": {"text": "t"}}
+    seat = {
+        "data": "rows.jsonl",
+        "host": "127.0.0.1",
+        "port": 9092,
+        "insecure": True,
+        "columns": {"text": "t"},
+    }
     (folder / "fleets").mkdir()
     (folder / "fleets" / "mine.json").write_text(json.dumps(seat))
 

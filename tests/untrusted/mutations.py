@@ -19,7 +19,24 @@ import yaml
 Random = random.Random
 Mutation = Callable[[Random, Path], None]
 
-_NUMBERS = (0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, 10**300)
+_NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    7,
+    255,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    10**300,
+)
 _FLOATS = (0.5, -0.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
     "", " ", "x", "..", "../outside.safetensors", "/etc/passwd", "a/../../../etc/hostname", "~/x", "a\0b", "\ud800",
@@ -85,7 +102,9 @@ def evil_value(draw: Random, old: Any = None) -> Any:
             return draw.choice((None, True, False, [], {}, [None], [[]], {"a": None}, [1, "a"]))
         case _:
             if isinstance(old, (int, float)) and not isinstance(old, bool):
-                return draw.choice((old + 1, old - 1, -old, old * 2, old * 2**20, str(old), [old], float(old)))
+                return draw.choice(
+                    (old + 1, old - 1, -old, old * 2, old * 2**20, str(old), [old], float(old))
+                )
             return draw.choice(([old], {"x": old}, str(old), [old, old]))
 
 
@@ -102,7 +121,9 @@ def change_field(draw: Random, value: Any) -> Any:
             del changed[key]  # type: ignore[arg-type]
         elif isinstance(changed, dict):
             name = draw.choice((*_TEXTS, str(key) + "x", "__metadata__"))
-            changed[name] = changed.pop(key) if draw.random() < 0.5 else evil_value(draw, value[key])  # type: ignore[index]
+            changed[name] = (
+                changed.pop(key) if draw.random() < 0.5 else evil_value(draw, value[key])
+            )  # type: ignore[index]
         else:
             changed.append(changed[key])  # type: ignore[index]
         return changed
@@ -150,7 +171,11 @@ def yaml_document(draw: Random, data: bytes) -> bytes:
     """Change a field of a YAML document, or add lines that harm a careless reader."""
     if draw.random() < 0.3:
         extra = draw.choice(_YAML)
-        text = extra if "\n" in extra and draw.random() < 0.5 else f"{draw.choice(('x', 'prompt', 'model'))}: {extra}"
+        text = (
+            extra
+            if "\n" in extra and draw.random() < 0.5
+            else f"{draw.choice(('x', 'prompt', 'model'))}: {extra}"
+        )
         return (data + text.encode() + b"\n") if draw.random() < 0.7 else text.encode()
     if draw.random() < 0.5:
         return json_text(change_field(draw, yaml.safe_load(data)))  # JSON is YAML, or nearly
@@ -164,7 +189,9 @@ def text_lines(draw: Random, data: bytes) -> bytes:
     place = draw.randrange(len(lines))
     match draw.randrange(6):
         case 0:
-            lines[place] += draw.choice((b'"', b",", b";", b"\t", b"\0", b"\r", b"\xff", b"x" * 200_000, b'"' * 9_999))
+            lines[place] += draw.choice(
+                (b'"', b",", b";", b"\t", b"\0", b"\r", b"\xff", b"x" * 200_000, b'"' * 9_999)
+            )
         case 1:
             del lines[place]
         case 2:
@@ -194,8 +221,12 @@ def zip_entries(draw: Random, data: bytes) -> bytes:
                                     "x\0.json", "🙂.json", "", "/".join("a" * 40) + ".json", "CON.json",
                                     name))  # fmt: skip
                 entry = zipfile.ZipInfo(evil)
-                entry.external_attr = draw.choice((0, 0o120777 << 16, 0o010666 << 16, 0o040755 << 16))
-                entry.compress_type = draw.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA))
+                entry.external_attr = draw.choice(
+                    (0, 0o120777 << 16, 0o010666 << 16, 0o040755 << 16)
+                )
+                entry.compress_type = draw.choice(
+                    (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)
+                )
                 content = draw.choice((content, b"\0" * 3_000_000, json_text(evil_value(draw))))
             archive.writestr(entry, content)
             if draw.random() < 0.05:

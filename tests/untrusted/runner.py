@@ -68,7 +68,9 @@ class Tally:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
-def run(kind: Kind, count: int, *, seed: int = 0, first: int = 0, most_s: float | None = None) -> Tally:
+def run(
+    kind: Kind, count: int, *, seed: int = 0, first: int = 0, most_s: float | None = None
+) -> Tally:
     """Run mutations `first` to `first + count` of a kind, or fewer if `most_s` seconds are over."""
     tally, number = Tally(kind.name), first
     with _example(kind) as (folder, originals):
@@ -88,14 +90,26 @@ def _example(kind: Kind) -> Iterator[tuple[Path, dict[str, bytes]]]:
         folder = root / "example"
         folder.mkdir()
         kind.build(folder)
-        originals = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        originals = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         kind.read(folder)  # whole: an example that is refused would prove nothing
         yield folder, originals
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _child(kind: Kind, folder: Path, originals: dict[str, bytes], seed: int, first: int, end: int, tally: Tally) -> int:
+def _child(
+    kind: Kind,
+    folder: Path,
+    originals: dict[str, bytes],
+    seed: int,
+    first: int,
+    end: int,
+    tally: Tally,
+) -> int:
     """Run mutations in a child; return the number to go on with."""
     progress = mmap.mmap(-1, 8)
     source, target = os.pipe()
@@ -145,12 +159,18 @@ def _work(kind, folder, originals, seed, first, end, progress, report) -> None: 
         except OndeviceError as error:
             ended, reason = "refused", type(error).__name__
             try:
-                _ = str(error).encode(), json.dumps(error.to_dict()).encode(), error.message.encode()
+                _ = (
+                    str(error).encode(),
+                    json.dumps(error.to_dict()).encode(),
+                    error.message.encode(),
+                )
             except Exception as unprintable:
                 ended, reason = "exceptions", f"the error cannot be printed: {unprintable!r}"
         except BaseException as error:
             ended, reason = "exceptions", _reason(error)
-        signal.setitimer(signal.ITIMER_PROF, 0)  # writing the next mutation is not the reader's time
+        signal.setitimer(
+            signal.ITIMER_PROF, 0
+        )  # writing the next mutation is not the reader's time
         signal.alarm(0)
         report.write(json.dumps([ended, number, reason]) + "\n")
         report.flush()
@@ -188,8 +208,16 @@ def _data_bytes() -> int:
 
 
 def _reason(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tests/" not in frame.filename]
-    ours = [frame for frame in frames if "/ondevice/" in frame.filename or "/exporters/" in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/tests/" not in frame.filename
+    ]
+    ours = [
+        frame
+        for frame in frames
+        if "/ondevice/" in frame.filename or "/exporters/" in frame.filename
+    ]
     last = (ours or frames or [None])[-1]
     where = f"{Path(last.filename).name}:{last.lineno} {last.name}" if last else ""
     return f"{type(error).__name__}: {str(error)[:100]!r} at {where}"
@@ -208,7 +236,13 @@ def main(kinds: dict[str, Kind], arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tallies = []
     for name in options.kind or kinds:
-        tally = run(kinds[name], options.count, seed=options.seed, first=options.first, most_s=options.seconds)
+        tally = run(
+            kinds[name],
+            options.count,
+            seed=options.seed,
+            first=options.first,
+            most_s=options.seconds,
+        )
         tallies.append(tally)
         print(
             f"{name:22} {tally.mutations:7} mutations, {tally.read:6} read, {tally.refused:6} refused, "
@@ -218,9 +252,16 @@ def main(kinds: dict[str, Kind], arguments: list[str] | None = None) -> int:
         for reason, count in Counter(reason for _, reason in tally.failures).most_common(12):
             number = next(number for number, other in tally.failures if other == reason)
             print(f"    {count:5} times, first {number}: {reason}", flush=True)
-    total = {key: sum(getattr(tally, key) for tally in tallies) for key in ("mutations", "exceptions", "signals")}
+    total = {
+        key: sum(getattr(tally, key) for tally in tallies)
+        for key in ("mutations", "exceptions", "signals")
+    }
     each = {tally.kind: tally.mutations for tally in tallies}
-    print(json.dumps({"seed": options.seed, **total, "kinds": len(tallies), "mutations_by_kind": each}))
+    print(
+        json.dumps(
+            {"seed": options.seed, **total, "kinds": len(tallies), "mutations_by_kind": each}
+        )
+    )
     return 1 if total["exceptions"] or total["signals"] else 0
 
 

@@ -11,7 +11,15 @@ import pytest
 
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, DataError, OndeviceError
-from ondevice.core.untrusted import Refused, check_name, inside, parse_header, parse_json, read_object, read_plain
+from ondevice.core.untrusted import (
+    Refused,
+    check_name,
+    inside,
+    parse_header,
+    parse_json,
+    read_object,
+    read_plain,
+)
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 from ondevice.data import read_rows
 from ondevice.models.source import check_folder
@@ -32,7 +40,17 @@ from tests.untrusted.kinds import build_artifact, build_checkpoints, build_shard
         (b'{"a": "\xff"}', "decode"),
         (b'"' + b"x" * (16 << 20) + b'"', "larger"),
     ],
-    ids=["never ends", "lists", "objects", "count", "digits", "more digits", "half a pair", "latin 1", "size"],
+    ids=[
+        "never ends",
+        "lists",
+        "objects",
+        "count",
+        "digits",
+        "more digits",
+        "half a pair",
+        "latin 1",
+        "size",
+    ],
 )
 def test_json_beyond_a_limit_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
@@ -66,11 +84,15 @@ def test_yaml_beyond_a_limit_is_refused(text: str, reason: str) -> None:
 
 
 def test_yaml_may_use_an_alias() -> None:
-    assert parse_yaml("a: &a {k: 1}\nb: {<<: *a, m: [*a, *a]}") == {"a": {"k": 1}, "b": {"k": 1, "m": [{"k": 1}] * 2}}
+    assert parse_yaml("a: &a {k: 1}\nb: {<<: *a, m: [*a, *a]}") == {
+        "a": {"k": 1},
+        "b": {"k": 1, "m": [{"k": 1}] * 2},
+    }
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "../x", "a/../x", "/x", "a//x", "./x", "a\\x", "a\0x", "x\n", 7, None, "x" * 2_000]
+    "name",
+    ["", "..", "../x", "a/../x", "/x", "a//x", "./x", "a\\x", "a\0x", "x\n", 7, None, "x" * 2_000],
 )
 def test_a_name_that_leads_elsewhere_is_refused(name: object) -> None:
     with pytest.raises(Refused):
@@ -117,7 +139,9 @@ def test_a_part_of_a_book_that_states_more_than_the_file_has_is_refused(tmp_path
     path = tmp_path / "rows.xlsx"
     read_rows(path)
     data = bytearray(path.read_bytes())
-    start = data.index(b"PK\x01\x02")  # the first entry of the directory; its sizes are at 20 and 24
+    start = data.index(
+        b"PK\x01\x02"
+    )  # the first entry of the directory; its sizes are at 20 and 24
     data[start + 20 : start + 28] = (3 << 30).to_bytes(4, "little") * 2
     path.write_bytes(data)
     with pytest.raises(DataError, match="more bytes than the file has"):
@@ -197,7 +221,9 @@ def test_an_artifact_lists_only_its_own_files(name: str, tmp_path: Path) -> None
     (tmp_path / "secret").write_text("x")
     (folder / "link").symlink_to(tmp_path / "secret")
     values = json.loads((folder / "manifest.json").read_text())
-    values["files"][name] = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of "x"
+    values["files"][name] = (
+        "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of "x"
+    )
     (folder / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(ArtifactError, match="leads outside"):
         read_manifest(folder)
@@ -271,7 +297,9 @@ def test_everything_else_reads_through_the_one_room(root: Path) -> None:
     found: dict[str, set[str]] = {}
     for room in ("ondevice", "exporters", "runtime_ops"):
         for path in (root / room).rglob("*.py"):
-            if path.is_relative_to(root / "ondevice/exporters") or path.is_relative_to(root / "ondevice/runtime_ops"):
+            if path.is_relative_to(root / "ondevice/exporters") or path.is_relative_to(
+                root / "ondevice/runtime_ops"
+            ):
                 continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:

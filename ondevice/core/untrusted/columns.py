@@ -46,7 +46,9 @@ def _check_length(array: Any, most: int) -> None:
 
     kind = array.type
     if len(array) > most:
-        raise Refused(f"it states {len(array)} values of type {kind}, more than a file of its size holds")
+        raise Refused(
+            f"it states {len(array)} values of type {kind}, more than a file of its size holds"
+        )
     if types.is_run_end_encoded(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
         raise Refused(f"columns of type {kind} are not read")
     if types.is_dictionary(kind):

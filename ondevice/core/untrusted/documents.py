@@ -78,7 +78,9 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     return parse_json(read_plain(path, most_bytes), most_bytes=most_bytes)
 
 
-def read_object(path: Path, error: type[OndeviceError], *, hint: str | None = None) -> dict[str, Any]:
+def read_object(
+    path: Path, error: type[OndeviceError], *, hint: str | None = None
+) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
@@ -98,7 +100,9 @@ def read_object(path: Path, error: type[OndeviceError], *, hint: str | None = No
 
 
 @contextmanager
-def well_formed(where: object, error: type[OndeviceError], *, hint: str | None = None) -> Iterator[None]:
+def well_formed(
+    where: object, error: type[OndeviceError], *, hint: str | None = None
+) -> Iterator[None]:
     """Turn what Python raises for a field that is missing or of a wrong type into an error of the class `error`.
 
     For the few lines that take a document apart whose fields no pydantic model describes.
@@ -109,9 +113,18 @@ def well_formed(where: object, error: type[OndeviceError], *, hint: str | None =
         raise
     except KeyError as reason:
         raise error(f"{where} lacks a field", expected=str(reason), hint=hint) from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as reason:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+    ) as reason:
         message = f"{where} has a field of a wrong type or size"
-        raise error(message, received=f"{type(reason).__name__}: {str(reason)[:300]}", hint=hint) from None
+        raise error(
+            message, received=f"{type(reason).__name__}: {str(reason)[:300]}", hint=hint
+        ) from None
 
 
 def check_depth(value: Any, most: int = MOST_DEPTH) -> None:
@@ -119,7 +132,11 @@ def check_depth(value: Any, most: int = MOST_DEPTH) -> None:
     level = [value]
     for _ in range(most + 1):
         containers = [item for item in level if isinstance(item, (dict, list))]
-        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            child
+            for item in containers
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
         if not containers:
             return
     raise Refused(f"it is nested more than {most} deep")

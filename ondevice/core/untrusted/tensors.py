@@ -71,14 +71,18 @@ def parse_header(data: bytes) -> TensorHeader:
 def _header(file: BinaryIO, size: int) -> TensorHeader:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if not 0 < length <= size - LENGTH_BYTES:
-        raise Refused(f"truncated, or another kind of file: a header of {length} bytes in a file of {size}")
+        raise Refused(
+            f"truncated, or another kind of file: a header of {length} bytes in a file of {size}"
+        )
     if length > _MOST_HEADER_BYTES:
         raise Refused(f"its header is larger than {_MOST_HEADER_BYTES >> 20} MiB")
     header = parse_json(file.read(length), most_bytes=_MOST_HEADER_BYTES)
     if not isinstance(header, dict):
         raise Refused("its header is not an object")
     metadata = header.pop("__metadata__", None) or {}  # MLX writes null
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
         raise Refused("the texts of its header ('__metadata__') are not texts")
     start = LENGTH_BYTES + length
     tensors = {name: _place(name, entry, start, size) for name, entry in header.items()}
@@ -96,7 +100,12 @@ def _place(name: str, entry: Any, start: int, size: int) -> TensorPlace:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise Refused(f"tensor '{name[:80]}' is of an unknown dtype: {str(dtype)[:20]}")
-    if not _whole(shape) or len(shape) > _MOST_DIMENSIONS or not _whole(offsets) or len(offsets) != 2:
+    if (
+        not _whole(shape)
+        or len(shape) > _MOST_DIMENSIONS
+        or not _whole(offsets)
+        or len(offsets) != 2
+    ):
         raise Refused(f"tensor '{name[:80]}': shape or data_offsets are not whole numbers")
     first, last = offsets
     if prod(shape) > _MOST_ELEMENTS or prod(shape) * BITS[dtype] != (last - first) * 8:

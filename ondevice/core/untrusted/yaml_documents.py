@@ -40,7 +40,14 @@ def parse_yaml(text: bytes | str, loader: Any = yaml.SafeLoader) -> Any:
             reader.dispose()
     except Refused:
         raise
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         # PyYAML builds dates and numbers without a check: 2001-13-45 is a ValueError of `datetime`.
         raise Refused(" ".join(str(error).split())) from None
 

@@ -61,7 +61,14 @@ class _Taken:
 
     @classmethod
     def of(cls, arrays: Arrays, rows: int, loss: float) -> _Taken:
-        return cls(RecordDict({ARRAYS: record_of(arrays), METRICS: MetricRecord({"num-examples": rows, "loss": loss})}))
+        return cls(
+            RecordDict(
+                {
+                    ARRAYS: record_of(arrays),
+                    METRICS: MetricRecord({"num-examples": rows, "loss": loss}),
+                }
+            )
+        )
 
     def has_error(self) -> bool:
         return False
@@ -94,15 +101,22 @@ class AdapterServer:
             arrays, answers = self._round(self.store.count(), arrays)
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
-                raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
+                raise FleetError(
+                    f"no device has answered in {empty} rounds", hint="a device's own log says why"
+                )
         expected, equal = digest(arrays), {}
         content = RecordDict({ARRAYS: record_of(arrays), CONFIG: self._config(last=True)})
-        messages = [Message(content=content, message_type="train", dst_node_id=node) for node in self._nodes()]
+        messages = [
+            Message(content=content, message_type="train", dst_node_id=node)
+            for node in self._nodes()
+        ]
         for node, reply in self.post.exchange(messages):
             said = self._reply(node, reply, arrays)
             equal[str(node)] = isinstance(said, Held) and said.digest == expected
         self.store.set_fact("devices", json.dumps(dict(sorted(equal.items()))))
-        print(f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
+        print(
+            f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True
+        )
 
     def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | Answer | None:
         """Return what a device says; None where it says nothing that can be taken."""
@@ -128,7 +142,9 @@ class AdapterServer:
         times = Counter(frozenset(arrays) for arrays, _, _ in answers.values())
         if not times:
             return {}
-        known = json.loads(self.store.fact("tensors") or "null") or list(getattr(self.strategy, "m_t", None) or ())
+        known = json.loads(self.store.fact("tensors") or "null") or list(
+            getattr(self.strategy, "m_t", None) or ()
+        )
         most = max(times, key=lambda names: (times[names], len(names), sorted(names)))
         trained = frozenset(known) or most
         if not known and 2 * times[most] > asked:
@@ -146,7 +162,9 @@ class AdapterServer:
         while len(self._nodes()) < self.settings["least_devices"]:
             if time.monotonic() > until:
                 raise FleetError(
-                    "too few devices take part", expected=self.settings["least_devices"], received=len(self._nodes())
+                    "too few devices take part",
+                    expected=self.settings["least_devices"],
+                    received=len(self._nodes()),
                 )
             time.sleep(POLL_S)
 
@@ -156,7 +174,9 @@ class AdapterServer:
     def _round(self, number: int, arrays: Arrays) -> tuple[Arrays, int]:
         """Run one round; returns the adapter after it and how many answers it had."""
         began = time.time()
-        messages = list(self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid))
+        messages = list(
+            self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid)
+        )
         down = len(to_bytes(arrays))
         answers: dict[int, Answer] = {}
         for node, message in self.post.exchange(messages):
@@ -172,13 +192,24 @@ class AdapterServer:
             given = bounded(trained, [answers[node][:2] for node in nodes], rule)
             if rule in ADAPTIVE:
                 self.strategy.current_arrays = trained
-            taken = [_Taken.of(values, rows, answers[node][2]) for node, (values, rows) in zip(nodes, given)]
+            taken = [
+                _Taken.of(values, rows, answers[node][2])
+                for node, (values, rows) in zip(nodes, given)
+            ]
             found, metrics = self.strategy.aggregate_train(number + 1, taken)
-            arrays = arrays | {name: value.astype(np.float32) for name, value in arrays_of(found).items()}
+            arrays = arrays | {
+                name: value.astype(np.float32) for name, value in arrays_of(found).items()
+            }
             loss = float(metrics["loss"])
-        moments = (getattr(self.strategy, "m_t", None) or {}, getattr(self.strategy, "v_t", None) or {})
+        moments = (
+            getattr(self.strategy, "m_t", None) or {},
+            getattr(self.strategy, "v_t", None) or {},
+        )
         self.store.add(number, arrays, moments, loss=loss, answers=len(answers), refused=self.refused,
                        sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
         shown = "no answers" if loss is None else f"loss {loss:.4f}"
-        print(f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True)
+        print(
+            f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers",
+            flush=True,
+        )
         return arrays, len(answers)

@@ -59,7 +59,9 @@ def arrays_of(session: Session) -> Arrays:
     """
     adapter = session.adapter()
     if adapter is None:
-        raise FleetError("the session trains no adapter", expected="a method that trains an adapter")
+        raise FleetError(
+            "the session trains no adapter", expected="a method that trains an adapter"
+        )
     return {name: np.array(value, dtype=np.float32) for name, value in adapter.tensors.items()}
 
 
@@ -72,13 +74,17 @@ def trained_names(session: Session) -> set[str]:
 def put(session: Session, arrays: Arrays) -> None:
     """Put an adapter into a session, whose optimizer begins anew."""
     state = session.state()
-    beginning = {name: np.zeros_like(value) if _is_moment(name) else value for name, value in state.items()}
+    beginning = {
+        name: np.zeros_like(value) if _is_moment(name) else value for name, value in state.items()
+    }
     if any(map(_is_moment, state)):
         session.load_state(beginning)
     adapter = session.adapter()
     assert adapter is not None  # noqa: S101  `arrays_of` has refused such a session
     tensors = {name: arrays.get(name, value) for name, value in adapter.tensors.items()}
-    session.load_adapter(Adapter(tensors, adapter.rank, adapter.alpha, targets_of(tensors), adapter.base_model))
+    session.load_adapter(
+        Adapter(tensors, adapter.rank, adapter.alpha, targets_of(tensors), adapter.base_model)
+    )
 
 
 def _is_moment(name: str) -> bool:

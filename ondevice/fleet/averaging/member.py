@@ -54,7 +54,9 @@ class AdapterMember:
             TrainingError: a loss is not finite.
         """
         put(self.session, arrays)
-        loss, rows, _ = _steps(self.session, self.batches, number, self.charter.local_steps, self.charter.learning_rate)
+        loss, rows, _ = _steps(
+            self.session, self.batches, number, self.charter.local_steps, self.charter.learning_rate
+        )
         names = trained_names(self.session)
         trained = {name: value for name, value in arrays_of(self.session).items() if name in names}
         return AdapterAnswer(trained, rows, loss, len(to_bytes(trained)))
@@ -68,7 +70,9 @@ class NumberMember:
         session: of the zeroth-order method, for the same tensors.
     """
 
-    def __init__(self, session: Session, batches: BatchSource, local_steps: int, learning_rate: float) -> None:
+    def __init__(
+        self, session: Session, batches: BatchSource, local_steps: int, learning_rate: float
+    ) -> None:
         self.session, self.batches = session, batches
         self.local_steps, self.learning_rate = local_steps, learning_rate
 
@@ -92,7 +96,9 @@ class NumberMember:
         put(self.session, arrays)
         queries = len(numbers) // len(steps)
         for place, step in enumerate(steps):
-            self.session.apply_update(tuple(numbers[place * queries : (place + 1) * queries]), step, self.learning_rate)
+            self.session.apply_update(
+                tuple(numbers[place * queries : (place + 1) * queries]), step, self.learning_rate
+            )
         return {name: value for name, value in arrays_of(self.session).items() if name in arrays}
 
 
@@ -116,6 +122,8 @@ def _steps(
     loss = math.fsum(losses) / len(losses)
     if not math.isfinite(loss):
         raise TrainingError(
-            f"the loss of round {number} is not a finite number", received=loss, hint="use a smaller learning rate"
+            f"the loss of round {number} is not a finite number",
+            received=loss,
+            hint="use a smaller learning rate",
         )
     return loss, rows, steps

@@ -57,9 +57,14 @@ class Combiner:
             check_alike(arrays, before)
         config = self.config
         if config.strategy == "fedmedian":
-            return {name: np.median(np.stack([a[name] for a, _ in answers]), axis=0) for name in before}
+            return {
+                name: np.median(np.stack([a[name] for a, _ in answers]), axis=0) for name in before
+            }
         if config.strategy == "fedtrimmedavg":
-            return {name: _trimmed(np.stack([a[name] for a, _ in answers]), config.trim) for name in before}
+            return {
+                name: _trimmed(np.stack([a[name] for a, _ in answers]), config.trim)
+                for name in before
+            }
         mean = _mean(answers)
         return self._adapted(number, before, mean) if config.strategy in ADAPTIVE else mean
 
@@ -70,7 +75,9 @@ class Combiner:
         first = self.first or {name: np.zeros_like(value) for name, value in mean.items()}
         second = self.second or {name: np.zeros_like(value) for name, value in mean.items()}
         beta = config.first_beta
-        self.first = {name: beta * value + (1 - beta) * change[name] for name, value in first.items()}
+        self.first = {
+            name: beta * value + (1 - beta) * change[name] for name, value in first.items()
+        }
         squares = {name: value**2 for name, value in change.items()}
         rate = config.server_rate
         if config.strategy == "fedadagrad":
@@ -82,7 +89,8 @@ class Combiner:
             }
         else:
             self.second = {
-                name: config.beta_2 * value + (1 - config.beta_2) * squares[name] for name, value in second.items()
+                name: config.beta_2 * value + (1 - config.beta_2) * squares[name]
+                for name, value in second.items()
             }
             age = number + 1.0
             rate = rate * np.sqrt(1 - np.power(config.beta_2, age)) / (1 - np.power(beta, age))
@@ -93,7 +101,9 @@ class Combiner:
         return {name: value.astype(np.float32) for name, value in moved.items()}
 
 
-def bounded(before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule) -> list[tuple[Arrays, int]]:
+def bounded(
+    before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule
+) -> list[tuple[Arrays, int]]:
     """Return answers of which none counts for more than an honest device's: rows by `weights_of`, changes by
     `longest_of` where the rule looks at their length: a trimmed mean of few answers trims none.
 
@@ -113,7 +123,9 @@ def bounded(before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule) -
 
 
 def _change_length(before: Arrays, arrays: Arrays) -> float:
-    squares = (np.square(value.astype(np.float64) - before[name]).sum() for name, value in arrays.items())
+    squares = (
+        np.square(value.astype(np.float64) - before[name]).sum() for name, value in arrays.items()
+    )
     return math.sqrt(math.fsum(map(float, squares)))
 
 
@@ -133,7 +145,10 @@ def check_alike(arrays: Arrays, expected: Arrays) -> None:
     if arrays.keys() != expected.keys():
         odd = sorted(arrays.keys() ^ expected.keys())
         raise Refusal(
-            Code.NUMBERS, "the answer has other tensors than the fleet", expected=len(expected), received=odd[:3]
+            Code.NUMBERS,
+            "the answer has other tensors than the fleet",
+            expected=len(expected),
+            received=odd[:3],
         )
     for name, value in arrays.items():
         want = expected[name]
@@ -145,9 +160,13 @@ def check_alike(arrays: Arrays, expected: Arrays) -> None:
                 received=f"{value.dtype} {list(value.shape)}",
             )
         if not np.isfinite(value).all():
-            raise Refusal(Code.NOT_FINITE, f"the answer's {name} is not finite", expected="finite numbers")
+            raise Refusal(
+                Code.NOT_FINITE, f"the answer's {name} is not finite", expected="finite numbers"
+            )
         if np.abs(value).max(initial=0) > LARGEST:
-            raise Refusal(Code.NUMBERS, f"the answer's {name} is too large", expected=f"at most {LARGEST:g}")
+            raise Refusal(
+                Code.NUMBERS, f"the answer's {name} is too large", expected=f"at most {LARGEST:g}"
+            )
 
 
 def _mean(answers: Sequence[tuple[Arrays, int]]) -> Arrays:

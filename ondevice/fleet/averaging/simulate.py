@@ -88,7 +88,9 @@ class AveragingSimulation:
         return Simulated(
             hashes_equal=digest(arrays_of(self.session)) == digest(arrays),
             final_hash=digest(arrays),
-            bytes_per_device_round=sum(row["bytes"] for row in table) / answered if answered else 0.0,
+            bytes_per_device_round=sum(row["bytes"] for row in table) / answered
+            if answered
+            else 0.0,
             rounds=len(table),
             loss_first=first.loss,
             loss_last=last.loss,
@@ -104,7 +106,12 @@ class AveragingSimulation:
         )
 
     def _round(
-        self, number: int, arrays: Arrays, combiner: Combiner, store: AdapterStore, on_round: Callable[[Round], None]
+        self,
+        number: int,
+        arrays: Arrays,
+        combiner: Combiner,
+        store: AdapterStore,
+        on_round: Callable[[Round], None],
     ) -> Arrays:
         """Ask the devices that are drawn, and combine what comes; without answers nothing changes."""
         began, config = time.time(), self.config
@@ -122,7 +129,9 @@ class AveragingSimulation:
                 self._refuse(Code.LATE)
                 continue
             try:
-                check_alike(answer.arrays, {name: arrays[name] for name in answer.arrays if name in arrays})
+                check_alike(
+                    answer.arrays, {name: arrays[name] for name in answer.arrays if name in arrays}
+                )
             except Refusal as error:
                 self._refuse(error.code)
                 continue
@@ -132,13 +141,17 @@ class AveragingSimulation:
             # A weak device's method names the frozen A too, which is every device's.
             names = sorted(set.intersection(*(set(answer.arrays) for answer in answers)))
             trained = {name: arrays[name] for name in names}
-            given = [({name: answer.arrays[name] for name in names}, answer.rows) for answer in answers]
+            given = [
+                ({name: answer.arrays[name] for name in names}, answer.rows) for answer in answers
+            ]
             given = bounded(trained, given, combiner.config.strategy)
             after = arrays | combiner.combine(number + 1, trained, given)
             down = len(to_bytes(trained))
             sent = sum(down + answer.sent_bytes for answer in answers)
             weights = [rows for _, rows in given]
-            loss = sum(a.loss * rows for a, rows in zip(answers, weights, strict=True)) / sum(weights)
+            loss = sum(a.loss * rows for a, rows in zip(answers, weights, strict=True)) / sum(
+                weights
+            )
         refused = sum(self.refused.values())
         store.add(number, after, combiner.moments, loss=loss, answers=len(answers), refused=refused,
                   sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
@@ -153,7 +166,9 @@ class AveragingSimulation:
 
         put(self.session, arrays)
         dataset = self.rows.evaluation or self.rows.train
-        return evaluate_dataset(self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows)
+        return evaluate_dataset(
+            self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows
+        )
 
 
 def weak_session(config: FleetRun) -> Session:
@@ -186,7 +201,9 @@ def _common(weak: Session, strong: Session) -> Arrays:
     return arrays_of(strong)
 
 
-def lie(answer: AdapterAnswer, before: Arrays, attack: Attack, draw: np.random.Generator) -> AdapterAnswer:
+def lie(
+    answer: AdapterAnswer, before: Arrays, attack: Attack, draw: np.random.Generator
+) -> AdapterAnswer:
     """Return what a hostile device sends: its change turned around and ten times as large, noise, or huge numbers."""
     found, rows = {}, answer.rows
     for name, value in answer.arrays.items():

@@ -40,7 +40,9 @@ class AdapterStore(FleetFile):
         Raises:
             FleetError: another fleet is there.
         """
-        return cls._create(folder, charter, ("INSERT INTO tensors VALUES ('adapter', ?)", (to_bytes(first or {}),)))
+        return cls._create(
+            folder, charter, ("INSERT INTO tensors VALUES ('adapter', ?)", (to_bytes(first or {}),))
+        )
 
     def add(
         self, number: int, arrays: Arrays, moments: tuple[Arrays, Arrays], *, loss: float | None, answers: int,
@@ -54,7 +56,11 @@ class AdapterStore(FleetFile):
                     "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
                     (number, loss, answers, refused, sent_bytes, time_s),
                 )
-                for name, values in (("adapter", arrays), ("first", moments[0]), ("second", moments[1])):
+                for name, values in (
+                    ("adapter", arrays),
+                    ("first", moments[0]),
+                    ("second", moments[1]),
+                ):
                     if values:
                         self.connection.execute(
                             "INSERT OR REPLACE INTO tensors VALUES (?, ?)", (name, to_bytes(values))
@@ -70,7 +76,9 @@ class AdapterStore(FleetFile):
 
     def count(self) -> int:
         """Return how many rounds there are."""
-        return self.connection.execute("SELECT COALESCE(MAX(round) + 1, 0) FROM rounds").fetchone()[0]
+        return self.connection.execute("SELECT COALESCE(MAX(round) + 1, 0) FROM rounds").fetchone()[
+            0
+        ]
 
     def tensors(self, name: str = "adapter") -> Arrays:
         """Return the adapter, or the `first` or `second` moments; empty where there are none."""

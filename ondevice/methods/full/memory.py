@@ -16,7 +16,11 @@ STATE_BYTES = {2: 10, 4: 8}
 
 
 def memory(
-    dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: FullConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part: gradients and AdamW's state of every parameter, and activations kept for backward.
 

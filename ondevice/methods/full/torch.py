@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> AdamWSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> AdamWSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return AdamWSession(loaded, dict(loaded.model.named_parameters()), config)

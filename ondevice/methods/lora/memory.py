@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def memory(
-    dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: LoraConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
     linears = dims.adapted(config)

@@ -25,20 +25,29 @@ class LoraSession(AdamWSession):
     """The adapter's tensors are the trained parameters; A is frozen for LoRA-FA."""
 
     def __init__(self, loaded: LoadedModel, config: Any, seed: int) -> None:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it tells of absent kernels
+        logging.getLogger("bitsandbytes").setLevel(
+            logging.ERROR
+        )  # peft imports it, and it tells of absent kernels
         try:
             import peft
         except ImportError:
-            raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
+            raise MissingPackageError(
+                "peft is not installed", hint="pip install 'ondevice-train[torch]'"
+            ) from None
         # Before peft changes the model: this refuses what carries no adapter, and layers that the model never calls.
         places = loaded.dims.adapted(config)
         names = {item: loaded.family.linear_name(item.layer, item.target) for item in places}
         linears = [name for item, name in names.items() if item.experts == 1]
         experts = [name for item, name in names.items() if item.experts > 1]
-        loaded.family.check_adapted([*linears, *dict.fromkeys(name.rpartition(".")[0] for name in experts)])
+        loaded.family.check_adapted(
+            [*linears, *dict.fromkeys(name.rpartition(".")[0] for name in experts)]
+        )
         # Full names: a last part may also name layers outside the blocks, such as those of an image encoder.
         settings = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=linears, target_parameters=experts or None
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=linears,
+            target_parameters=experts or None,
         )
         with torch.random.fork_rng(), warnings.catch_warnings():
             # peft asks transformers for a name that it will drop: nothing that a user can do anything about.
@@ -50,8 +59,15 @@ class LoraSession(AdamWSession):
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
-        own = own_names({name.rpartition(".lora_")[0] for name in named}, experts, "the model with peft's layers")
-        named = {own[name.rpartition(".lora_")[0]] + name[name.rindex(".lora_") :]: named[name] for name in named}
+        own = own_names(
+            {name.rpartition(".lora_")[0] for name in named},
+            experts,
+            "the model with peft's layers",
+        )
+        named = {
+            own[name.rpartition(".lora_")[0]] + name[name.rindex(".lora_") :]: named[name]
+            for name in named
+        }
         self.all_tensors = named
         frozen_a = not config.trains_a
         for name, parameter in named.items():
@@ -61,9 +77,14 @@ class LoraSession(AdamWSession):
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
-        tensors = {name: value.detach().float().cpu().numpy().copy() for name, value in self.all_tensors.items()}
+        tensors = {
+            name: value.detach().float().cpu().numpy().copy()
+            for name, value in self.all_tensors.items()
+        }
         config = self.config
-        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source)
+        return Adapter(
+            tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source
+        )
 
     @torch.no_grad()
     def load_adapter(self, adapter: Adapter) -> None:
@@ -75,8 +96,12 @@ class LoraSession(AdamWSession):
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what every first-order method does, and the frozen A too."""
-        frozen = {name: value for name, value in self.all_tensors.items() if name not in self.parameters}
-        return super().state() | {name: value.detach().float().cpu().numpy().copy() for name, value in frozen.items()}
+        frozen = {
+            name: value for name, value in self.all_tensors.items() if name not in self.parameters
+        }
+        return super().state() | {
+            name: value.detach().float().cpu().numpy().copy() for name, value in frozen.items()
+        }
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -89,12 +114,16 @@ class LoraSession(AdamWSession):
 
 def _inject(peft: Any, model: Any, settings: Any) -> Any:
     """Put peft's layers beside the model's; adapters stay in float32."""
-    with warnings.catch_warnings():  # peft sets `fan_in_fan_out` for a Conv1D by itself, and says so for each
+    with (
+        warnings.catch_warnings()
+    ):  # peft sets `fan_in_fan_out` for a Conv1D by itself, and says so for each
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft asks of transformers
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         return peft.get_peft_model(model, settings)
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LoraSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> LoraSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return LoraSession(loaded, config, seed)

@@ -16,7 +16,9 @@ METHOD = MethodSpec(
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
-    options=(Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),),
+    options=(
+        Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),
+    ),
     offloads=True,
     precision="compute",
     ranks=True,

@@ -59,7 +59,9 @@ class Resident:
 
     folds, stays = True, True
 
-    def __init__(self, units: tuple[Unit, ...], device: Device, compute: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(
+        self, units: tuple[Unit, ...], device: Device, compute: torch.dtype, dtype: torch.dtype
+    ) -> None:
         self.compute, self.memory = compute, {u.index: device.empty(u.numel, dtype) for u in units}
         for unit in units:
             _fill(unit, self.memory[unit.index])
@@ -72,7 +74,9 @@ class Resident:
         return memory if memory.dtype == self.compute else slot.memory[: unit.numel].copy_(memory)
 
     def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
-        stochastic_round(self.memory[unit.index][start : start + weight.numel()], weight.view(-1), seed)
+        stochastic_round(
+            self.memory[unit.index][start : start + weight.numel()], weight.view(-1), seed
+        )
 
     def flat(self, unit: Unit) -> Tensor:
         return self.memory[unit.index].to("cpu", copy=True)
@@ -87,7 +91,9 @@ class OnHost:
 
     folds, stays = True, False
 
-    def __init__(self, units: tuple[Unit, ...], device: Device, timeline: Timeline, compute: torch.dtype) -> None:
+    def __init__(
+        self, units: tuple[Unit, ...], device: Device, timeline: Timeline, compute: torch.dtype
+    ) -> None:
         self.device, self.timeline = device, timeline
         self.memory = {u.index: device.pinned(u.numel, compute) for u in units}
         for unit in units:
@@ -100,7 +106,9 @@ class OnHost:
         return sum(t.numel() * t.element_size() for t in self.memory.values())
 
     def fetch(self, unit: Unit, slot: Slot) -> None:
-        if self.coming.get(id(slot), (-1, None))[0] == unit.index:  # asked for while the layer above computed
+        if (
+            self.coming.get(id(slot), (-1, None))[0] == unit.index
+        ):  # asked for while the layer above computed
             return
         memory = slot.memory[: unit.numel]
         self.device.hold("h2d", self.device.record("compute") if slot.used is None else slot.used)
@@ -118,7 +126,9 @@ class OnHost:
 
     def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
         memory = self.memory[unit.index][start : start + weight.numel()]
-        memory.copy_(stochastic_round(torch.empty_like(memory, device=weight.device), weight.view(-1), seed))
+        memory.copy_(
+            stochastic_round(torch.empty_like(memory, device=weight.device), weight.view(-1), seed)
+        )
 
     def flat(self, unit: Unit) -> Tensor:
         return self.memory[unit.index].clone()
@@ -136,16 +146,21 @@ class Quantised:
 
     folds, stays = False, False
 
-    def __init__(self, units: tuple[Unit, ...], where: torch.device, compute: torch.dtype, kind: str) -> None:
+    def __init__(
+        self, units: tuple[Unit, ...], where: torch.device, compute: torch.dtype, kind: str
+    ) -> None:
         try:
             import bitsandbytes.functional as bnb
         except ImportError as error:
             raise MissingPackageError(
-                f"method.weight_dtype: {kind} needs bitsandbytes", hint='pip install "ondevice-train[cuda]"'
+                f"method.weight_dtype: {kind} needs bitsandbytes",
+                hint='pip install "ondevice-train[cuda]"',
             ) from error
         self.bnb, self.kind, self.codes = bnb, kind, dict[int, list[tuple[Piece, Any, Any]]]()
         for unit in units:
-            self.codes[unit.index] = [(piece, *self._encode(piece, where, compute)) for piece in unit.pieces]
+            self.codes[unit.index] = [
+                (piece, *self._encode(piece, where, compute)) for piece in unit.pieces
+            ]
 
     def _encode(self, piece: Piece, where: torch.device, compute: torch.dtype) -> tuple[Any, Any]:
         weight = piece.parameter.detach().to(where, compute)

@@ -40,15 +40,22 @@ class ProjectedWeightCache:
         if base is None:
             self.layers = [Slot(self.exact[part.unit.index]) for part in layers]
         else:
-            largest, count = max(part.unit.numel for part in layers), min(config.window, len(layers))
+            largest, count = (
+                max(part.unit.numel for part in layers),
+                min(config.window, len(layers)),
+            )
             self.layers = [Slot(device.empty(largest, dtype)) for _ in range(count)]
         self.loaded: list[int | None] = [None] * len(self.layers)
-        self.gradients = [self._slot(layers) for _ in range(min(config.gradient_buffers, len(layers)))]
+        self.gradients = [
+            self._slot(layers) for _ in range(min(config.gradient_buffers, len(layers)))
+        ]
         self.rest = Slot(self.exact[units.rest.index])
         self.rest_gradient = self._slot([parts[units.rest.index]])
         vocabulary, self.width = units.head.pieces[0].shape
         self.tiles, numel = [(0, vocabulary)], vocabulary * self.width
-        self.table = {index: self._slot([parts[index]]) for index in {units.embedding.index, units.head.index}}
+        self.table = {
+            index: self._slot([parts[index]]) for index in {units.embedding.index, units.head.index}
+        }
         self.head = Slot(device.empty(numel if base is not None else 0, dtype))
         self.head_gradient = Slot(device.empty(max(numel, parts[units.head.index].numel), dtype))
         self.head_table = self.head_gradient.memory[:numel].view(-1, self.width)
@@ -67,7 +74,9 @@ class ProjectedWeightCache:
         decay = 1 - rate * now.adam.weight_decay
         part.decay_by(decay)
         if part.narrow:
-            part.change.mul_(decay).add_(self.updates.arrivals[part.unit.index][: part.narrow], alpha=rate)
+            part.change.mul_(decay).add_(
+                self.updates.arrivals[part.unit.index][: part.narrow], alpha=rate
+            )
             for older in part.older.values():
                 for old in older:
                     old.change.mul_(decay)
@@ -99,7 +108,9 @@ class ProjectedWeightCache:
             source, change = base.source(unit, slot), part.change.to(self.dtype)
             for piece, matrix, offset in part.matrices:
                 own = part.changes(matrix, offset, change)
-                part.effective(matrix, own, self._view(source, piece), self._view(slot.memory, piece))
+                part.effective(
+                    matrix, own, self._view(source, piece), self._view(slot.memory, piece)
+                )
             return ()
 
         state = None

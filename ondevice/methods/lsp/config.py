@@ -45,7 +45,10 @@ class ProjectorConfig(StrictConfig):
 class LspConfig(EngineConfig, ProjectorConfig):
     """First-order fine-tuning of all parameters; what crosses the bus is each gradient in a learned subspace."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"weights=host": "weight_placement=host", "weights": "weight_dtype"}
+    RENAMED: ClassVar[dict[str, str]] = {
+        "weights=host": "weight_placement=host",
+        "weights": "weight_dtype",
+    }
 
     name: Literal["lsp"] = "lsp"
     """Method name."""
@@ -84,9 +87,13 @@ class LspConfig(EngineConfig, ProjectorConfig):
     def _weights_that_exist(self) -> Self:
         if not self.project and (self.weight_placement, self.weight_dtype) != ("device", "compute"):
             received = (
-                "weight_placement: host" if self.weight_placement == "host" else f"weight_dtype: {self.weight_dtype}"
+                "weight_placement: host"
+                if self.weight_placement == "host"
+                else f"weight_dtype: {self.weight_dtype}"
             )
-            raise ValueError(f"{received} is for project: true; without it all weights are in the compute dtype")
+            raise ValueError(
+                f"{received} is for project: true; without it all weights are in the compute dtype"
+            )
         if self.weight_placement == "host" and self.weight_dtype != "compute":
             raise ValueError(
                 f"weight_dtype: {self.weight_dtype} is for weights on the device; on the host it is compute"

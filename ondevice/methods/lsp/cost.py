@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from ondevice.models import ModelDims
 
 
-def step_cost(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
+def step_cost(
+    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
     """See `MethodSpec.step_cost`."""
     more = extra(dims, config, batch_size, length_tokens).flops
-    return StepCost(recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weight_bytes, config.compute)
+    return StepCost(
+        recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weight_bytes, config.compute
+    )

@@ -73,10 +73,14 @@ class LspEngine(OffloadEngine):
         self.plane = Plane(recorder(self.where) if graphs else None)
         self.parts, self.bias_checks = self._parts(), dict[str, BiasCheck]()
         self.base = self._base() if any(part.matrices for part in self.parts) else None
-        tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
+        tables = tuple(
+            part.unit for part in self.parts if part.matrices and part.unit.kind != "layer"
+        )
         self.tables = Resident(tables, self.device, self.dtype, self.dtype)
         self.exact = self._exact()
-        self.store = HostStore((part.own_exact for part in self.parts if part.exact.numel), config, self.device)
+        self.store = HostStore(
+            (part.own_exact for part in self.parts if part.exact.numel), config, self.device
+        )
         for unit in self.units.all:
             release(unit, self.dtype)
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
@@ -96,7 +100,9 @@ class LspEngine(OffloadEngine):
     def _assemble(self, family: Family) -> None:
         config, where = self.config, (self.device, self.dtype, self.updates)
         memory = (self.base, self.tables.memory, self.exact)
-        self.cache = ProjectedWeightCache(self.units, self.parts, *memory, config, *where, self.graphs)
+        self.cache = ProjectedWeightCache(
+            self.units, self.parts, *memory, config, *where, self.graphs
+        )
         self.activations = Activations(self.device, self.timeline, config.activations, None)
         ahead = (self.units, config, self.device, self.timeline, self.cache, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -123,7 +129,9 @@ class LspEngine(OffloadEngine):
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
         with self.watch.whole("the step"):  # gradients leave, and updates begin
-            gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+            gradients, total = self.passes.head(
+                h, [labels[rows] for rows in micro_batches], 1.0 / count
+            )
             known = self.cache.all_reduce_total(total.reshape(1), self.total)
             self.passes.backward(gradients, ids, micro_batches)
             self.updates.end_backward()
@@ -152,13 +160,19 @@ class LspEngine(OffloadEngine):
         for part in self.parts:
             for piece in part.exact.pieces:
                 # No rank has the masters of all; their values in the compute dtype are on every accelerator.
-                here = view(self.exact[part.unit.index], piece).cpu() if masters is None else masters[piece.name]
+                here = (
+                    view(self.exact[part.unit.index], piece).cpu()
+                    if masters is None
+                    else masters[piece.name]
+                )
                 weights[piece.name] = here.to(dtype, copy=True)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
                 weight = view(base, piece).to(torch.float32, copy=True)
                 weights[piece.name] = (
-                    part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
+                    part.effective(matrix, part.changes(matrix, offset), weight, weight)
+                    .to(dtype)
+                    .cpu()
                 )
         return weights
 
@@ -169,7 +183,9 @@ class LspEngine(OffloadEngine):
     def put_base(self, part: ProjectedUnit, flat: Tensor) -> None:
         """Take back what `base_of` gave, bfloat16 as uint16."""
         part.folded = True
-        self._base_for(part).load(part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16))
+        self._base_for(part).load(
+            part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16)
+        )
 
     def put_exact(self) -> None:
         """Let the accelerator have what the host holds of the parameters that are trained as they are."""
@@ -177,7 +193,9 @@ class LspEngine(OffloadEngine):
             if part.exact.numel:
                 target, source = self.updates.outgoing(part, self.exact[part.unit.index])
                 target.copy_(source)
-                self.updates.gather(part, self.exact[part.unit.index], self.device.record("compute"), changes=False)
+                self.updates.gather(
+                    part, self.exact[part.unit.index], self.device.record("compute"), changes=False
+                )
 
     def close(self) -> None:
         """End the threads and give the model's modules their own forward passes back."""
@@ -190,7 +208,9 @@ class LspEngine(OffloadEngine):
 
     def _parts(self) -> list[ProjectedUnit]:
         config, plane = self.config if self.config.project else None, self.plane
-        numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
+        numbers = {
+            name: number for number, (name, _) in enumerate(self.family.model.named_parameters())
+        }
         where = (self.device, self.where)
         decays = self.config.weight_decay > 0
         drawn = (self.seed, numbers, *where, plane, decays, self.ranks)
@@ -202,7 +222,9 @@ class LspEngine(OffloadEngine):
             return OnHost(layers, self.device, self.timeline, self.dtype)
         if kind in ("int8", "nf4"):
             return Quantised(layers, self.where, self.dtype, kind)
-        return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
+        return Resident(
+            layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype
+        )
 
     def _exact(self) -> dict[int, Tensor]:
         """Copy the parameters that are trained as they are to the accelerator: flat, in the compute dtype, by unit."""
@@ -226,8 +248,15 @@ class LspEngine(OffloadEngine):
 
     def _attach(self) -> None:
         """Let the layers' projected weights be seen by their matrices; tables are handled whole."""
-        matrices = {id(piece.parameter): matrix for part in self.parts for piece, matrix, _ in part.matrices}
-        layers = [m for i in range(len(self.units.layers)) for m in self.family.layer(i).modules() if is_linear(m)]
+        matrices = {
+            id(piece.parameter): matrix for part in self.parts for piece, matrix, _ in part.matrices
+        }
+        layers = [
+            m
+            for i in range(len(self.units.layers))
+            for m in self.family.layer(i).modules()
+            if is_linear(m)
+        ]
         self.attached = [module for module in layers if id(module.weight) in matrices]
         for module in self.attached:
             attach(module, matrices[id(module.weight)])
@@ -240,16 +269,26 @@ class LspEngine(OffloadEngine):
                 matrix.watch = partial(self._check_bias, part, piece, offset) if due else None
 
     @torch.no_grad()
-    def _check_bias(self, part: ProjectedUnit, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
+    def _check_bias(
+        self, part: ProjectedUnit, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor
+    ) -> None:
         """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
         The host is at rest for this unit: its forward pass has waited for its last update. Ranks look at the sum of
         their gradients, and rank 0's decision and projectors are those of all."""
         if not self.ranks.single:
             gradient = self._together(
-                part.unit, gradient.clone(memory_format=torch.contiguous_format), self.ranks.all_reduce
+                part.unit,
+                gradient.clone(memory_format=torch.contiguous_format),
+                self.ranks.all_reduce,
             )
-        old = PastChange(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
-        first = None if self.ranks.single else lambda value: self._together(part.unit, value, self.ranks.first)
+        old = PastChange(
+            matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone()
+        )
+        first = (
+            None
+            if self.ranks.single
+            else lambda value: self._together(part.unit, value, self.ranks.first)
+        )
         check = self.bias_checks[matrix.name] = matrix.refresh(gradient, first)
         if check.carry is None:
             return
@@ -260,7 +299,9 @@ class LspEngine(OffloadEngine):
         span = slice(offset, offset + matrix.numel)
         bounds = self.ranks.bounds(part.subspace, span)
         own, low = self.ranks.own(bounds), span.start - part.own.low
-        here = [moment[own.start + low : own.stop + low] for moment in (part.moments.m, part.moments.v)]
+        here = [
+            moment[own.start + low : own.stop + low] for moment in (part.moments.m, part.moments.v)
+        ]
         whole = [self.device.empty(matrix.numel, torch.float32) for _ in here]
         for moment, memory in zip(here, whole, strict=True):
             memory[own].copy_(moment)
@@ -283,7 +324,10 @@ class LspEngine(OffloadEngine):
         if not target.folds:
             part.older.setdefault(matrix.number, []).append(old)
             return
-        base, seed = view(self._whole(part), piece), stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
+        base, seed = (
+            view(self._whole(part), piece),
+            stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1,
+        )
         part.folded, (height, width) = True, matrix.shape
         rows = height if old.left.exact else max(1, FOLDED // width)
         for low in range(0, height, rows):
@@ -297,5 +341,7 @@ class LspEngine(OffloadEngine):
         if seen and self.overlap is not None:
             last, layers = self.overlap, len(self.units.layers)
             lanes = {"offload": last.d2h_s, "upload": last.h2d_s, "update": last.update_s}
-            self.updates.plan(last.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers)
+            self.updates.plan(
+                last.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers
+            )
         return seen

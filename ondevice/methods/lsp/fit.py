@@ -77,7 +77,9 @@ def fit(
     descents, losses = descents or Descents(), list[Tensor]()
     for _ in range(rounds):
         for side in (0, 1):
-            projector, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)
+            projector, other, rows = (
+                (left, right, gradient) if side == 0 else (right, left, gradient.T)
+            )
             moved = _side(projector, other, rows, squared_norm, gamma, steps, losses, descents)
             left, right = (moved, right) if side == 0 else (left, moved)
     reached = torch.cat(losses).tolist()
@@ -91,7 +93,9 @@ def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projec
     estimate = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum()
     sides = [side for side in (left, right) if not side.exact]
     factor = float(square(middle) / estimate) ** (0.5 / len(sides))
-    left, right = (s if s.values is None else replace(s, values=s.values * factor) for s in (left, right))
+    left, right = (
+        s if s.values is None else replace(s, values=s.values * factor) for s in (left, right)
+    )
     return left, right
 
 
@@ -104,7 +108,9 @@ def _side(
         return side
     q = fixed.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
-    other = gamma * (torch.ones_like(squared_norm) if fixed.values is None else square(fixed.values) / fixed.rows)
+    other = gamma * (
+        torch.ones_like(squared_norm) if fixed.values is None else square(fixed.values) / fixed.rows
+    )
     descent = descents.of(side.positions, side.size, fixed.size, steps)
     descent.begin(side.positions, side.values, outer, gram, squared_norm, gamma / side.rows, other)
     descents.run(descent)
@@ -126,8 +132,13 @@ class Descent:
 
     def __init__(self, positions: Tensor, size: int, width: int, steps: int) -> None:
         self.positions, self.size = torch.empty_like(positions), size
-        self.values, self.slope, self.direction = (torch.empty_like(positions, dtype=torch.float32) for _ in range(3))
-        self.outer, self.gram = self.values.new_empty(len(positions), width), self.values.new_empty(width, width)
+        self.values, self.slope, self.direction = (
+            torch.empty_like(positions, dtype=torch.float32) for _ in range(3)
+        )
+        self.outer, self.gram = (
+            self.values.new_empty(len(positions), width),
+            self.values.new_empty(width, width),
+        )
         self.scales = self.values.new_empty(3, dtype=torch.float64)
         self.reached = self.scales.new_empty(1 + steps)
 
@@ -148,7 +159,9 @@ class Descent:
         self.values.copy_(values)
         self.outer.copy_(outer)
         self.gram.copy_(gram)
-        self.scales.copy_(torch.stack((squared_norm, torch.full_like(squared_norm, penalty), other)))
+        self.scales.copy_(
+            torch.stack((squared_norm, torch.full_like(squared_norm, penalty), other))
+        )
 
     def run(self) -> tuple[Tensor, ...]:
         """Return all steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
@@ -170,14 +183,24 @@ class Descent:
         s, c = (p.T @ torch.cat((outer, p), 1)).split((outer.shape[1], self.size), 1)
         sd = s @ self.gram
         slopes = torch.cat((p, outer), 1) @ torch.cat((sd @ s.T, (c @ sd - 2 * s).T))
-        new = 2 * slopes.gather(1, self.positions) / squared_norm.float() + 2 * penalty.float() * self.values
-        turn = ((new * (new - self.slope)).sum() / square(self.slope).clamp(min=1e-30)).clamp(min=0.0)
+        new = (
+            2 * slopes.gather(1, self.positions) / squared_norm.float()
+            + 2 * penalty.float() * self.values
+        )
+        turn = ((new * (new - self.slope)).sum() / square(self.slope).clamp(min=1e-30)).clamp(
+            min=0.0
+        )
         direction = turn * self.direction - new  # Polak and Ribiere
         direction = torch.where((direction * new).sum() < 0, direction, -new)
         self.slope.copy_(new)
         self.direction.copy_(direction)
-        along = torch.stack(_along(p, self._dense(direction), outer, self.gram, s, c, sd)).double() / squared_norm
-        shrink = torch.stack((square(self.values), 2 * (self.values * direction).sum(), square(direction))).double()
+        along = (
+            torch.stack(_along(p, self._dense(direction), outer, self.gram, s, c, sd)).double()
+            / squared_norm
+        )
+        shrink = torch.stack(
+            (square(self.values), 2 * (self.values * direction).sum(), square(direction))
+        ).double()
         along[:3] += penalty * shrink
         along[0] += 1.0 + other
         length, reached = lowest(along)
@@ -214,7 +237,9 @@ def square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 
-def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor, sd: Tensor) -> tuple[Tensor, ...]:
+def _along(
+    p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor, sd: Tensor
+) -> tuple[Tensor, ...]:
     """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
     size = p.shape[1]
     t, mixed, own = (e.T @ torch.cat((outer, p, e), 1)).split((outer.shape[1], size, size), 1)

@@ -37,14 +37,22 @@ def _forward(module: Any, matrix: Matrix, rows_first: bool, x: Tensor) -> Tensor
     weight = module.weight.detach()
     if not torch.is_grad_enabled():
         return linear(x, weight if rows_first else weight.T, module.bias)
-    handle = torch.empty(0, requires_grad=True)  # the backward pass comes here even if neither x nor the bias needs it
+    handle = torch.empty(
+        0, requires_grad=True
+    )  # the backward pass comes here even if neither x nor the bias needs it
     return _Projected.apply(x, module.bias, weight, matrix, rows_first, handle)  # pyright: ignore[reportReturnType]
 
 
 class _Projected(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, matrix: Matrix, rows_first: bool, handle: Tensor
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        matrix: Matrix,
+        rows_first: bool,
+        handle: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.matrix, ctx.rows_first = weight, matrix, rows_first
@@ -54,7 +62,9 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient, weight = gradients[0], ctx.weight
         (x,) = ctx.saved_tensors
-        back = gradient @ (weight if ctx.rows_first else weight.T) if ctx.needs_input_grad[0] else None
+        back = (
+            gradient @ (weight if ctx.rows_first else weight.T) if ctx.needs_input_grad[0] else None
+        )
         flat, tokens = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         ctx.matrix.collect(*((flat, tokens) if ctx.rows_first else (tokens, flat)))
         bias = flat.sum(0) if ctx.needs_input_grad[1] else None

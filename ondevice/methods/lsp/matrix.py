@@ -63,7 +63,10 @@ class Group:
     """Matrices whose projectors are made dense together: those of a layer, for one kernel instead of many."""
 
     def __init__(self, plane: Plane, device: torch.device | str) -> None:
-        self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
+        self.plane, self.device = (
+            plane,
+            torch.empty(0, device=device).device,
+        )  # with its index, as tensors have
         self.members: list[Matrix] = []
         self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.views: dict[torch.dtype, tuple[Tensor, list[DenseProjectors]]] = {}
@@ -72,7 +75,10 @@ class Group:
     def add(self, matrix: Matrix) -> tuple[int, int]:
         """Add a matrix; return where its dense projectors begin."""
         self.members.append(matrix)
-        start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
+        start, middle = (
+            self.numel,
+            self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact),
+        )
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
         return start, middle
 
@@ -85,7 +91,10 @@ class Group:
             pairs: list[DenseProjectors] = []
             for matrix in self.members:
                 sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
-                pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
+                pair = [
+                    None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size)
+                    for at, p in sides
+                ]
                 pairs.append((pair[0], pair[1]))
             self.views[dtype] = memory, pairs
         return self.views[dtype][1]
@@ -119,7 +128,10 @@ class Group:
 
     def _places(self, start: int, side: Projector, positions: Tensor) -> Tensor:
         return (
-            torch.arange(start, start + side.rows * side.size, side.size, device=self.device)[:, None] + positions
+            torch.arange(start, start + side.rows * side.size, side.size, device=self.device)[
+                :, None
+            ]
+            + positions
         ).view(-1)
 
 
@@ -158,9 +170,21 @@ class Matrix:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], number: int, config: ProjectorConfig, seed: int, group: Group
+        self,
+        name: str,
+        shape: tuple[int, int],
+        number: int,
+        config: ProjectorConfig,
+        seed: int,
+        group: Group,
     ) -> None:
-        self.name, self.shape, self.number, self.config, self.seed = name, shape, number, config, seed
+        self.name, self.shape, self.number, self.config, self.seed = (
+            name,
+            shape,
+            number,
+            config,
+            seed,
+        )
         self.group, self.device, self.turn = group, group.device, 0
         self.gradient: Tensor | None = None
         self.watch: Callable[[Matrix, Tensor], None] | None = None
@@ -180,7 +204,10 @@ class Matrix:
     def put(self, left: Projector, right: Projector) -> None:
         """Take these projectors."""
         self.left, self.right = left, right
-        squares = [1.0 if p.values is None else float(p.values.square().sum()) / p.rows for p in (left, right)]
+        squares = [
+            1.0 if p.values is None else float(p.values.square().sum()) / p.rows
+            for p in (left, right)
+        ]
         self.gain = (squares[0] * squares[1]) ** -0.5
         self.group.changed(self)
 
@@ -232,20 +259,28 @@ class Matrix:
         """Return both projectors, dense, in memory that is shared."""
         return self.group.pairs(dtype)[self.place]
 
-    def refresh(self, gradient: Tensor, first: Callable[[Tensor], Tensor] | None = None) -> BiasCheck:
+    def refresh(
+        self, gradient: Tensor, first: Callable[[Tensor], Tensor] | None = None
+    ) -> BiasCheck:
         """Check the bias on a gradient [m, n], and draw and fit other projectors where it is too large.
 
         Args:
             first: returns rank 0's values, in the same memory: what several ranks decide by, and what they learn.
         """
         before = self._agreed(relative_bias(self.left, self.right, gradient), first)
-        if not before >= self.config.threshold or before == math.inf or (self.left.exact and self.right.exact):
+        if (
+            not before >= self.config.threshold
+            or before == math.inf
+            or (self.left.exact and self.right.exact)
+        ):
             return BiasCheck(before)
         c, old = self.config, (self.left, self.right)
         self.turn += 1
         pair = self.drawn(self.turn)
         if c.learned:
-            fitted = fit(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
+            fitted = fit(
+                *pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents
+            )
             pair, after = (fitted.left, fitted.right), self._agreed(fitted.bias, first)
             if not after < before:
                 return BiasCheck(before)
@@ -259,7 +294,11 @@ class Matrix:
         return BiasCheck(before, after, carry, *_factors(gradient, pair, old, carry))
 
     def _agreed(self, value: float, first: Callable[[Tensor], Tensor] | None) -> float:
-        return value if first is None else float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
+        return (
+            value
+            if first is None
+            else float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
+        )
 
     def _show(self, gradient: Callable[[], Tensor]) -> None:
         if self.watch is not None:
@@ -286,12 +325,19 @@ class Matrix:
 
 
 def add_change(
-    base: Tensor, change: Tensor, pair: DenseProjectors, gain: float, decay: float | Tensor, out: Tensor
+    base: Tensor,
+    change: Tensor,
+    pair: DenseProjectors,
+    gain: float,
+    decay: float | Tensor,
+    out: Tensor,
 ) -> Tensor:
     """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
     left, right = pair
     wide = change if left is None else left @ change
-    if isinstance(decay, Tensor):  # of one element and one dimension: so the sum is rounded once, from float32
+    if isinstance(
+        decay, Tensor
+    ):  # of one element and one dimension: so the sum is rounded once, from float32
         wide = wide * gain
         return torch.addcmul(wide if right is None else wide @ right.T, base, decay, out=out)
     if right is None:
@@ -316,14 +362,21 @@ def carried(m: Tensor, v: Tensor, check: BiasCheck) -> tuple[Tensor, Tensor]:
 
 
 def _factors(
-    gradient: Tensor, new: tuple[Projector, Projector], old: tuple[Projector, Projector], carry: tuple[Tensor, Tensor]
+    gradient: Tensor,
+    new: tuple[Projector, Projector],
+    old: tuple[Projector, Projector],
+    carry: tuple[Tensor, Tensor],
 ) -> tuple[float, float]:
     """`momentum` and `energy` of a check."""
     here, there = (
-        (left.dense(gradient.dtype).T @ (gradient @ right.dense(gradient.dtype))).float() for left, right in (new, old)
+        (left.dense(gradient.dtype).T @ (gradient @ right.dense(gradient.dtype))).float()
+        for left, right in (new, old)
     )
     known = carry[0] @ there @ carry[1]
-    length, squares = float(known.square().sum()), float((carry[0].square() @ there.square() @ carry[1].square()).sum())
+    length, squares = (
+        float(known.square().sum()),
+        float((carry[0].square() @ there.square() @ carry[1].square()).sum()),
+    )
     momentum = max(0.0, float((known * here).sum()) / length) if length else 1.0
     return momentum, float(here.square().sum()) / squares if squares else 1.0
 

@@ -27,12 +27,18 @@ FOLDING_BYTES = 16
 
 
 def memory(
-    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: LspConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator."""
     item, tokens = 2 if config.compute == "bfloat16" else 4, batch_size * length_tokens
     shapes, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
-    matrices = sum(shape.rows * shape.columns for shape in shapes if shape.kind == "layer")  # of one layer
+    matrices = sum(
+        shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
+    )  # of one layer
     inner = sum(shape.numel for shape in shapes if shape.kind == "layer")
     own = 1 if dims.tied else 2
     tables = [shape for shape in shapes if shape.kind != "layer"]
@@ -46,9 +52,13 @@ def memory(
         "tables": len(tables) * table * item,
         "head": (2 if shapes else 1) * table * item,
         "projectors": sum(values) * (PROJECTOR_BYTES + FLAT_BYTES + item),
-        "dense projectors": item * max(sum(shape.dense for shape in shapes if shape.kind == kind) for kind in KINDS),
+        "dense projectors": item
+        * max(sum(shape.dense for shape in shapes if shape.kind == kind) for kind in KINDS),
         "changes": narrow(dims, config) * (4 + item),
-        "gradients on the way": (slots * (layer - matrices + inner) + leaving + tokens * dims.hidden) * item,
+        "gradients on the way": (
+            slots * (layer - matrices + inner) + leaving + tokens * dims.hidden
+        )
+        * item,
         "bias check": _bias_check(config, shapes, layer, item),
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, dims.vocab),
     }
@@ -66,7 +76,11 @@ def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
 
 
 def host_memory(
-    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: LspConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and
     answers.
@@ -75,7 +89,9 @@ def host_memory(
     """
     item = 2 if config.compute == "bfloat16" else 4
     shapes, table = projected(dims, config), dims.vocab * dims.hidden
-    after = config.schedule == "zero" or (config.clip == "global" and config.max_grad_norm is not None)
+    after = config.schedule == "zero" or (
+        config.clip == "global" and config.max_grad_norm is not None
+    )
     waiting = dims.layers if after else min(config.gradient_buffers, dims.layers)
     layer = dims.block_parameters + sum(
         shape.numel - shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
@@ -89,7 +105,9 @@ def host_memory(
         "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
         "gradients": (waiting * layer + own + small) * item,
         "answers": in_subspaces * item + 4 * widest,
-        "weights on the host": dims.layers * dims.block_parameters * item if slides(dims, config) else 0,
+        "weights on the host": dims.layers * dims.block_parameters * item
+        if slides(dims, config)
+        else 0,
         "inputs on the host": dims.layers * batch_size * length_tokens * dims.hidden * item
         if config.activations == "host"
         else 0,
@@ -103,7 +121,11 @@ def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
     if config.weight_dtype in QUANTISED_BYTES:
         matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
         return matrices * QUANTISED_BYTES[config.weight_dtype] + (layer - matrices) * item
-    return 0 if config.weight_placement == "host" else layer * (4 if config.weight_dtype == "float32" else item)
+    return (
+        0
+        if config.weight_placement == "host"
+        else layer * (4 if config.weight_dtype == "float32" else item)
+    )
 
 
 def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: int) -> int:

@@ -84,7 +84,12 @@ def speed(request: Request, rates: Rates | None = None) -> Speed:
 
 def cost(request: Request, at: Speed) -> Cost:
     """Return a step of the request with its method's settings."""
-    dims, method, rows, length = request.dims, request.method, request.batch_size, request.length_tokens
+    dims, method, rows, length = (
+        request.dims,
+        request.method,
+        request.batch_size,
+        request.length_tokens,
+    )
     up, down = bus_bytes(dims, method, rows, length, 2 if method.compute == "bfloat16" else 4)
     more = extra(dims, method, rows, length)
     counts = Cost(up, down, more.making, more.collecting, more.saved)
@@ -113,7 +118,9 @@ def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, 
     }
 
 
-def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]) -> dict[str, Any]:
+def recommend(
+    plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]
+) -> dict[str, Any]:
     """Recommend settings, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
 
     Args:
@@ -135,7 +142,13 @@ def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan
             f"{missing} of {request.device.name} is not known, so nothing is recommended: "
             "--calibrate measures this machine, --bus-limit GB/s assumes a bus"
         )
-        return {**_dicts(costs), "recommended": None, "settings": None, "fits": plan.fits, "sentences": sentences}
+        return {
+            **_dicts(costs),
+            "recommended": None,
+            "settings": None,
+            "fits": plan.fits,
+            "sentences": sentences,
+        }
     chosen, why = _chosen(request, at)
     costs["recommended"] = cost(chosen, at)
     best, fitting = _fitting(chosen, plan_of)
@@ -158,12 +171,20 @@ def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
         tried = replace(usual, batch_size=rows)
         ratio = cost(tried, at).unhidden or 0.0
         if ratio <= SLOWDOWN:
-            least = f"no subspace stays within {SLOWDOWN - 1:.0%} at a batch of {request.batch_size}"
-            return tried, f"{least}; this is the smallest batch at which {USUAL} does: its {_share(ratio)}"
+            least = (
+                f"no subspace stays within {SLOWDOWN - 1:.0%} at a batch of {request.batch_size}"
+            )
+            return (
+                tried,
+                f"{least}; this is the smallest batch at which {USUAL} does: its {_share(ratio)}",
+            )
     smallest = min(SIZES, key=lambda size: cost(_sized(request, size), at).unhidden or 0.0)
     tried = _sized(request, smallest)
     ratio = cost(tried, at).unhidden or 0.0
-    return tried, f"no batch up to {LARGEST_BATCH} brings {USUAL} within {SLOWDOWN - 1:.0%}; its {_share(ratio)}"
+    return (
+        tried,
+        f"no batch up to {LARGEST_BATCH} brings {USUAL} within {SLOWDOWN - 1:.0%}; its {_share(ratio)}",
+    )
 
 
 def _sized(request: Request, size: int) -> Request:
@@ -172,7 +193,9 @@ def _sized(request: Request, size: int) -> Request:
     sides = sum(shape.sides * shape.count for shape in projected(tried.dims, tried.method))
     item = 2 if tried.method.compute == "bfloat16" else 4
     limit, value = SHARE * tried.dims.parameters * item, PROJECTOR_BYTES + FLAT_BYTES + item
-    allowed = [d for d in NONZEROS if d * sides * value <= limit and (size >= USUAL or d < NONZEROS[0])]
+    allowed = [
+        d for d in NONZEROS if d * sides * value <= limit and (size >= USUAL or d < NONZEROS[0])
+    ]
     return _with(tried, nonzeros=max(allowed, default=NONZEROS[-1]))
 
 
@@ -186,8 +209,14 @@ def _fitting(request: Request, plan_of: Callable[[Request], Plan]) -> tuple[Plan
         other = plan_of(_with(request, **smaller))
         if other.fits:
             which = _weights(other.request.method)
-            return other, f"{over}; with weights {which} it does, {size_text(other.margin_bytes)} to spare"
-    return first, f"{over}, nor with nf4 or host: shorter rows, method.micro_batch_size: 1, a smaller batch"
+            return (
+                other,
+                f"{over}; with weights {which} it does, {size_text(other.margin_bytes)} to spare",
+            )
+    return (
+        first,
+        f"{over}, nor with nf4 or host: shorter rows, method.micro_batch_size: 1, a smaller batch",
+    )
 
 
 def _weights(method: LspConfig) -> str:

@@ -84,7 +84,9 @@ class ProjectedUnit:
 
     def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
         """Return D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
-        return (self.change if change is None else change)[offset : offset + matrix.numel].view(matrix.sizes)
+        return (self.change if change is None else change)[offset : offset + matrix.numel].view(
+            matrix.sizes
+        )
 
     def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
         """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
@@ -138,4 +140,6 @@ def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
     for piece in pieces:
         packed.append(replace(piece, offset=offset))
         offset += -(-piece.numel // ALIGN) * ALIGN
-    return replace(unit, pieces=tuple(packed), numel=packed[-1].offset + packed[-1].numel if packed else 0)
+    return replace(
+        unit, pieces=tuple(packed), numel=packed[-1].offset + packed[-1].numel if packed else 0
+    )

@@ -43,7 +43,9 @@ class Projector:
     @property
     def bytes(self) -> int:
         """Of positions, as they are stored, and values."""
-        return sum(t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None
+        )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return [rows, size] in `dtype`."""
@@ -68,7 +70,13 @@ class Projector:
 
 
 def draw(
-    rows: int, size: int, nonzeros: int, seed: int, turn: int, tensor: int, device: torch.device | str = "cpu"
+    rows: int,
+    size: int,
+    nonzeros: int,
+    seed: int,
+    turn: int,
+    tensor: int,
+    device: torch.device | str = "cpu",
 ) -> Projector:
     """Return a random projector, a pure function of its arguments; the identity where `rows` is at most `size`.
 
@@ -82,9 +90,17 @@ def draw(
         return Projector(rows, rows, where)
     nonzeros = min(nonzeros, size)
     count = rows * nonzeros
-    words = generator.words(generator.stream_key(seed, turn, POSITIONS, tensor), 0, count).reshape(rows, nonzeros)
+    words = generator.words(generator.stream_key(seed, turn, POSITIONS, tensor), 0, count).reshape(
+        rows, nonzeros
+    )
     edges = np.arange(nonzeros + 1, dtype=np.int64) * size // nonzeros
     width = np.diff(edges)
-    positions = edges[:-1] + ((words >> np.uint64(32)) * width.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
-    values = generator.normal(seed, turn, tensor, 1, 0, count).reshape(rows, nonzeros) / np.float32(nonzeros**0.5)
-    return Projector(rows, size, where, torch.from_numpy(positions).to(where), torch.from_numpy(values).to(where))
+    positions = edges[:-1] + (
+        (words >> np.uint64(32)) * width.astype(np.uint64) >> np.uint64(32)
+    ).astype(np.int64)
+    values = generator.normal(seed, turn, tensor, 1, 0, count).reshape(rows, nonzeros) / np.float32(
+        nonzeros**0.5
+    )
+    return Projector(
+        rows, size, where, torch.from_numpy(positions).to(where), torch.from_numpy(values).to(where)
+    )

@@ -43,12 +43,18 @@ class Projected:
     @property
     def dense(self) -> int:
         """Elements of its projectors with all their zeros."""
-        return self.rows * self.left * (self.left < self.rows) + self.columns * self.right * (self.right < self.columns)
+        return self.rows * self.left * (self.left < self.rows) + self.columns * self.right * (
+            self.right < self.columns
+        )
 
     def making(self, rows: int | None = None) -> int:
         """Return multiplications of P D Q^T, or of some of its rows."""
         count = self.rows if rows is None else rows
-        return count * self.right * (self.left * (self.left < self.rows) + self.columns * (self.right < self.columns))
+        return (
+            count
+            * self.right
+            * (self.left * (self.left < self.rows) + self.columns * (self.right < self.columns))
+        )
 
     def collecting(self, tokens: int) -> int:
         """Return multiplications of (dY P)^T (X Q) for T tokens."""
@@ -63,7 +69,9 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
     """Return every matrix of layers and tables with a side longer than the subspace; none with `project: false`."""
     if not config.project:
         return []
-    shapes: list[tuple[Kind, int, int, int]] = [("layer", *shape, dims.layers) for shape in dims.linear_shapes.values()]
+    shapes: list[tuple[Kind, int, int, int]] = [
+        ("layer", *shape, dims.layers) for shape in dims.linear_shapes.values()
+    ]
     shapes.append(("head", dims.vocab, dims.hidden, 1))
     if not dims.tied:
         shapes.append(("embedding", dims.vocab, dims.hidden, 1))
@@ -82,15 +90,28 @@ def narrow(dims: ModelDims, config: LspConfig) -> int:
 
 def exact(dims: ModelDims, config: LspConfig) -> int:
     """Return parameters that are trained as they are."""
-    return dims.parameters - sum(shape.count * shape.rows * shape.columns for shape in projected(dims, config))
+    return dims.parameters - sum(
+        shape.count * shape.rows * shape.columns for shape in projected(dims, config)
+    )
 
 
-def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int) -> tuple[int, int]:
+def bus_bytes(
+    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int
+) -> tuple[int, int]:
     """Return bytes of a step to the host and to the accelerator: gradients and answers, and weights and kept inputs
     that are on the host."""
     moved = (narrow(dims, config) + exact(dims, config)) * item
-    kept = dims.layers * batch_size * length_tokens * dims.hidden * item * (config.activations == "host")
-    fetches = 2 * dims.layers - min(config.window, dims.layers)  # up and down; the uppermost are there when it turns
+    kept = (
+        dims.layers
+        * batch_size
+        * length_tokens
+        * dims.hidden
+        * item
+        * (config.activations == "host")
+    )
+    fetches = 2 * dims.layers - min(
+        config.window, dims.layers
+    )  # up and down; the uppermost are there when it turns
     sliding = fetches * dims.block_parameters * item if slides(dims, config) else 0
     return moved + kept, moved + kept + sliding
 
@@ -135,5 +156,7 @@ def extra(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: in
             collecting += shape.narrowing()
         else:
             making += shape.making(tokens)
-            collecting += tokens * shape.right * (shape.columns * (shape.right < shape.columns) + shape.left)
+            collecting += (
+                tokens * shape.right * (shape.columns * (shape.right < shape.columns) + shape.left)
+            )
     return Extra(making, collecting, saved)

@@ -56,7 +56,9 @@ class LspSession(EngineSession):
             super().__init__(loaded, config, LspEngine(loaded.family, config, device, seed, ranks))
         self.bias_checks: dict[str, Any] = {}
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one AdamW step; its last answers come while the next step begins."""
         checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
@@ -80,7 +82,11 @@ class LspSession(EngineSession):
         uint16. What all ranks have is rank 0's to give."""
         self.engine.flush()
         arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
-        done = {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)} if self.ranks.rank == 0 else {}
+        done = (
+            {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
+            if self.ranks.rank == 0
+            else {}
+        )
         return {**arrays, **done}
 
     def load_state(self, state: dict[str, np.ndarray] | None) -> None:
@@ -149,7 +155,10 @@ def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
             tensors |= _pair(matrix.name, matrix.left, matrix.right)
             for number, old in enumerate(older):
                 name = f"{number}/{matrix.name}"
-                tensors |= {**_pair(name, old.left, old.right), f"older/{name}": old.change.cpu().clone()}
+                tensors |= {
+                    **_pair(name, old.left, old.right),
+                    f"older/{name}": old.change.cpu().clone(),
+                }
                 tensors[f"gain/{name}"] = torch.tensor([old.gain], dtype=torch.float64)
     return tensors
 
@@ -169,7 +178,9 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
         part.change.copy_(_array(saved, f"change/{key}", part.change))
         for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
             like = torch.empty(part.narrow)
-            moment[: own.here].copy_(_array(saved, f"{name}/{key}", like, slice(own.low, own.low + own.here)))
+            moment[: own.here].copy_(
+                _array(saved, f"{name}/{key}", like, slice(own.low, own.low + own.here))
+            )
         decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
         part.decay = 1.0
         part.decay_by(decay)
@@ -212,7 +223,11 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
         positions = _array(saved, f"{side}_positions/{name}", like.positions.to("cpu", torch.int32))
         values = _array(saved, f"{side}_values/{name}", like.values)
         where = like.device
-        projectors.append(Projector(like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)))
+        projectors.append(
+            Projector(
+                like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)
+            )
+        )
     return projectors[0], projectors[1]
 
 
@@ -230,7 +245,9 @@ def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) ->
     return torch.from_numpy(np.array(value[slice(0, len(like)) if span is None else span]))
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LspSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> LspSession:
     """See `MethodSpec.open_session`; the model is on the host. Projectors are drawn from `seed`.
 
     Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.

@@ -64,14 +64,24 @@ class Updates:
         self.ranks = ranks
         self.transfers = Transfers(device, timeline, ranks)
         self.clipping = Clipping(config, units, ranks)
-        narrow, exact = max(part.own.numel for part in parts), max(part.own_exact.numel for part in parts)
+        narrow, exact = (
+            max(part.own.numel for part in parts),
+            max(part.own_exact.numel for part in parts),
+        )
         layers = [part for part in parts if part.unit.kind == "layer"]
-        count, largest = min(config.gradient_buffers, len(layers)), max(part.here for part in layers)
-        self.buffers = [device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)]
+        count, largest = (
+            min(config.gradient_buffers, len(layers)),
+            max(part.here for part in layers),
+        )
+        self.buffers = [
+            device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)
+        ]
         own = [part for part in parts if part.unit.kind != "layer"]
         self.own = {part.unit.index: device.pinned(part.here, store.dtype) for part in own}
         self.pool = Pool(list(self.buffers), watch)
-        self.answers = {part.unit.index: device.pinned(part.own.numel, store.dtype) for part in parts}
+        self.answers = {
+            part.unit.index: device.pinned(part.own.numel, store.dtype) for part in parts
+        }
         self.arrivals = {part.unit.index: device.empty(part.start, store.dtype) for part in parts}
         self.steps = torch.zeros(narrow)
         self.scratch = None if store.native else torch.empty(max(narrow, exact))
@@ -109,7 +119,9 @@ class Updates:
         else:
             sources = [slot.memory[span] for span in self._own(part)]
             ready = self._sum(part, slot.memory, sources, host, ready)
-        ticket = self.tickets[unit.index] = Ticket(self.clipping.now, ready, f"the answer for {unit.name}")
+        ticket = self.tickets[unit.index] = Ticket(
+            self.clipping.now, ready, f"the answer for {unit.name}"
+        )
         pair = None if norm is None else (norm, host)
 
         def run() -> Event:
@@ -127,7 +139,9 @@ class Updates:
             return event
 
         # What is not computed yet would keep the lane from what is.
-        slot.task = self.offload.submit(unit.name, run, self._priority(part), ready.done, ready.wait)
+        slot.task = self.offload.submit(
+            unit.name, run, self._priority(part), ready.done, ready.wait
+        )
 
     def together(self, unit: Unit, after: Event, run: Callable[[], object]) -> Event:
         """Do what all ranks do in this order, after `after`, on the thread that computes.
@@ -146,7 +160,9 @@ class Updates:
         low, size = part.start + part.own_exact.low, part.own_exact.numel
         return slice(part.own.low, part.own.low + part.own.numel), slice(low, low + size)
 
-    def _sum(self, part: ProjectedUnit, memory: Tensor, own: list[Tensor], host: Tensor, computed: Event) -> Event:
+    def _sum(
+        self, part: ProjectedUnit, memory: Tensor, own: list[Tensor], host: Tensor, computed: Event
+    ) -> Event:
         """Sum a gradient over the ranks; the squared norm of all of it goes to `host` where it is clipped."""
 
         def run() -> None:
@@ -161,7 +177,9 @@ class Updates:
 
         return self.together(part.unit, computed, run)
 
-    def gather(self, part: ProjectedUnit, exact: Tensor, after: Event, changes: bool = True) -> None:
+    def gather(
+        self, part: ProjectedUnit, exact: Tensor, after: Event, changes: bool = True
+    ) -> None:
         """Let all ranks have what each has of an answer: of the exact parameters, and of the changes, too. Computations
         that follow see it."""
         if self.ranks.single:
@@ -245,10 +263,14 @@ class Updates:
         def upload() -> None:
             copies: list[tuple[Tensor, Tensor]] = []
             if part.narrow:
-                copies.append((self.arrivals[unit.index][self._own(part)[0]], self.answers[unit.index]))
+                copies.append(
+                    (self.arrivals[unit.index][self._own(part)[0]], self.answers[unit.index])
+                )
             if part.exact.numel:
                 copies.append(self.outgoing(part, exact))
-            events = [self.transfers.to_device(unit, target, source, None) for target, source in copies]
+            events = [
+                self.transfers.to_device(unit, target, source, None) for target, source in copies
+            ]
             if part.exact.numel:
                 self.store.sent(events[-1])
             for event in events[-1:]:  # the lane's last, so all
@@ -269,7 +291,9 @@ class Updates:
         if narrow:
             answer = self.answers[part.unit.index]
             half = answer.dtype != torch.float32
-            steps, high = (self.steps[:narrow], answer.view(torch.uint16)) if half else (answer, None)
+            steps, high = (
+                (self.steps[:narrow], answer.view(torch.uint16)) if half else (answer, None)
+            )
             state = HostState(steps, high, None, part.moments, part.unit.index)
             self._adam(buffer[:narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
         if part.exact.numel:
@@ -285,5 +309,7 @@ class Updates:
         """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
         own = self.own.get(part.unit.index)
         return (
-            self.pool.borrow(f"waiting for host memory for the gradients of {part.unit.name}") if own is None else own
+            self.pool.borrow(f"waiting for host memory for the gradients of {part.unit.name}")
+            if own is None
+            else own
         )

@@ -15,7 +15,9 @@ METHOD = MethodSpec(
     order="first",
     preference=1,
     sessions={"torch": ".torch.session:open_session", "mlx": ".mlx.session:open_session"},
-    knows_block=lambda dims: dims.gated and not (dims.experts and metal()),  # MLX would be taken there, and has none
+    knows_block=lambda dims: (
+        dims.gated and not (dims.experts and metal())
+    ),  # MLX would be taken there, and has none
     packs=("torch",),
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",

@@ -28,7 +28,9 @@ ROUGH_COSINE = 0.9
 """Below it, an export warns that the rounded model is another one."""
 
 
-def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+def compare(
+    session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
+) -> Agreement:
     """Gradients at an adapter that is not zero, against autograd's; then the steps from the beginning.
 
     Values: `max_rel_gradient_error`, the largest relative error ||ours - theirs|| / ||theirs|| of a tensor's gradient;
@@ -41,11 +43,16 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     session.load_state(start)
     eager, losses = eager_session(session, built), [0.0]
     for number, (ids, labels) in enumerate(batches):
-        ours_loss, their_loss = (side.step(ids, labels, number, learning_rate).loss for side in (session, eager))
+        ours_loss, their_loss = (
+            side.step(ids, labels, number, learning_rate).loss for side in (session, eager)
+        )
         losses.append(abs(ours_loss - their_loss) / abs(their_loss))
     adapter, expected = session.adapter(), eager.adapter()
     assert adapter is not None  # noqa: S101 - the program has one
-    errors = [float(np.abs(adapter.tensors[name] - value).max()) for name, value in expected.tensors.items()]
+    errors = [
+        float(np.abs(adapter.tensors[name] - value).max())
+        for name, value in expected.tensors.items()
+    ]
     values: dict[str, Any] = {
         "steps": len(batches),
         "max_rel_gradient_error": gradient,
@@ -58,7 +65,10 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
 
 
 def rounding(
-    session: ProgramSession, float32: BuiltProgram, config: MespConfig, batches: Callable[[int], Iterable[Batch]]
+    session: ProgramSession,
+    float32: BuiltProgram,
+    config: MespConfig,
+    batches: Callable[[int], Iterable[Batch]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Cosines of the program's gradients with those of the float32 model, as `cosines` with `_float32`."""
     batch = next(iter(batches(1)))
@@ -81,7 +91,11 @@ def eager_session(session: ProgramSession, built: BuiltProgram) -> MespSession:
 
 
 def both_gradients(
-    session: ProgramSession, eager: MespSession, built: BuiltProgram, ids: np.ndarray, labels: np.ndarray
+    session: ProgramSession,
+    eager: MespSession,
+    built: BuiltProgram,
+    ids: np.ndarray,
+    labels: np.ndarray,
 ) -> tuple[Gradients, Gradients]:
     """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else afterwards."""
     adapter, random = eager.adapter(), np.random.default_rng(0)
@@ -93,14 +107,19 @@ def both_gradients(
     theirs: Gradients = {}
 
     def keep(parameters: Any, ga: torch.Tensor, gb: torch.Tensor) -> None:
-        theirs[parameters.a_name], theirs[parameters.b_name] = ga.double().numpy(), gb.double().numpy()
+        theirs[parameters.a_name], theirs[parameters.b_name] = (
+            ga.double().numpy(),
+            gb.double().numpy(),
+        )
 
     eager.optimizer.apply = keep
     eager.step(ids, labels, 0, 0.0)
     return program_gradients(session, built, ids, labels), theirs
 
 
-def program_gradients(session: ProgramSession, built: BuiltProgram, ids: np.ndarray, labels: np.ndarray) -> Gradients:
+def program_gradients(
+    session: ProgramSession, built: BuiltProgram, ids: np.ndarray, labels: np.ndarray
+) -> Gradients:
     """Compute a step's gradients at the session's adapter, read from what the step changes.
 
     SGD at rate 1 leaves the adapter less its gradient; AdamW's first moment after one step is the gradient times

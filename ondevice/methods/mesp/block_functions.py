@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
-TABLE_FORMS: dict[str, TableForm] = {"none": Float32(), "int8": Int8(), "q4": Int8(), "8da8w": Int8()}
+TABLE_FORMS: dict[str, TableForm] = {
+    "none": Float32(),
+    "int8": Int8(),
+    "q4": Int8(),
+    "8da8w": Int8(),
+}
 """Of embedding and head."""
 
 
@@ -46,7 +51,9 @@ class BlockFunctions:
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
         self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
         self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
-        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program")
+        self.parameters_of_run = lora_parameters(
+            loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
+        )
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)
@@ -77,14 +84,19 @@ class BlockFunctions:
         The model's own matrices become the rounded ones, so that what is compared with the program computes with the
         same weights.
         """
-        matrices = {f"{linear_name(self.loaded, target)}.weight" for target in self.loaded.family.linear_targets}
+        matrices = {
+            f"{linear_name(self.loaded, target)}.weight"
+            for target in self.loaded.family.linear_targets
+        }
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
             for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen):
                 form = self.linear_form if name in matrices else None
                 tensors |= self._packed(name.format(layer=layer), form)
         tensors |= self._packed(self.norm.name, None)
-        return tensors if self.dims.tied else tensors | self._packed(self.head_name, self.table_form)
+        return (
+            tensors if self.dims.tied else tensors | self._packed(self.head_name, self.table_form)
+        )
 
     def _packed(self, name: str, form: Form | None) -> dict[str, np.ndarray]:
         """A parameter's tensors in the file; None: float32 as it is."""
@@ -104,13 +116,17 @@ class BlockFunctions:
     def constants(self) -> dict[str, Tensor]:
         """Tensors that a block's functions hold: the markers, and those that go with them for every layer alike."""
         rows = {len(marker) for marker in self.markers.values()}
-        return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
+        return self.markers | {
+            name: value for count in sorted(rows) for name, value in unit_scales(count).items()
+        }
 
     @property
     def norm_names(self) -> set[str]:
         """Full names of the norms' weights: what the file has of them is what they multiply by."""
         modules, layers = [module for _, module in self.dims.traits.norms], range(self.dims.layers)
-        return {self.norm.name} | {f"model.layers.{i}.{module}.weight" for module in modules for i in layers}
+        return {self.norm.name} | {
+            f"model.layers.{i}.{module}.weight" for module in modules for i in layers
+        }
 
     def kinds(self, longest_tokens: int) -> tuple[int, ...]:
         """Return the kind of each layer's block, from 0 in the order of the layers: they differ by window, by whether q
@@ -125,20 +141,32 @@ class BlockFunctions:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         return tuple(numbers[kind] for kind in kinds.values())
 
-    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
+    def block(
+        self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]
+    ) -> Block:
         """Take the block's tensors from a function's arguments and what it holds."""
-        given, linears = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
+        given, linears = (
+            constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)),
+            {},
+        )
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
             name = linear_name(self.loaded, target)
             entry, a, b = entries.get(target), None, None
             if entry is not None:
                 sizes = entry.parameters
-                a = adapter[entry.a : entry.a + sizes.rank * sizes.inputs].view(sizes.rank, sizes.inputs)
-                b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(sizes.rank, sizes.outputs)
+                a = adapter[entry.a : entry.a + sizes.rank * sizes.inputs].view(
+                    sizes.rank, sizes.inputs
+                )
+                b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(
+                    sizes.rank, sizes.outputs
+                )
             matrix = self.linear_form.matrix(f"{name}.weight", given)
             linears[target] = Linear(matrix, given.get(f"{name}.bias"), a, b, self.config.scale)
-        norms = {place: given[f"model.layers.{{layer}}.{module}.weight"] for place, module in self.dims.traits.norms}
+        norms = {
+            place: given[f"model.layers.{{layer}}.{module}.weight"]
+            for place, module in self.dims.traits.norms
+        }
         return Block(norms, linears)
 
     def _block_ports(self) -> list[TensorPort]:
@@ -159,7 +187,9 @@ class BlockFunctions:
         shapes: dict[str, tuple[int, int]] = {}
         for target in self.loaded.family.linear_targets:
             inputs, outputs = self.dims.linear_shape(target)
-            shapes |= self.linear_form.constants(f"{linear_name(self.loaded, target)}.weight", (outputs, inputs))
+            shapes |= self.linear_form.constants(
+                f"{linear_name(self.loaded, target)}.weight", (outputs, inputs)
+            )
         return shapes
 
 

@@ -61,7 +61,9 @@ class Embed(nn.Module):
 class OneBlock(nn.Module):
     """A function of one block for rows of one length; `layer` is one of the kind."""
 
-    def __init__(self, functions: BlockFunctions, rows: int, length_tokens: int, layer: int = 0) -> None:
+    def __init__(
+        self, functions: BlockFunctions, rows: int, length_tokens: int, layer: int = 0
+    ) -> None:
         super().__init__()
         self.functions, self.rows, self.layer = functions, rows, layer
         family = functions.loaded.family
@@ -82,7 +84,9 @@ class OneBlock(nn.Module):
         return Blocks(Stages(self.functions.dims, kernels(self.mask)), None)  # type: ignore[arg-type]
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        constants: dict[str, Tensor] = {name: self.get_parameter(place) for name, place in self.names.items()}
+        constants: dict[str, Tensor] = {
+            name: self.get_parameter(place) for name, place in self.names.items()
+        }
         return replace(self.functions.block(adapter, frozen, constants), layer=self.layer)
 
 
@@ -98,7 +102,9 @@ class BlockBackward(OneBlock):
     """The block's input and its output's gradient -> the input's gradient, and the layer's range of the adapter and
     of the moments after the update."""
 
-    def forward(self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         functions, gradients = self.functions, {}
         count = 1 + len(functions.moments)
         vectors, frozen = tensors[:count], tensors[count:]
@@ -110,7 +116,10 @@ class BlockBackward(OneBlock):
         # The stages write into g, and what comes in is the caller's.
         g = self.blocks.backward(block, x, g.clone(), position, self.rows, keep)  # type: ignore[arg-type]
         bounds = (0, functions.layer_size)
-        return (g, *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate))
+        return (
+            g,
+            *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate),
+        )
 
 
 class _HeadTile(nn.Module):
@@ -119,7 +128,11 @@ class _HeadTile(nn.Module):
 
     def __init__(self, functions: BlockFunctions) -> None:
         super().__init__()
-        self.functions, self.eps, self.kernels = functions, functions.dims.norm_eps, GraphKernels(torch.zeros(0))
+        self.functions, self.eps, self.kernels = (
+            functions,
+            functions.dims.norm_eps,
+            GraphKernels(torch.zeros(0)),
+        )
         self.register_buffer("columns", torch.arange(functions.tile_rows))
 
     def tile(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -175,30 +188,45 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     `_<kind>` behind it for a block's functions of another kind than the first."""
     functions = BlockFunctions(loaded, config, export.quantize)
     dims, hidden_size = loaded.dims, loaded.dims.hidden
-    ranges = [port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)]
-    scalars = port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))
+    ranges = [
+        port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)
+    ]
+    scalars = (
+        port(OPTIMIZER_STEP, "counter", (1,), "int64"),
+        port("learning_rate", "learning_rate", (1,)),
+    )
     longest, modules, inside = max(export.lengths_tokens), [], bool(functions.markers)
     kinds = functions.kinds(longest)
     # Of each kind: the end of a function's name, and a layer.
     layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
     for length in export.lengths_tokens:
-        writes = {1} if (export.next_token or export.shared_context) and length == longest else set()
+        writes = (
+            {1} if (export.next_token or export.shared_context) and length == longest else set()
+        )
         for rows in sorted({export.batch_size, export.eval_batch_size} | writes):
             size = f"{rows}x{length}"
             ids = port("ids", "ids", (rows, length), "int64", "token id")
             hidden = port("hidden", "hidden", (rows * length, hidden_size))
-            modules.append(ProgramModule(f"embed_{size}", Embed(functions), (ids, *functions.table), (hidden,)))
+            modules.append(
+                ProgramModule(f"embed_{size}", Embed(functions), (ids, *functions.table), (hidden,))
+            )
             inputs = (hidden, ranges[0], *functions.frozen)
             for end, layer in layers:
                 forward = BlockForward(functions, rows, length, layer)
-                modules.append(ProgramModule(f"block_forward_{size}{end}", forward, inputs, (hidden,), inside))
+                modules.append(
+                    ProgramModule(f"block_forward_{size}{end}", forward, inputs, (hidden,), inside)
+                )
         size = f"{export.batch_size}x{length}"
         hidden = port("hidden", "hidden", (export.batch_size * length, hidden_size))
         gradient = port("gradient", "gradient", hidden.shape)
         inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
         for end, layer in layers:
             backward = BlockBackward(functions, export.batch_size, length, layer)
-            modules.append(ProgramModule(f"block_backward_{size}{end}", backward, inputs, (gradient, *ranges), inside))
+            modules.append(
+                ProgramModule(
+                    f"block_backward_{size}{end}", backward, inputs, (gradient, *ranges), inside
+                )
+            )
     modules += _head_modules(functions, export)
     if export.shared_context:
         from ondevice.methods.mesp.cached import cached_modules  # it is built on this module
@@ -207,7 +235,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     constants = [
-        {name: weights.pop(name.format(layer=layer)) for name in functions.markers} for layer in range(dims.layers)
+        {name: weights.pop(name.format(layer=layer)) for name in functions.markers}
+        for layer in range(dims.layers)
     ]
     return BuiltProgram(
         eager=functions,
@@ -233,7 +262,10 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
 
 def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[ProgramModule]:
     rows, width = (HEAD_ROWS,), functions.dims.hidden
-    hidden, gradient = port("hidden", "hidden", (*rows, width)), port("gradient", "gradient", (*rows, width))
+    hidden, gradient = (
+        port("hidden", "hidden", (*rows, width)),
+        port("gradient", "gradient", (*rows, width)),
+    )
     sums = tuple(port(name, "tile_sums", rows) for name in ("maximum", "total", "wanted"))
     places: tuple[Any, ...] = (
         port("targets", "targets", rows, "int64", "token id"),
@@ -253,7 +285,9 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
     if export.next_token or export.shared_context:
         one = port("hidden", "hidden", (1, width))
         logits = port("logits", "logits", (1, functions.tile_rows))
-        modules.append(ProgramModule("head_logits", HeadLogits(functions), (one, *weights), (logits,)))
+        modules.append(
+            ProgramModule("head_logits", HeadLogits(functions), (one, *weights), (logits,))
+        )
     return modules
 
 

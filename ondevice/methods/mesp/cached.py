@@ -45,7 +45,13 @@ class BlockCached(OneBlock):
         self.register_buffer("causal", torch.full((tokens, tokens), float("-inf")).triu(1))
 
     def forward(
-        self, x: Tensor, start: Tensor, keys: Tensor, values: Tensor, adapter: Tensor, *frozen: Tensor
+        self,
+        x: Tensor,
+        start: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        adapter: Tensor,
+        *frozen: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims, block, blocks = self.functions.dims, self.block(adapter, frozen), self.blocks
         stages = blocks.stages
@@ -56,29 +62,44 @@ class BlockCached(OneBlock):
         group = dims.heads // dims.kv_heads
         q = q.view(self.tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
         q = q.reshape(dims.kv_heads, group * self.tokens, dims.head_dim) * dims.head_dim**-0.5
-        new_keys, new_values = k[0].permute(1, 2, 0).contiguous(), v[0].permute(1, 0, 2).contiguous()
+        new_keys, new_values = (
+            k[0].permute(1, 2, 0).contiguous(),
+            v[0].permute(1, 0, 2).contiguous(),
+        )
         unread = torch.where(self.places < start, 0.0, float("-inf"))
         causal = self.causal[None].expand(group, -1, -1).reshape(group * self.tokens, self.tokens)
         scores = torch.cat((torch.bmm(q, keys) + unread, torch.bmm(q, new_keys) + causal), -1)
         p = torch.softmax(scores, -1)
         context = self.places.shape[0]
-        o = torch.bmm(p[..., :context].contiguous(), values) + torch.bmm(p[..., context:].contiguous(), new_values)
+        o = torch.bmm(p[..., :context].contiguous(), values) + torch.bmm(
+            p[..., context:].contiguous(), new_values
+        )
         o = o.view(dims.kv_heads, group, self.tokens, dims.head_dim).permute(2, 0, 1, 3)
         m = stages.out(block, x, o.reshape(self.tokens, dims.heads * dims.head_dim))
         return blocks._mlp(block, m), new_keys, new_values
 
 
-def cached_modules(functions: BlockFunctions, adapter: TensorPort, context: int) -> list[ProgramModule]:
+def cached_modules(
+    functions: BlockFunctions, adapter: TensorPort, context: int
+) -> list[ProgramModule]:
     """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of so many tokens."""
     dims, modules = functions.dims, []
     heads, width = dims.kv_heads, dims.head_dim
-    kept = port("keys", "keys", (heads, width, context)), port("values", "values", (heads, context, width))
+    kept = (
+        port("keys", "keys", (heads, width, context)),
+        port("values", "values", (heads, context, width)),
+    )
     start = port("start", "position", (1,), "int64", "tokens")
     for name, tokens in (("prefill", min(PREFILL_TOKENS, context)), ("decode", 1)):
         ids = port("ids", "ids", (1, tokens), "int64", "token id")
         hidden = port("hidden", "hidden", (tokens, dims.hidden))
-        new = port("keys", "keys", (heads, width, tokens)), port("values", "values", (heads, tokens, width))
-        modules.append(ProgramModule(f"embed_{name}", Embed(functions), (ids, *functions.table), (hidden,)))
+        new = (
+            port("keys", "keys", (heads, width, tokens)),
+            port("values", "values", (heads, tokens, width)),
+        )
+        modules.append(
+            ProgramModule(f"embed_{name}", Embed(functions), (ids, *functions.table), (hidden,))
+        )
         block = BlockCached(functions, tokens, context)
         inputs = (hidden, start, *kept, adapter, *functions.frozen)
         modules.append(ProgramModule(f"block_{name}", block, inputs, (hidden, *new)))

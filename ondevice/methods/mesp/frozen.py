@@ -120,7 +120,11 @@ class Q4(_Inputs):
         mins, scales = low.half(), ((high - low) / LEVELS).half()
         scales[scales == 0] = 1.0  # of equal weights the minimum is all there is
         # Against the rounded scale and minimum, so that rounding them is made up for where it can be.
-        levels = ((groups - mins.float()[..., None]) / scales.float()[..., None]).round().clamp(0, LEVELS)
+        levels = (
+            ((groups - mins.float()[..., None]) / scales.float()[..., None])
+            .round()
+            .clamp(0, LEVELS)
+        )
         high_half, low_half = levels.flatten(1).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
         return {name: high_half << 4 | low_half, f"{name}_scale": scales, f"{name}_min": mins}
 
@@ -162,7 +166,9 @@ class Q4Matrix:
         scales = self.scales.to(torch.float32)
         zero_points = -8.0 - self.mins.to(torch.float32) / scales
         every = torch.arange(self.packed.shape[0])
-        return torch.ops.quantized_decomposed.embedding_4bit.default(self.packed, scales, zero_points, -8, 7, every)
+        return torch.ops.quantized_decomposed.embedding_4bit.default(
+            self.packed, scales, zero_points, -8, 7, every
+        )
 
 
 def frozen_port(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorPort:

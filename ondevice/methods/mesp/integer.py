@@ -54,7 +54,11 @@ class Integers:
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         levels, scales = quantize_q8_rows(weight)
-        return {name: levels, f"{name}_transposed": levels.t().contiguous(), f"{name}_scale": scales}
+        return {
+            name: levels,
+            f"{name}_transposed": levels.t().contiguous(),
+            f"{name}_scale": scales,
+        }
 
     def matrix(self, name: str, given: Mapping[str, Tensor]) -> Matrix:
         both = (given[key] for key in (name, f"{name}_transposed"))
@@ -64,7 +68,10 @@ class Integers:
 
 def unit_scales(rows: int) -> dict[str, Tensor]:
     """Scales 1 and zero points 0 for rows of integers, which XNNPACK wants as constants of the function."""
-    return {f"unit scales {rows}": torch.ones(rows), f"zero points {rows}": torch.zeros(rows, dtype=torch.int64)}
+    return {
+        f"unit scales {rows}": torch.ones(rows),
+        f"zero points {rows}": torch.zeros(rows, dtype=torch.int64),
+    }
 
 
 def _units(given: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +84,9 @@ class IntegerKernels(GraphKernels):
 
     name = "integer"
 
-    def frozen_linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None) -> Tensor:
+    def frozen_linear(
+        self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None
+    ) -> Tensor:
         assert isinstance(matrix, IntegerMatrix)  # noqa: S101 - the form's own
         y = _product(x, *matrix.levels) * matrix.scales
         y = y if bias is None else y + bias
@@ -96,6 +105,8 @@ def _product(x: Tensor, levels: Tensor, units: Tensor, zeros: Tensor) -> Tensor:
     ops = torch.ops.quantized_decomposed
     scales, middles = ops.choose_qparams_per_token_asymmetric.default(x, torch.int8)
     rounded = ops.quantize_per_token.default(x, scales, middles, LEAST, LARGEST, torch.int8)
-    near = ops.dequantize_per_token.default(rounded, scales, middles, LEAST, LARGEST, torch.int8, torch.float32)
+    near = ops.dequantize_per_token.default(
+        rounded, scales, middles, LEAST, LARGEST, torch.int8, torch.float32
+    )
     weight = ops.dequantize_per_channel.default(levels, units, zeros, 0, -127, 127, torch.int8)
     return functional.linear(near, weight)

@@ -91,7 +91,10 @@ IN_MLX = (*(name for name in IN_BLOCKS if name != "score_cap"), EXPERTS)
 
 
 def check_family(
-    dims: ModelDims, known: Collection[str] = (), what: str = "this form of mesp", length_tokens: int | None = None
+    dims: ModelDims,
+    known: Collection[str] = (),
+    what: str = "this form of mesp",
+    length_tokens: int | None = None,
 ) -> None:
     """Refuse what a hand-written backward pass does not know.
 
@@ -123,7 +126,11 @@ def check_family(
 
 
 def lora_parameters(
-    dims: ModelDims, family: type[Family], config: MespConfig, known: Collection[str] = (), what: str = ""
+    dims: ModelDims,
+    family: type[Family],
+    config: MespConfig,
+    known: Collection[str] = (),
+    what: str = "",
 ) -> tuple[LoraParameters, ...]:
     """List the parameters of a run, layer by layer.
 

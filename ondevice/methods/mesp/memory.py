@@ -33,7 +33,11 @@ CHUNK_QUERIES = 16
 
 
 def memory(
-    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: MespConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, and what the loss
     needs beyond that, as neither is there while the other runs.
@@ -49,11 +53,19 @@ def memory(
     tokens = rows * length_tokens
     trained = trained_numbers(dims, config) * 4
     inputs = tokens * dims.hidden * activation_bytes
-    kept = INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
+    kept = (
+        INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
+    )
     if dims.whole:  # its block is differentiated by itself
         block = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
-        sums = [one.experts * one.inputs * one.outputs for one in dims.adapted(config) if one.experts > 1]
-        block += 3 * sum(sums) // dims.layers * activation_bytes  # W + B A of all experts, what it is added to, its g
+        sums = [
+            one.experts * one.inputs * one.outputs
+            for one in dims.adapted(config)
+            if one.experts > 1
+        ]
+        block += (
+            3 * sum(sums) // dims.layers * activation_bytes
+        )  # W + B A of all experts, what it is added to, its g
     else:
         block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
@@ -67,13 +79,19 @@ def memory(
 
 
 def host_memory(
-    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: MespConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
     if config.activations != "host":
         return {}
     rows = min(batch_size, config.micro_batch_size or batch_size)
-    return {"inputs on the host": dims.layers * rows * length_tokens * dims.hidden * activation_bytes}
+    return {
+        "inputs on the host": dims.layers * rows * length_tokens * dims.hidden * activation_bytes
+    }
 
 
 def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str = "torch") -> int:
@@ -101,17 +119,24 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)
     if config.weight_placement == "resident":
-        return int(dims.layers * block + dims.vocab * row * (1 if dims.tied else 2)) + dims.hidden * weight_bytes
+        return (
+            int(dims.layers * block + dims.vocab * row * (1 if dims.tied else 2))
+            + dims.hidden * weight_bytes
+        )
     tile = int(-(-dims.vocab // config.loss_tiles) * row)
     return WINDOW * max(block, tile) + dims.hidden * weight_bytes
 
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
     """Return numbers in every A and B."""
-    return config.rank * sum(linear.experts * (linear.inputs + linear.outputs) for linear in dims.adapted(config))
+    return config.rank * sum(
+        linear.experts * (linear.inputs + linear.outputs) for linear in dims.adapted(config)
+    )
 
 
-def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:
+def stage_bytes(
+    dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int
+) -> int:
     """Return the most that the stages of one block's backward pass hold at once, beside the block's input.
 
     While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
@@ -126,11 +151,17 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
     ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
-    inner = inner if not isinstance(dims, MoeDims) else experts_numbers(dims, {linear.target for linear in pairs})
+    inner = (
+        inner
+        if not isinstance(dims, MoeDims)
+        else experts_numbers(dims, {linear.target for linear in pairs})
+    )
     waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)
     mlp = waits + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
-    queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))
+    queries_at_once = min(
+        length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens))
+    )
     scores = 2 * rows * dims.heads * queries_at_once * length_tokens * 4 + 2 * tokens * keys * 4
     project = tokens * (5 * dims.hidden + (queries + 2 * keys) * (2 if traits.fused else 1))
     attended = max(attention * activation_bytes + scores, project * activation_bytes)
@@ -138,7 +169,9 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     return max(mlp * activation_bytes + during, waits * activation_bytes + after, attended)
 
 
-def _pairs_bytes(dims: ModelDims, config: MespConfig, pairs: list[Linear], chunks: float) -> tuple[int, int]:
+def _pairs_bytes(
+    dims: ModelDims, config: MespConfig, pairs: list[Linear], chunks: float
+) -> tuple[int, int]:
     """Count bytes of pairs beside a layer's experts while a chunk of tokens is differentiated, and at its end.
 
     B is there in the order of the experts too. Then half of the gradients are, at the end all of them, those of B in
@@ -172,7 +205,9 @@ def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_byte
     return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)
 
 
-def program_memory(dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
+def program_memory(
+    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int
+) -> dict[str, int]:
     """Return bytes of an exported program's arena by part; everything is float32.
 
     Adapter and moments go in and come out. As the backward pass begins, all block inputs and one block's stages are
@@ -214,10 +249,15 @@ def blocks_memory(
     tile = head_tile_rows(dims, config)
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
     dense = 4 * max(matrices) if quantize in ("int8", "q4") else 0
-    head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden) + (0 if quantize == "none" else 4 * tile * dims.hidden)
+    head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden) + (
+        0 if quantize == "none" else 4 * tile * dims.hidden
+    )
     forward, backward = block_stages(dims, tokens, length_tokens)
     if quantize == "8da8w":  # products come out apart from what they are scaled by and added to
-        forward, backward = forward + 8 * tokens * dims.intermediate, backward + 24 * tokens * dims.intermediate
+        forward, backward = (
+            forward + 8 * tokens * dims.intermediate,
+            backward + 24 * tokens * dims.intermediate,
+        )
     new = (2 * vectors + 2) * (vector // dims.layers)
     packed = {"8da8w": 2 * sum(matrices), "none": 4 * max(*matrices, tile * dims.hidden)}
     return {

@@ -73,13 +73,17 @@ class NpuKernels(GraphKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.normalised(x, eps) * weight
 
-    def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
+    ) -> Tensor:
         """g + r (gw - n mean(gw n)), with n the normalised x and r = 1 / rms(x).
 
         Inputs reach 23,700 in SmolLM2, whose square is no float16; so r is mean|n| / mean|x|.
         """
         n, gw = self.normalised(x, eps), gn * weight
-        r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(min=SMALLEST)
+        r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(
+            min=SMALLEST
+        )
         return g + (gw - n * (gw * n).mean(dim=-1, keepdim=True)) * r
 
 
@@ -94,7 +98,9 @@ class _Body(nn.Module):
     norm_0: Tensor
     norm_1: Tensor
 
-    def __init__(self, functions: BlockFunctions, layer: int, rows: int, length_tokens: int) -> None:
+    def __init__(
+        self, functions: BlockFunctions, layer: int, rows: int, length_tokens: int
+    ) -> None:
         super().__init__()
         self.functions, self.rows = functions, rows
         family = functions.loaded.family
@@ -109,7 +115,9 @@ class _Body(nn.Module):
         for target in family.linear_targets:
             linear: Any = family.linear(layer, target)
             self.register_buffer(f"{target}_weight", linear.weight.detach())
-            self.register_buffer(f"{target}_bias", None if linear.bias is None else linear.bias.detach())
+            self.register_buffer(
+                f"{target}_bias", None if linear.bias is None else linear.bias.detach()
+            )
 
     def example_inputs(self, gradients: int) -> tuple[Tensor, ...]:
         """Zeros: hidden states, as many as there are `gradients` of them, and A, B."""
@@ -117,7 +125,10 @@ class _Body(nn.Module):
         tensors = [torch.zeros(count, self.functions.dims.hidden) for _ in range(1 + gradients)]
         for entry in self.functions.entries:
             sizes = entry.parameters
-            tensors += [torch.zeros(sizes.rank, sizes.inputs), torch.zeros(sizes.rank, sizes.outputs)]
+            tensors += [
+                torch.zeros(sizes.rank, sizes.inputs),
+                torch.zeros(sizes.rank, sizes.outputs),
+            ]
         return tuple(tensors)
 
     def stages(self) -> Stages:
@@ -130,7 +141,11 @@ class _Body(nn.Module):
     def block(self, tensors: tuple[Tensor, ...]) -> Block:
         functions, linears = self.functions, {}
         pairs = dict(
-            zip((entry.parameters.target for entry in functions.entries), zip(tensors[::2], tensors[1::2]), strict=True)
+            zip(
+                (entry.parameters.target for entry in functions.entries),
+                zip(tensors[::2], tensors[1::2]),
+                strict=True,
+            )
         )
         for target in functions.loaded.family.linear_targets:
             a, b = pairs.get(target, (None, None))
@@ -163,8 +178,14 @@ class BackwardBody(_Body):
         def keep(target: str, ga: Tensor, gb: Tensor) -> None:
             gradients[target] = (ga, gb)
 
-        g = Blocks(self.stages(), None).backward(self.block(adapter), x, g, self.position, self.rows, keep)
-        listed = [gradient for entry in self.functions.entries for gradient in gradients[entry.parameters.target]]
+        g = Blocks(self.stages(), None).backward(
+            self.block(adapter), x, g, self.position, self.rows, keep
+        )
+        listed = [
+            gradient
+            for entry in self.functions.entries
+            for gradient in gradients[entry.parameters.target]
+        ]
         return (g, *listed)
 
 
@@ -207,24 +228,35 @@ class NpuBackward(_Finished):
     ) -> tuple[Tensor, ...]:
         functions = self.functions
         before, (g, *listed) = g, self.body(x, g, *self.matrices(vectors[0]))
-        factor = torch.where(largest(before, *listed) < GRADIENT_LIMIT, 1.0 / loss_scale, float("inf"))
+        factor = torch.where(
+            largest(before, *listed) < GRADIENT_LIMIT, 1.0 / loss_scale, float("inf")
+        )
         gradients = {
             entry.parameters.target: (ga * factor, gb * factor)
             for entry, ga, gb in zip(functions.entries, listed[::2], listed[1::2], strict=True)
         }
         bounds = (0, functions.layer_size)
-        return (g, *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate))
+        return (
+            g,
+            *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate),
+        )
 
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
     problems = program.problems(config, export, dims, ())
     if export.quantize != "none":
-        problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
+        problems.append(
+            f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none"
+        )
     if export.program == "whole":
-        problems.append("the NPU's program has functions of one block: leave export.program at auto")
+        problems.append(
+            "the NPU's program has functions of one block: leave export.program at auto"
+        )
     if export.next_token and export.batch_size != 1:
-        problems.append("next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again")
+        problems.append(
+            "next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again"
+        )
     return problems
 
 
@@ -241,8 +273,13 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     size = f"{rows}x{length}"
     hidden = port("hidden", "hidden", (rows * length, loaded.dims.hidden))
     gradient = port("gradient", "gradient", hidden.shape)
-    ranges = [port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)]
-    scalars = [port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))]
+    ranges = [
+        port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)
+    ]
+    scalars = [
+        port(OPTIMIZER_STEP, "counter", (1,), "int64"),
+        port("learning_rate", "learning_rate", (1,)),
+    ]
     scalars.append(port("loss_scale", "loss_scale", (1,)))
 
     def parts(layer: int) -> tuple[NpuPart, ...]:
@@ -266,14 +303,18 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     return replace(
         plain,
         modules=tuple(module for module in plain.modules if on_cpu(module.name)),
-        weights={name: value for name, value in plain.weights.items() if not name.startswith(LAYERS)},
+        weights={
+            name: value for name, value in plain.weights.items() if not name.startswith(LAYERS)
+        },
         parts=parts,
         loss_scale=LOSS_SCALE,
         eval_batch_size=rows,
     )
 
 
-def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+def compare(
+    session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
+) -> Agreement:
     """As `agreement.compare`, against float32; the share is the least cosine of a tensor's gradient."""
     result = agreement.compare(session, built, batches, learning_rate)
     return replace(result, shares={"min_gradient_cosine": result.values["min_gradient_cosine"]})

@@ -43,15 +43,29 @@ class PrefillBody(_Body):
     def example_inputs(self, gradients: int = 0) -> tuple[Tensor, ...]:
         """Zeros of the shapes that `forward` takes."""
         dims, tokens = self.functions.dims, self.tokens
-        shapes = [(tokens, dims.hidden), *[(1, tokens, 1, dims.head_dim // 2)] * 2, (1, 1, self.context)]
-        shapes += [(dims.kv_heads, dims.head_dim, self.context), (dims.kv_heads, self.context, dims.head_dim)]
+        shapes = [
+            (tokens, dims.hidden),
+            *[(1, tokens, 1, dims.head_dim // 2)] * 2,
+            (1, 1, self.context),
+        ]
+        shapes += [
+            (dims.kv_heads, dims.head_dim, self.context),
+            (dims.kv_heads, self.context, dims.head_dim),
+        ]
         for entry in self.functions.entries:
             sizes = entry.parameters
             shapes += [(sizes.rank, sizes.inputs), (sizes.rank, sizes.outputs)]
         return tuple(torch.zeros(shape) for shape in shapes)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, unread: Tensor, keys: Tensor, values: Tensor, *adapter: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        unread: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *adapter: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims, block, s = self.functions.dims, self.block(adapter), self.stages()
         q, k, v = s.project(block, s.norm(block, x), 1)
@@ -62,7 +76,9 @@ class PrefillBody(_Body):
         new_keys, new_values = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
         scores = torch.cat((torch.bmm(q, keys) + unread, torch.bmm(q, new_keys) + self.causal), -1)
         p = torch.softmax(scores, -1)
-        o = torch.bmm(p[..., : self.context], values) + torch.bmm(p[..., self.context :], new_values)
+        o = torch.bmm(p[..., : self.context], values) + torch.bmm(
+            p[..., self.context :], new_values
+        )
         o = o.view(dims.kv_heads, group, self.tokens, dims.head_dim).permute(2, 0, 1, 3)
         attended = s.linear(block, "o_proj", o.reshape(self.tokens, dims.heads * dims.head_dim))
         gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
@@ -81,7 +97,9 @@ class NpuPrefill(_Finished):
     places: Tensor
     news: Tensor
 
-    def __init__(self, functions: BlockFunctions, body: nn.Module, tokens: int, context: int) -> None:
+    def __init__(
+        self, functions: BlockFunctions, body: nn.Module, tokens: int, context: int
+    ) -> None:
         super().__init__(functions, body)
         # Tokens that fill a call up may stand behind the context.
         cos, sin = halves(functions.loaded.family.positions(context + tokens, "cpu", torch.float32))
@@ -97,15 +115,31 @@ class NpuPrefill(_Finished):
         position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
         unread = torch.where(self.places < start, 0.0, MASKED).view(1, 1, -1)
         change, *new = self.body(x, *position, unread, keys, values, *self.matrices(adapter))
-        return x + torch.where(largest(x, change, *new) < LARGEST, change, float("inf")), new[0], new[1]
+        return (
+            x + torch.where(largest(x, change, *new) < LARGEST, change, float("inf")),
+            new[0],
+            new[1],
+        )
 
 
-def prefill_part(functions: BlockFunctions, adapter: TensorPort, layer: int, context: int) -> NpuPart:
+def prefill_part(
+    functions: BlockFunctions, adapter: TensorPort, layer: int, context: int
+) -> NpuPart:
     """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the weights."""
     dims, tokens = functions.dims, min(PREFILL_TOKENS, context)
-    heads, width, hidden = dims.kv_heads, dims.head_dim, port("hidden", "hidden", (tokens, dims.hidden))
-    kept = port("keys", "keys", (heads, width, context)), port("values", "values", (heads, context, width))
-    new = port("keys", "keys", (heads, width, tokens)), port("values", "values", (heads, tokens, width))
+    heads, width, hidden = (
+        dims.kv_heads,
+        dims.head_dim,
+        port("hidden", "hidden", (tokens, dims.hidden)),
+    )
+    kept = (
+        port("keys", "keys", (heads, width, context)),
+        port("values", "values", (heads, context, width)),
+    )
+    new = (
+        port("keys", "keys", (heads, width, tokens)),
+        port("values", "values", (heads, tokens, width)),
+    )
     inputs = (hidden, port("start", "position", (1,), "int64", "tokens"), *kept, adapter)
     body = PrefillBody(functions, layer, tokens, context)
     return NpuPart(PREFILL, body, body.example_inputs(), lambda name, delegate: ProgramModule(

@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     from ondevice.models import ModelDims
 
 
-def step_cost(dims: ModelDims, config: MezoConfig, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
+def step_cost(
+    dims: ModelDims, config: MezoConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
     """See `MethodSpec.step_cost`."""
-    forward = forward_flops(dims, batch_size, length_tokens) + head_flops(dims, batch_size, length_tokens)
-    moves = 4 * config.queries * 2 * weight_bytes  # four passes over the parameters a query, each reads and writes
+    forward = forward_flops(dims, batch_size, length_tokens) + head_flops(
+        dims, batch_size, length_tokens
+    )
+    moves = (
+        4 * config.queries * 2 * weight_bytes
+    )  # four passes over the parameters a query, each reads and writes
     return StepCost(2 * config.queries * forward, 2 * config.queries * weight_bytes + moves)

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def memory(
-    dims: ModelDims, config: MezoConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: MezoConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part: inference plus one chunk of noise, and in half precision a copy of the parameters."""
     tokens = batch_size * length_tokens
@@ -22,7 +26,9 @@ def memory(
         "noise": 4 * (1 << 20) * 3,
         "activations": forward_bytes(dims, batch_size, length_tokens, activation_bytes),
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
-        "optimizer": 2 * dims.parameters if activation_bytes == 2 else 0,  # the copy that restores them
+        "optimizer": 2 * dims.parameters
+        if activation_bytes == 2
+        else 0,  # the copy that restores them
     }
 
 

@@ -40,13 +40,22 @@ class MezoSession(PackingSession):
         self.backend = f"torch-{self.device.type}"
         torch_ops.register()
         self.generator_backend = torch_ops.generator_backend(self.device)
-        self.noise = torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
+        self.noise = (
+            torch.ops.ondevice.normal
+            if config.noise == "gaussian"
+            else torch.ops.ondevice.rademacher
+        )
         self.parameters = dict(sorted(loaded.model.named_parameters()))
         self.seed = torch.tensor([seed], device=self.device)
 
     @torch.no_grad()
     def _move(
-        self, step: int, query: int, scale: float, kept: list[Tensor] | None = None, by_chance: bool = False
+        self,
+        step: int,
+        query: int,
+        scale: float,
+        kept: list[Tensor] | None = None,
+        by_chance: bool = False,
     ) -> None:
         """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters).
 
@@ -64,7 +73,11 @@ class MezoSession(PackingSession):
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
                 if by_chance and flat.dtype == torch.bfloat16:
                     key = stream_key(seed, int(number), 1 + start // chunk, tensor)
-                    stochastic_round(flat[start : start + count], flat[start : start + count].float() + z * scale, key)
+                    stochastic_round(
+                        flat[start : start + count],
+                        flat[start : start + count].float() + z * scale,
+                        key,
+                    )
                 elif kept is None:
                     flat[start : start + count] += (z * scale).to(flat.dtype)
                 else:
@@ -80,13 +93,20 @@ class MezoSession(PackingSession):
         return [parameter.detach().clone() for parameter in self.parameters.values()]
 
     @torch.no_grad()
-    def _loss(self, ids_BT: Tensor, labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> float:
+    def _loss(
+        self, ids_BT: Tensor, labels_BT: Tensor, position_ids_BT: Tensor | None = None
+    ) -> float:
         settings = self.config.loss_tiles, self.config.answers
         nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, *settings, position_ids_BT)
         return float(nll.sum() / count.sum())
 
     def step_placed(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run algorithm 2 with q queries; see `PackingSession`.
 
@@ -107,13 +127,20 @@ class MezoSession(PackingSession):
                 hint="fewer queries, or fresh_batches off",
             )
         for rows in zip(*(np.array_split(array, parts) for array in arrays), strict=True):
-            each.append([torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in rows])
+            each.append(
+                [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in rows]
+            )
         return lambda query: self._loss(*each[query % parts])
 
-    def _two_sided(self, loss: Callable[[int], float], step: int, learning_rate: float) -> StepResult:
+    def _two_sided(
+        self, loss: Callable[[int], float], step: int, learning_rate: float
+    ) -> StepResult:
         """Move there and back along each query's noise, take the losses, and apply the update."""
         epsilon, plus, minus = self.config.perturbation_scale, [], []
-        kept, parameters = self._copy(), [parameter.detach() for parameter in self.parameters.values()]
+        kept, parameters = (
+            self._copy(),
+            [parameter.detach() for parameter in self.parameters.values()],
+        )
         for query in range(self.config.queries):
             # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
             self._move(step, query, epsilon, kept)
@@ -126,7 +153,9 @@ class MezoSession(PackingSession):
                 with torch.no_grad():
                     for parameter, value in zip(parameters, kept, strict=True):
                         parameter.copy_(value)
-        gradients = [float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)]
+        gradients = [
+            float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)
+        ]
         self.apply_update(tuple(gradients), step, learning_rate)
         losses = (*plus, *minus)
         return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
@@ -139,18 +168,24 @@ class MezoSession(PackingSession):
         """Return the model, whose parameters are what is trained."""
         return self.loaded
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply theta -= eta / q * g_i z_i for every query."""
         for query, gradient in enumerate(projected_gradients):
             self._move(step, query, -learning_rate / self.config.queries * gradient, by_chance=True)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
+        return model_loss.evaluate(
+            self.family, ids, labels, self.config.loss_tiles, self.config.answers
+        )
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all parameters, in float32 (exact for narrower types), and the seed."""
-        tensors = {name: value.detach().float().cpu().numpy() for name, value in self.parameters.items()}
+        tensors = {
+            name: value.detach().float().cpu().numpy() for name, value in self.parameters.items()
+        }
         return {**tensors, "seed": self.seed.cpu().numpy()}
 
     @torch.no_grad()
@@ -164,6 +199,8 @@ class MezoSession(PackingSession):
         save_loaded(self.loaded, folder)
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> MezoSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> MezoSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return MezoSession(loaded, config, seed)

@@ -19,7 +19,12 @@ METHOD = MethodSpec(
     cost=".cost:step_cost",
     options=(
         Option("--queries", "queries", int, "q: random directions a step"),
-        Option("--paper", "paper", bool, "The paper's settings: a random subspace, SGD, the loss over all tokens"),
+        Option(
+            "--paper",
+            "paper",
+            bool,
+            "The paper's settings: a random subspace, SGD, the loss over all tokens",
+        ),
         Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
     ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},

@@ -116,11 +116,17 @@ class PrgeConfig(AnswerLossConfig):
         if len(set(self.target_modules)) != len(self.target_modules):
             raise ValueError("target_modules: a linear layer is named twice")
         if self.estimator == "one_sided" and self.queries < 2:
-            raise ValueError("estimator one_sided needs queries >= 2: it divides by the losses' standard deviation")
+            raise ValueError(
+                "estimator one_sided needs queries >= 2: it divides by the losses' standard deviation"
+            )
         if self.subspace == "gradient" and self.top_layers is not None:
-            raise ValueError("top_layers goes with subspace random: a gradient's subspace is taken in all layers")
+            raise ValueError(
+                "top_layers goes with subspace random: a gradient's subspace is taken in all layers"
+            )
         if self.factors is not None and (self.subspace == "random" or self.top_layers is not None):
-            raise ValueError("factors are of all layers and of a gradient: leave out top_layers and subspace random")
+            raise ValueError(
+                "factors are of all layers and of a gradient: leave out top_layers and subspace random"
+            )
         return self
 
     def for_training(self) -> Self:

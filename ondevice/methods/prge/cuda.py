@@ -14,7 +14,9 @@ from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 class CudaPrgeProgram(PrgeProgram):
     """All copies of the flat adapter are made by one kernel, in the model's precision; z is never stored."""
 
-    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
+    def perturbed(
+        self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None
+    ) -> CopiesOf:
         if self.config.subspace == "gradient":  # few numbers, and R is multiplied by C in float32
             return super().perturbed(adapter_P, seed, step, scale)
         from ondevice.runtime_ops import triton_ops
@@ -33,7 +35,12 @@ class CudaPrgeProgram(PrgeProgram):
         return lambda start, count: copies_GP[:, start : start + count]
 
     def apply_update(
-        self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        adapter_P: Tensor,
+        gradients_Q: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> Tensor:
         if self.config.optimizer == "adam":  # a few numbers: plain operations will do
             return super().apply_update(adapter_P, gradients_Q, seed, step, learning_rate)
@@ -60,7 +67,13 @@ class GraphedStep:
     """
 
     def __init__(
-        self, program: PrgeProgram, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: int, pool: Any = None
+        self,
+        program: PrgeProgram,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        adapter_P: Tensor,
+        seed: int,
+        pool: Any = None,
     ) -> None:
         device = adapter_P.device
         self.ids, self.labels, self.adapter = ids_BT.clone(), labels_BT.clone(), adapter_P
@@ -93,7 +106,9 @@ class GraphedStep:
         self.losses, self.gradients, new = self._run()
         self.adapter.copy_(new)
 
-    def __call__(self, ids_BT: Tensor, labels_BT: Tensor, step: int, learning_rate: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids_BT: Tensor, labels_BT: Tensor, step: int, learning_rate: float
+    ) -> tuple[Tensor, Tensor]:
         """Losses [copies] and projected gradients [q] of this step; they are overwritten by the next."""
         self.ids.copy_(ids_BT, non_blocking=True)
         self.labels.copy_(labels_BT, non_blocking=True)

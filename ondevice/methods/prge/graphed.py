@@ -44,7 +44,9 @@ class GraphedPrgeSession(PrgeSession):
         self.pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._place = self._adapter
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one ZO-SGD step; the first of a shape captures it."""
         with torch.no_grad():
             ids_BT, labels_BT = self._tensors(ids, labels)
@@ -70,7 +72,9 @@ class GraphedPrgeSession(PrgeSession):
         if due:
             self._begin_anew()
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply the update alone; see `Session.apply_update`."""
         super().apply_update(projected_gradients, step, learning_rate)
         self._keep()

@@ -70,14 +70,18 @@ class Places:
 
     def b(self, adapter: Tensor, entry: Entry) -> Tensor:
         """Return B of the flat adapter, [rank, outputs]."""
-        return adapter[entry.offset : entry.offset + self.rank * entry.outputs].reshape(self.rank, entry.outputs)
+        return adapter[entry.offset : entry.offset + self.rank * entry.outputs].reshape(
+            self.rank, entry.outputs
+        )
 
     def c(self, subspace: Tensor, entry: Entry) -> Tensor:
         """Return C, [entry's rank, outputs]."""
         start = self.c_offsets[entry]
         return subspace[start : start + entry.count].reshape(entry.rank, entry.outputs)
 
-    def begun(self, factors: Mapping[Entry, Factors], adapter: Tensor | None = None) -> dict[str, np.ndarray]:
+    def begun(
+        self, factors: Mapping[Entry, Factors], adapter: Tensor | None = None
+    ) -> dict[str, np.ndarray]:
         """Return adapter and C at the first step in a subspace.
 
         Args:
@@ -104,12 +108,20 @@ class InformedProgram(PrgeProgram):
     """
 
     def __init__(
-        self, family: Family, places: Places, config: PrgeConfig, draw: Noise, token_loss: TokenLoss | None = None
+        self,
+        family: Family,
+        places: Places,
+        config: PrgeConfig,
+        draw: Noise,
+        token_loss: TokenLoss | None = None,
     ) -> None:
         super().__init__(family, places.trained, config, self._directions, token_loss)
         self.places, self.draw = places, draw
         self.c: dict[Entry, Tensor] = {}
-        self.pairs = {b.offset: (r, b) for r, b in zip(places.small.entries, places.trained.entries, strict=True)}
+        self.pairs = {
+            b.offset: (r, b)
+            for r, b in zip(places.small.entries, places.trained.entries, strict=True)
+        }
         for linear in self.linears.values():
             linear.lora_a = torch.zeros(())  # it is a part of the state
 
@@ -117,7 +129,9 @@ class InformedProgram(PrgeProgram):
     def state_shapes(self) -> dict[str, int]:
         """See `PrgeProgram.state_shapes`; the moments are followed by the number of updates they have seen."""
         shapes = {"adapter": self.places.size, "subspace": self.places.c_size}
-        return shapes | ({"moments": 2 * self.places.small.size + 1} if self.config.optimizer == "adam" else {})
+        return shapes | (
+            {"moments": 2 * self.places.small.size + 1} if self.config.optimizer == "adam" else {}
+        )
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
         """Return of each linear layer A [inputs, directions] and, where there is room for them, A and B of earlier
@@ -151,7 +165,9 @@ class InformedProgram(PrgeProgram):
             self.bind(())
             self.c = {}
 
-    def _directions(self, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+    def _directions(
+        self, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
+    ) -> Tensor:
         """Return Z C of the linear layer whose B is at `start`."""
         of_r, entry = self.pairs[start]
         z = self.draw(seed, step, tensor, queries, of_r.offset, of_r.count)
@@ -164,10 +180,17 @@ class InformedProgram(PrgeProgram):
 
     def every_copy(self, copies_of: CopiesOf) -> list[Tensor]:
         """See `PrgeProgram.every_copy`."""
-        return [copies_of(e.offset, e.count).reshape(-1, e.rank, e.outputs) for e in self.layout.entries]
+        return [
+            copies_of(e.offset, e.count).reshape(-1, e.rank, e.outputs) for e in self.layout.entries
+        ]
 
     def update(
-        self, state: Sequence[Tensor], gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        state: Sequence[Tensor],
+        gradients_Q: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> tuple[Tensor, ...]:
         """See `PrgeProgram.update`."""
         adapter, subspace, *moments = state

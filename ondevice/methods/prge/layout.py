@@ -71,8 +71,22 @@ class AdapterLayout:
         entries, offset = [], 0
         diagonal = config.subspace == "gradient"
         for linear in dims.adapted(config, first):
-            rank = min(DIRECTIONS * config.rank, linear.inputs, linear.outputs) if diagonal else config.rank
-            entries.append(Entry(linear.layer, linear.target, offset, rank, linear.inputs, linear.outputs, diagonal))
+            rank = (
+                min(DIRECTIONS * config.rank, linear.inputs, linear.outputs)
+                if diagonal
+                else config.rank
+            )
+            entries.append(
+                Entry(
+                    linear.layer,
+                    linear.target,
+                    offset,
+                    rank,
+                    linear.inputs,
+                    linear.outputs,
+                    diagonal,
+                )
+            )
             offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 
@@ -96,7 +110,9 @@ class AdapterLayout:
         scale = np.float32(1.0 / np.sqrt(3.0 * entry.inputs))
         return values.reshape(entry.inputs, entry.rank) * scale
 
-    def to_tensors(self, flat: np.ndarray, names: dict[tuple[int, str], str]) -> dict[str, np.ndarray]:
+    def to_tensors(
+        self, flat: np.ndarray, names: dict[tuple[int, str], str]
+    ) -> dict[str, np.ndarray]:
         """Return PEFT's tensors: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight` [outputs, rank]."""
         tensors = {}
         for entry in self.entries:
@@ -106,7 +122,9 @@ class AdapterLayout:
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
         return tensors
 
-    def from_adapter(self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float) -> np.ndarray:
+    def from_adapter(
+        self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float
+    ) -> np.ndarray:
         """Return the flat vector of `adapter`, which must be of this layout, whole, and scaled as this run scales.
 
         Raises:
@@ -115,7 +133,9 @@ class AdapterLayout:
         check_fits(adapter, self._shapes(names), self.entries[0].rank, alpha)
         return self.from_tensors(adapter.tensors, names)
 
-    def from_tensors(self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]) -> np.ndarray:
+    def from_tensors(
+        self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]
+    ) -> np.ndarray:
         """Return the flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.
 
         Raises:
@@ -134,4 +154,6 @@ class AdapterLayout:
         """Shapes of an adapter's tensors, by name."""
         linears = [(names[(entry.layer, entry.target)], entry) for entry in self.entries]
         shapes_a = {f"{name}.lora_A.weight": (entry.rank, entry.inputs) for name, entry in linears}
-        return shapes_a | {f"{name}.lora_B.weight": (entry.outputs, entry.rank) for name, entry in linears}
+        return shapes_a | {
+            f"{name}.lora_B.weight": (entry.outputs, entry.rank) for name, entry in linears
+        }

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def memory(
-    dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: PrgeConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes of adapter, noise, activations, logits and optimizer; weights are the caller's.
 
@@ -28,23 +32,40 @@ def memory(
     """
     layout = AdapterLayout.build(dims, config, 0)
     in_parallel = (config.queries if config.batch_queries else 1) * (2 if config.batch_signs else 1)
-    rows = batch_size * (in_parallel if config.estimator == "central" else config.copies if config.batch_queries else 1)
-    largest_layer = max(layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries})
+    rows = batch_size * (
+        in_parallel
+        if config.estimator == "central"
+        else config.copies
+        if config.batch_queries
+        else 1
+    )
+    largest_layer = max(
+        layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries}
+    )
     entries, states = layout.entries, 3 if config.optimizer == "adam" else 1
-    adapter = layout.size * 4 * 2 * states  # a functional step holds the old vector beside the new one
+    adapter = (
+        layout.size * 4 * 2 * states
+    )  # a functional step holds the old vector beside the new one
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
     activations = forward_bytes(dims, rows, length_tokens, activation_bytes)
     subspace: dict[str, int] = {}
-    if config.factors is not None:  # a program: the adapter with A, C and the moments, going in and coming out
+    if (
+        config.factors is not None
+    ):  # a program: the adapter with A, C and the moments, going in and coming out
         places = Places(dims, config.for_program(), 0)
         adapter, frozen_a = 8 * (places.size + places.c_size + 2 * places.small.size), 0
     if config.subspace == "gradient":
         # An exact gradient is of one row at a time, between two steps: its activations take the step's place.
         activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))
-        kept = sum(entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs) for entry in entries)
-        subspace["subspace"] = 4 * (kept + 2 * sum(entry.inputs * entry.outputs for entry in entries))
+        kept = sum(
+            entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs)
+            for entry in entries
+        )
+        subspace["subspace"] = 4 * (
+            kept + 2 * sum(entry.inputs * entry.outputs for entry in entries)
+        )
     return subspace | {
         "adapter": adapter + frozen_a,
         "noise": noise,
@@ -60,4 +81,6 @@ def _fewer_queries(config: PrgeConfig, batch_size: int) -> PrgeConfig | None:
     return config.model_copy(update={"queries": 1})
 
 
-MEMORY = MemoryModel(memory, reductions=(Reduction("{config.queries} query a step", _fewer_queries),))
+MEMORY = MemoryModel(
+    memory, reductions=(Reduction("{config.queries} query a step", _fewer_queries),)
+)

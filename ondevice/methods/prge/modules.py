@@ -93,7 +93,9 @@ class StatefulApplyUpdate(nn.Module):
         super().__init__()
         self.update, self.state = program.update, state
 
-    def forward(self, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor) -> Tensor:
+    def forward(
+        self, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+    ) -> Tensor:
         after = self.update(self.state.read(), projected_gradients, seed, step, learning_rate)
         self.state.write(after)
         return after[0].sum(dim=0, keepdim=True)
@@ -111,7 +113,9 @@ class StatefulTrainStep(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> tuple[Tensor, Tensor]:
-        losses, gradients, *after = self.program.stepped(ids, labels, self.state.read(), seed, step, learning_rate)
+        losses, gradients, *after = self.program.stepped(
+            ids, labels, self.state.read(), seed, step, learning_rate
+        )
         self.state.write(after)
         return losses, gradients
 

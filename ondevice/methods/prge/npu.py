@@ -66,7 +66,10 @@ class Body(nn.Module):
         self.bind, self.linears = program.bind, len(program.layout.entries)
         positions = {entry: index for index, entry in enumerate(program.layout.entries)}
         self.slots = [
-            [(program.linears[entry].slot, positions[entry]) for entry in program.layout.of_layer(layer)]
+            [
+                (program.linears[entry].slot, positions[entry])
+                for entry in program.layout.of_layer(layer)
+            ]
             for layer in range(program.family.dims.layers)
         ]
         cos, sin = program.family.positions(length_tokens, "cpu", torch.float32)
@@ -90,7 +93,9 @@ class Body(nn.Module):
         parts = []
         for row in range(rows):
             copy = row // (rows // copies)
-            parts.append(self._rows(hidden[row : row + 1], tuple(value[copy : copy + 1] for value in b)))
+            parts.append(
+                self._rows(hidden[row : row + 1], tuple(value[copy : copy + 1] for value in b))
+            )
         return torch.cat(parts)
 
     def _rows(self, hidden: Tensor, b: tuple[Tensor, ...]) -> Tensor:
@@ -122,11 +127,19 @@ class NpuStep(nn.Module):
         with program.bound(state):
             b = program.every_copy(program.perturbed(state[0], seed, step, scale))
         hidden = self.body(program.family.embed(ids_RT), *b, *program.bindings(state[0]))
-        hidden = program.family.final_norm(hidden[0] if isinstance(hidden, list | tuple) else hidden)
+        hidden = program.family.final_norm(
+            hidden[0] if isinstance(hidden, list | tuple) else hidden
+        )
         nll, tokens = program.row_nll(hidden, labels_RT)
         losses = nll.reshape(copies, -1).sum(1) / tokens.reshape(copies, -1).sum(1)
         gradients = program.projected_gradients(losses, scale.clamp(min=SMALLEST_SCALE))
-        return losses, gradients, *program.update(state, gradients, seed, step, learning_rate), nll, tokens
+        return (
+            losses,
+            gradients,
+            *program.update(state, gradients, seed, step, learning_rate),
+            nll,
+            tokens,
+        )
 
 
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
@@ -134,7 +147,9 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     program, (length,) = build_program(loaded, config, export, seed), export.lengths_tokens
     rows = config.copies * export.batch_size
     hidden = torch.zeros(rows, length, loaded.dims.hidden)
-    copies = (torch.zeros(config.copies, entry.rank, entry.outputs) for entry in program.layout.entries)
+    copies = (
+        torch.zeros(config.copies, entry.rank, entry.outputs) for entry in program.layout.entries
+    )
     given = program.bindings(torch.zeros(next(iter(program.state_shapes.values()))))
     blocks = Body(program, length, export.rows == "unrolled"), (hidden, *copies, *given)
 
@@ -145,7 +160,9 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
         outputs = (losses, gradients, *state, *row_ports(rows))
         return (
             ProgramModule("train_step", NpuStep(program, body), inputs, outputs),
-            ProgramModule("apply_update", ApplyUpdate(program), (*state, gradients, *scalars), state),
+            ProgramModule(
+                "apply_update", ApplyUpdate(program), (*state, gradients, *scalars), state
+            ),
         )
 
     constants = (Constant(name=SCALE, train=config.perturbation_scale, evaluate=0.0),)
@@ -155,7 +172,9 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     )  # fmt: skip
 
 
-def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+def compare(
+    session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
+) -> Agreement:
     """Run a step of the program on each batch, and the same in float32 eager from the same adapter, at the session's
     perturbation scale.
 
@@ -179,16 +198,22 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
                 losses = program.losses(*tokens, program.perturbed(before[0], seed, step, scale))
             updated = program.update(before, gradients, seed, step, rate)[0]
         reference = losses.double().numpy()
-        difference = np.abs(np.array(result.losses) - reference) / np.maximum(np.abs(reference), 1e-12)
+        difference = np.abs(np.array(result.losses) - reference) / np.maximum(
+            np.abs(reference), 1e-12
+        )
         loss_error = float(np.maximum(loss_error, difference.max()))  # NaN stays NaN
-        adapter_error = float(np.maximum(adapter_error, np.abs(session.state()["adapter"] - updated.numpy()).max()))
+        adapter_error = float(
+            np.maximum(adapter_error, np.abs(session.state()["adapter"] - updated.numpy()).max())
+        )
         received += result.projected_gradients
         expected += program.projected_gradients(losses, scale).tolist()
     values: dict[str, Any] = {
         "perturbation_scale": scale,
         "directions": len(received),
         "sign_agreement": float(np.mean(np.sign(received) == np.sign(expected))),
-        "correlation": float(np.corrcoef(received, expected)[0, 1]) if len(received) > 2 else float("nan"),
+        "correlation": float(np.corrcoef(received, expected)[0, 1])
+        if len(received) > 2
+        else float("nan"),
         "loss_error": loss_error,
         "adapter_error": adapter_error,
     }

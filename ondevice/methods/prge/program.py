@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, TensorPort, port, row_ports, token_ports
+from ondevice.artifact.manifest import (
+    AdapterEntry,
+    Counter,
+    StateTensor,
+    TensorPort,
+    port,
+    row_ports,
+    token_ports,
+)
 from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.informed import InformedProgram, Places
@@ -60,7 +68,9 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     except ModelError as error:
         problems.append(str(error))
     if not (config.batch_signs and config.batch_queries):
-        problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
+        problems.append(
+            "an exported step is one forward pass: leave batch_signs and batch_queries on"
+        )
     if config.subspace == "gradient" and config.factors is None:
         problems.append(
             "method.subspace is gradient: a program computes none; leave subspace out and give rows of the task "
@@ -69,9 +79,13 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     if config.factors is not None and not config.factors.is_file():
         problems.append(f"method.factors: there is no file {config.factors}")
     if export.program == "blocks":
-        problems.append("export.program is blocks: a prge program is a whole step, so leave it auto")
+        problems.append(
+            "export.program is blocks: a prge program is a whole step, so leave it auto"
+        )
     if export.quantize in ("int8", "8da8w"):
-        problems.append(f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w")
+        problems.append(
+            f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w"
+        )
     if export.shared_context:
         problems.append(
             "export.context_tokens goes with export.answers=packed: a whole step has no functions of one block"
@@ -81,7 +95,9 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     return problems
 
 
-def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> PrgeProgram:
+def build_program(
+    loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int
+) -> PrgeProgram:
     """Return the program to export, which eager runs as reference. Changes `loaded.model` in place (adapters, quantised
     weights).
 
@@ -112,7 +128,9 @@ def noise_op(config: PrgeConfig, generator: str) -> Any:
     from ondevice.runtime_ops import torch_ops
 
     torch_ops.register()
-    return torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
+    return (
+        torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
+    )
 
 
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
@@ -143,26 +161,45 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
         modules.append(ProgramModule("next_token", NextToken(program), (*row, *adapter), (logits,)))
     total = port("sum", "sum", (1,))
     replayed = gradients, *scalars
-    add("apply_update", ApplyUpdate(program), StatefulApplyUpdate, (*passed, *replayed), passed or (total,))
+    add(
+        "apply_update",
+        ApplyUpdate(program),
+        StatefulApplyUpdate,
+        (*passed, *replayed),
+        passed or (total,),
+    )
     if kept is not None:
         for one in state:
             modules.append(ProgramModule(f"get_{one.name}", GetState(kept, one.name), (), (one,)))
-            modules.append(ProgramModule(f"set_{one.name}", SetState(kept, one.name), (one,), (total,)))
+            modules.append(
+                ProgramModule(f"set_{one.name}", SetState(kept, one.name), (one,), (total,))
+            )
     return built(program, loaded, tuple(modules), kept="host" if kept is None else "program")
 
 
-def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any) -> BuiltProgram:
+def built(
+    program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any
+) -> BuiltProgram:
     """Return the state of a program, the run's step number, and the frozen A of every layer where A is no state."""
     config, layout, where = program.config, program.layout, more.pop("kept", "host")
-    names = {entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries}
+    names = {
+        entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries
+    }
     state = tuple(
-        StateTensor(name=name, dtype="float32", shape=(size,), role="optimizer" if number else "adapter", kept=where)
+        StateTensor(
+            name=name,
+            dtype="float32",
+            shape=(size,),
+            role="optimizer" if number else "adapter",
+            kept=where,
+        )
         for number, (name, size) in enumerate(program.state_shapes.items())
     )
     rank, places = config.rank, program.places if isinstance(program, InformedProgram) else None
     if places is None:
         more["frozen"] = {
-            f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T) for entry in layout.entries
+            f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T)
+            for entry in layout.entries
         }
     else:
         rank = places.rank
@@ -200,7 +237,12 @@ def ports(
     return (
         tuple(port(name, "state", (size,)) for name, size in program.state_shapes.items()),
         (port("seed", "seed", (1,), "int64"), port("step", "counter", (1,), "int64"), rate),
-        port("projected_gradients", "projected_gradients", (config.queries,), unit="nats per unit of perturbation"),
+        port(
+            "projected_gradients",
+            "projected_gradients",
+            (config.queries,),
+            unit="nats per unit of perturbation",
+        ),
         port("losses", "losses", (config.copies,), unit="nats per labelled token"),
     )
 
@@ -211,7 +253,9 @@ def state_of(session: ProgramSession, program: PrgeProgram) -> tuple[Tensor, ...
     return tuple(torch.from_numpy(state[name]) for name in program.state_shapes)
 
 
-def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+def compare(
+    session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
+) -> Agreement:
     """Run both sides over `batches`, once free-running and once with the runtime's projected gradients.
 
     Values: `max_rel_loss_error` free-running, each side following its own projected gradients;
@@ -232,7 +276,9 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
             result = session.step(ids, labels, number, learning_rate)
             losses, gradients, *free = program.stepped(*tokens, free, seed, step, rate)
-            free_error = float(np.maximum(free_error, _relative(result.losses, losses)))  # NaN stays NaN
+            free_error = float(
+                np.maximum(free_error, _relative(result.losses, losses))
+            )  # NaN stays NaN
             if number:
                 losses, gradients, *_ = program.stepped(*tokens, replayed, seed, step, rate)
             replay_error = float(np.maximum(replay_error, _relative(result.losses, losses)))
@@ -248,17 +294,26 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
         "max_rel_loss_error_replayed": replay_error,
         "max_abs_adapter_error": adapter_error,
         "max_abs_adapter_error_free": float(np.abs(flat - free[0].numpy()).max()),
-        "gradient_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1]) if len(pairs) > 2 else float("nan"),
+        "gradient_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1])
+        if len(pairs) > 2
+        else float("nan"),
     }
-    return Agreement(values, {"loss": replay_error, "loss_free": free_error, "update": adapter_error})
+    return Agreement(
+        values, {"loss": replay_error, "loss_free": free_error, "update": adapter_error}
+    )
 
 
 def rounding(
-    session: ProgramSession, float32: BuiltProgram, config: PrgeConfig, batches: Callable[[int], Iterable[Batch]]
+    session: ProgramSession,
+    float32: BuiltProgram,
+    config: PrgeConfig,
+    batches: Callable[[int], Iterable[Batch]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure the effect of 8-bit activations on the projected gradients: the program against the
     float32 model in eager."""
-    correlation = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
+    correlation = gradient_correlation(
+        session, float32.eager, batches(-(-CORRELATED // config.queries))
+    )
     warnings = []
     if config.perturbation_scale < ROUGH_SCALE:
         warnings.append(
@@ -269,7 +324,9 @@ def rounding(
     return {"gradient_correlation_float32": correlation}, warnings
 
 
-def gradient_correlation(session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]) -> float:
+def gradient_correlation(
+    session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]
+) -> float:
     """Correlate the session's projected gradients with those of `program` in eager: at the adapter zero, or where the
     session stands if A is a part of it.
 
@@ -278,20 +335,26 @@ def gradient_correlation(session: ProgramSession, program: PrgeProgram, batches:
     """
     seed, rate = torch.tensor([session.seed]), torch.zeros(1)
     if program.config.factors is None:
-        session.load_state({**session.state(), "adapter": np.zeros(program.layout.size, np.float32)})
+        session.load_state(
+            {**session.state(), "adapter": np.zeros(program.layout.size, np.float32)}
+        )
     first = state_of(session, program)
     received, expected = [], []
     with torch.inference_mode():
         for number, (ids, labels) in enumerate(batches):
             received += session.step(ids, labels, number, 0.0).projected_gradients
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-            expected += program.stepped(*tokens, first, seed, torch.tensor([number]), rate)[1].tolist()
+            expected += program.stepped(*tokens, first, seed, torch.tensor([number]), rate)[
+                1
+            ].tolist()
     return float(np.corrcoef(received, expected)[0, 1])
 
 
 def _relative(received: tuple[float, ...], expected: torch.Tensor) -> float:
     reference = expected.double().numpy()
-    return float(np.max(np.abs(np.array(received) - reference) / np.maximum(np.abs(reference), 1e-12)))
+    return float(
+        np.max(np.abs(np.array(received) - reference) / np.maximum(np.abs(reference), 1e-12))
+    )
 
 
 def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
@@ -301,5 +364,7 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     return GraphedPrgeSession(loaded, config, seed)
 
 
-EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",), calibrate=calibrate, renewal=Renewal)
+EXECUTORCH = GraphProgram(
+    problems, build, compare, rounding, rounded=("8da4w",), calibrate=calibrate, renewal=Renewal
+)
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)

@@ -50,7 +50,9 @@ def calibrate(
     program = PrgeProgram(loaded.family, places.small, config.for_program(), graph.aten_normal)
     chosen = np.random.default_rng(seed).permutation(len(rows.items))[: config.calibration_rows]
     examples = [rows.items[number].example for number in chosen]
-    factors = gradient_factors(program, ((torch.tensor([e.ids]), torch.tensor([e.labels])) for e in examples))
+    factors = gradient_factors(
+        program, ((torch.tensor([e.ids]), torch.tensor([e.labels])) for e in examples)
+    )
     for entry, linear in program.linears.items():
         loaded.family.replace(loaded.family.linear_name(entry.layer, entry.target), linear.base)
     return config, places.begun(factors)
@@ -61,7 +63,9 @@ class Renewal:
 
     def __init__(self, session: ProgramSession) -> None:
         self.session, manifest = session, session.manifest
-        self.config: PrgeConfig = method_config(manifest.method["name"], manifest.method).for_program()
+        self.config: PrgeConfig = method_config(
+            manifest.method["name"], manifest.method
+        ).for_program()
         self.informed = any(tensor.name == "subspace" for tensor in manifest.program_spec.state)
 
     @cached_property
@@ -69,7 +73,11 @@ class Renewal:
         """Where everything lies in the state."""
         from ondevice.models import ModelDims
 
-        return Places(ModelDims.from_manifest(self.session.manifest.model.dims), self.config, self.session.seed)
+        return Places(
+            ModelDims.from_manifest(self.session.manifest.model.dims),
+            self.config,
+            self.session.seed,
+        )
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
         """See `Session.before_step`: the first subspace is written for the log, an offered one is taken, and a due one
@@ -81,7 +89,11 @@ class Renewal:
         """
         if not self.informed:
             return None
-        path, offered, every = subspace_path(step, folder), folder / OFFERED, self.config.refresh_every
+        path, offered, every = (
+            subspace_path(step, folder),
+            folder / OFFERED,
+            self.config.refresh_every,
+        )
         if offered.is_file():
             self._take(read_tensors(offered))
             offered.replace(path)
@@ -89,7 +101,9 @@ class Renewal:
         if step and (every is None or step % every):
             return None
         if step:
-            factors = gradient_factors(self._program(), calibration_rows(step, batch_at, self.config, "cpu"))
+            factors = gradient_factors(
+                self._program(), calibration_rows(step, batch_at, self.config, "cpu")
+            )
             arrays = to_arrays(factors)
         else:
             arrays = to_arrays(self._current())
@@ -111,7 +125,9 @@ class Renewal:
         factors = from_arrays(arrays, self.places.small.entries, torch.device("cpu"))
         state = self.session.state()
         flat = torch.from_numpy(state["adapter"])
-        changed = any(bool(self.places.b(flat, entry).any()) for entry in self.places.trained.entries)
+        changed = any(
+            bool(self.places.b(flat, entry).any()) for entry in self.places.trained.entries
+        )
         if changed and not self.places.kept:
             raise CheckpointError(
                 "the program has no room for what was learned in its subspace",
@@ -148,7 +164,9 @@ class Renewal:
         state, found = self.session.state(), {}
         adapter, c = (torch.from_numpy(state[name]) for name in ("adapter", "subspace"))
         for of_r, entry in zip(self.places.small.entries, self.places.trained.entries, strict=True):
-            found[of_r] = Factors(self.places.a(adapter, entry)[: entry.rank].t(), self.places.c(c, entry))
+            found[of_r] = Factors(
+                self.places.a(adapter, entry)[: entry.rank].t(), self.places.c(c, entry)
+            )
         return found
 
     @cached_property
@@ -162,8 +180,14 @@ class Renewal:
 
         model, reason = self.session.manifest.model, ""
         try:
-            loaded = load_model(model.source, revision=model.revision, dtype="float32", device="cpu")
-            reason = "" if loaded.source.sha256 == model.sha256 else f"{model.source} is another model by now"
+            loaded = load_model(
+                model.source, revision=model.revision, dtype="float32", device="cpu"
+            )
+            reason = (
+                ""
+                if loaded.source.sha256 == model.sha256
+                else f"{model.source} is another model by now"
+            )
         except OndeviceError as error:
             loaded, reason = None, error.message
         if reason:

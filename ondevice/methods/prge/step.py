@@ -38,7 +38,9 @@ CopiesOf = Callable[[int, int], Tensor]
 """(start, count) of a range of the flat adapter -> its copies, float32 [copies, count]."""
 
 
-def adam(estimate: Tensor, mean: Tensor, square: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def adam(
+    estimate: Tensor, mean: Tensor, square: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return Adam's change before the learning rate, and both moments after the `count`-th estimate, [n] each."""
     beta1, beta2, epsilon = ADAM
     mean = beta1 * mean + (1.0 - beta1) * estimate
@@ -65,7 +67,9 @@ class DualForwardingLinear(nn.Module):
         super().__init__()
         self.base = base
         weight = next(iter(base.parameters()), a_IR)
-        dtype = getattr(base, "compute_dtype", None) or (weight.dtype if weight.is_floating_point() else a_IR.dtype)
+        dtype = getattr(base, "compute_dtype", None) or (
+            weight.dtype if weight.is_floating_point() else a_IR.dtype
+        )
         self.register_buffer("lora_a", (a_IR * scale).to(dtype))
         self.scale = scale
         self.c_RO: Tensor | None = None
@@ -126,7 +130,9 @@ class PrgeProgram(nn.Module):
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
         self.model = family.model
-        self.token_loss = token_loss or (lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers))
+        self.token_loss = token_loss or (
+            lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers)
+        )
         device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
@@ -149,7 +155,9 @@ class PrgeProgram(nn.Module):
         """Elements of each tensor of an exported program's state, the adapter first; Adam's moments are followed by the
         number of updates that they have seen."""
         size = self.layout.size
-        return {"adapter": size} | ({"moments": 2 * size + 1} if self.config.optimizer == "adam" else {})
+        return {"adapter": size} | (
+            {"moments": 2 * size + 1} if self.config.optimizer == "adam" else {}
+        )
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
         """Return what the layers take of the adapter beside its copies."""
@@ -164,7 +172,12 @@ class PrgeProgram(nn.Module):
         yield
 
     def update(
-        self, state: Sequence[Tensor], gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        state: Sequence[Tensor],
+        gradients_Q: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return an exported program's state after `apply_update`."""
         if self.config.optimizer != "adam":
@@ -177,7 +190,13 @@ class PrgeProgram(nn.Module):
         return adapter, torch.cat([mean, square, count])
 
     def stepped(
-        self, ids: Tensor, labels: Tensor, state: Sequence[Tensor], seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        state: Sequence[Tensor],
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return losses, projected gradients, and an exported program's state after the step; see `train_step`."""
         with self.bound(state):
@@ -233,12 +252,18 @@ class PrgeProgram(nn.Module):
         Returns:
             losses float32 [copies], projected gradients float32 [q], the new adapter float32 [layout.size].
         """
-        losses = self.losses(ids_BT, labels_BT, self.perturbed(adapter_P, seed, step), position_ids_BT)
+        losses = self.losses(
+            ids_BT, labels_BT, self.perturbed(adapter_P, seed, step), position_ids_BT
+        )
         gradients = self.projected_gradients(losses)
         return losses, gradients, self.apply_update(adapter_P, gradients, seed, step, learning_rate)
 
     def losses(
-        self, ids_BT: Tensor, labels_BT: Tensor, copies_of: CopiesOf, position_ids_BT: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        copies_of: CopiesOf,
+        position_ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
         prefix = self._run_prefix(ids_BT, position_ids_BT)
@@ -248,10 +273,16 @@ class PrgeProgram(nn.Module):
             places = None if position_ids_BT is None else position_ids_BT.repeat(len(members), 1)
             hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected, places)
             nll, count = self.row_nll(hidden, labels_BT.repeat(len(members), 1))
-            parts.append(nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1))
+            parts.append(
+                nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1)
+            )
         if len(parts) == 1:
             return parts[0]
-        place = {member: part[i : i + 1] for members, part in zip(passes, parts) for i, member in enumerate(members)}
+        place = {
+            member: part[i : i + 1]
+            for members, part in zip(passes, parts)
+            for i, member in enumerate(members)
+        }
         return torch.cat([place[copy] for copy in range(self.config.copies)])
 
     @staticmethod
@@ -268,7 +299,9 @@ class PrgeProgram(nn.Module):
         """
         q = self.config.queries
         if self.config.estimator == "central":
-            return (losses[:q] - losses[q:]) / (2.0 * (self.config.perturbation_scale if scale is None else scale))
+            return (losses[:q] - losses[q:]) / (
+                2.0 * (self.config.perturbation_scale if scale is None else scale)
+            )
         # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops out.
         differences = losses[1:] - losses[:1]
         centred = differences - differences.mean(dim=0, keepdim=True)
@@ -276,7 +309,12 @@ class PrgeProgram(nn.Module):
         return differences / (deviation + 1e-12)
 
     def apply_update(
-        self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        adapter_P: Tensor,
+        gradients_Q: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> Tensor:
         """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32 [layout.size]."""
         if self.config.optimizer == "adam":
@@ -311,22 +349,30 @@ class PrgeProgram(nn.Module):
             z = self.noise(seed, step, NOISE_TENSOR, q, start, number)
             estimate = ((gradients_Q / q)[:, None] * z).sum(dim=0)
             update, mean, square = adam(estimate, mean, square, count)
-            for part, value in zip(parts, (adapter - learning_rate * update, mean, square), strict=True):
+            for part, value in zip(
+                parts, (adapter - learning_rate * update, mean, square), strict=True
+            ):
                 part.append(value)
         adapter, mean, square = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
         return adapter, mean, square
 
     def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
         """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
-        return self._run_suffix(self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count])
+        return self._run_suffix(
+            self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count]
+        )
 
-    def evaluate(self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(
+        self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return negative log likelihood summed over each row's labelled tokens and their count, float32 [rows]
         each."""
         hidden = self.hidden(ids_ET, adapter_P)
         return self.row_nll(hidden, labels_ET)
 
-    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
+    def perturbed(
+        self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None
+    ) -> CopiesOf:
         """Return the step's copies, made range by range when a layer asks for them.
 
         They are moved by `scale` (the config's by default) along the noise both ways, or one way and not at all.
@@ -337,7 +383,9 @@ class PrgeProgram(nn.Module):
             base = adapter_P[None, start : start + count]
             z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count)
             z = z * (config.perturbation_scale if scale is None else scale)
-            return torch.cat([base + z, base - z] if config.estimator == "central" else [base, base + z])
+            return torch.cat(
+                [base + z, base - z] if config.estimator == "central" else [base, base + z]
+            )
 
         return copies_of
 
@@ -345,7 +393,9 @@ class PrgeProgram(nn.Module):
         """Group the numbers of the copies by forward pass."""
         config, q = self.config, self.config.queries
         if config.estimator == "one_sided":
-            return [list(range(q + 1))] if config.batch_queries else [[copy] for copy in range(q + 1)]
+            return (
+                [list(range(q + 1))] if config.batch_queries else [[copy] for copy in range(q + 1)]
+            )
         queries = [list(range(q))] if config.batch_queries else [[i] for i in range(q)]
         if config.batch_signs:
             return [group + [i + q for i in group] for group in queries]
@@ -365,7 +415,9 @@ class PrgeProgram(nn.Module):
             hidden = self.family.block(layer, hidden, position, mask)
         return hidden
 
-    def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None) -> Tensor:
+    def _run_suffix(
+        self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
+    ) -> Tensor:
         position, mask = self._places(hidden_RTD, position_ids_RT)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             for entry, copies in self.layer_copies(layer, copies_of):
@@ -389,7 +441,10 @@ class PrgeProgram(nn.Module):
     def every_copy(self, copies_of: CopiesOf) -> list[Tensor]:
         """Return the copies of each trained matrix, [copies, rank, width]."""
         whole = copies_of(0, self.layout.size)
-        found = [(entry, whole[:, entry.offset : entry.offset + entry.count]) for entry in self.layout.entries]
+        found = [
+            (entry, whole[:, entry.offset : entry.offset + entry.count])
+            for entry in self.layout.entries
+        ]
         return [values.reshape(-1, entry.rank, entry.width) for entry, values in found]
 
     def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -404,6 +459,8 @@ class PrgeProgram(nn.Module):
         return torch.where(count.sum() > limit, torch.full_like(nll, float("nan")), nll), count
 
 
-def flat_adapter(layout: AdapterLayout, device: torch.device | str, size: int | None = None) -> Tensor:
+def flat_adapter(
+    layout: AdapterLayout, device: torch.device | str, size: int | None = None
+) -> Tensor:
     """Return B = 0: the adapter that leaves the model as it is; `size` counts the moments behind it too."""
     return torch.from_numpy(np.zeros(size or layout.size, dtype=np.float32)).to(device)

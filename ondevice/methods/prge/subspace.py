@@ -47,7 +47,9 @@ def leading_vectors(matrix_IO: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     matrix = matrix_IO.double()
     wide = min(rank + OVERSAMPLED, *matrix.shape)
-    start = torch.randn(matrix.shape[1], wide, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+    start = torch.randn(
+        matrix.shape[1], wide, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype
+    )
     y = matrix @ start.to(matrix.device)
     for _ in range(POWERS):
         y = matrix @ (matrix.t() @ torch.linalg.qr(y)[0])
@@ -56,7 +58,9 @@ def leading_vectors(matrix_IO: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return (q @ left)[:, :rank].float(), right[:rank].t().float().contiguous()
 
 
-def gradient_factors(program: PrgeProgram, rows: Iterable[tuple[Tensor, Tensor]]) -> dict[Entry, Factors]:
+def gradient_factors(
+    program: PrgeProgram, rows: Iterable[tuple[Tensor, Tensor]]
+) -> dict[Entry, Factors]:
     """Return factors from the exact gradient of the loss at the program's weights, adapters so far included.
 
     A lets as much of the layer's input through as a Gaussian matrix of variance 1 / inputs would; C is sqrt(outputs /
@@ -80,19 +84,25 @@ def gradient_factors(program: PrgeProgram, rows: Iterable[tuple[Tensor, Tensor]]
         with torch.inference_mode(False), torch.enable_grad():
             for ids, labels in rows:
                 for entry, linear in linears.items():
-                    zero = torch.zeros((), device=program.device)  # one number: the gradient alone has a place
+                    zero = torch.zeros(
+                        (), device=program.device
+                    )  # one number: the gradient alone has a place
                     linear.probe = zero.expand(entry.inputs, entry.outputs).requires_grad_(True)
                 nll, tokens = program.row_nll(program.plain_hidden(ids), labels)
                 probes = [linear.probe for linear in linears.values() if linear.probe is not None]
                 found = torch.autograd.grad(LOSS_SCALE * (nll / tokens.clamp(min=1)).sum(), probes)
                 for entry, gradient in zip(linears, found, strict=True):
-                    gradients[entry] = gradients[entry].add_(gradient) if entry in gradients else gradient
+                    gradients[entry] = (
+                        gradients[entry].add_(gradient) if entry in gradients else gradient
+                    )
     finally:
         for hook in hooks:
             hook.remove()
         for linear in linears.values():
             linear.probe = None
-    return {entry: _factors(entry, gradient, moments[entry]) for entry, gradient in gradients.items()}
+    return {
+        entry: _factors(entry, gradient, moments[entry]) for entry, gradient in gradients.items()
+    }
 
 
 def _factors(entry: Entry, gradient_IO: Tensor, moment_I: Tensor) -> Factors:
@@ -122,7 +132,9 @@ def to_arrays(factors: dict[Entry, Factors]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def from_arrays(arrays: dict[str, np.ndarray], entries: Iterable[Entry], device: torch.device) -> dict[Entry, Factors]:
+def from_arrays(
+    arrays: dict[str, np.ndarray], entries: Iterable[Entry], device: torch.device
+) -> dict[Entry, Factors]:
     """Return what `to_arrays` was given.
 
     Raises:
@@ -151,7 +163,9 @@ def read_factors(path: Path, entries: Iterable[Entry]) -> dict[Entry, Factors]:
         CheckpointError: there is no such file, or it is of another run.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there", expected="a subspace-*.safetensors that a run wrote")
+        raise CheckpointError(
+            f"{path} is not there", expected="a subspace-*.safetensors that a run wrote"
+        )
     arrays, wanted = read_tensors(path), list(entries)
     for entry in wanted:
         name = f"{entry.layer}.{entry.target}"

@@ -43,7 +43,10 @@ def calibration_rows(
         for ids, labels in rows[:left]:
             # What follows the last labelled token has no part in the loss.
             end = int(np.flatnonzero(labels != IGNORE)[-1]) + 1 if (labels != IGNORE).any() else 2
-            one, other = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
+            one, other = (
+                torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device)
+                for v in (ids, labels)
+            )
             yield one, other
         left, step = left - len(rows), step + 1
 
@@ -130,9 +133,15 @@ class Subspaces:
             CheckpointError: it is of a run with other settings.
         """
         if AT not in state:
-            raise CheckpointError("the checkpoint is not of this run", expected=AT, received="no subspace")
+            raise CheckpointError(
+                "the checkpoint is not of this run", expected=AT, received="no subspace"
+            )
         if (at := int(state[AT][0])) >= 0:
-            own = {name.partition("/")[2]: value for name, value in state.items() if name.startswith("subspace/")}
+            own = {
+                name.partition("/")[2]: value
+                for name, value in state.items()
+                if name.startswith("subspace/")
+            }
             self._set(from_arrays(own, self.program.linears, self.program.device), at)
         else:
             self.factors, self.at = {}, -1
@@ -140,7 +149,10 @@ class Subspaces:
             pair = [state.get(f"past/{entry.layer}.{entry.target}.{name}") for name in "ab"]
             linear.past = None
             if pair[0] is not None and pair[1] is not None:
-                past = [torch.from_numpy(np.ascontiguousarray(value)).to(self.program.device) for value in pair]
+                past = [
+                    torch.from_numpy(np.ascontiguousarray(value)).to(self.program.device)
+                    for value in pair
+                ]
                 linear.past = past[0], past[1]
 
     def adapter(self, state: Tensor, names: dict[tuple[int, str], str], source: str) -> Adapter:
@@ -152,16 +164,28 @@ class Subspaces:
         parts = {}
         for entry, linear in self.program.linears.items():
             own = [part for part in (linear.past, changes.get(entry)) if part is not None]
-            a = torch.cat([part[0] for part in own], 1) if own else torch.zeros(entry.inputs, entry.rank)
-            b = torch.cat([part[1] for part in own]) if own else torch.zeros(entry.rank, entry.outputs)
+            a = (
+                torch.cat([part[0] for part in own], 1)
+                if own
+                else torch.zeros(entry.inputs, entry.rank)
+            )
+            b = (
+                torch.cat([part[1] for part in own])
+                if own
+                else torch.zeros(entry.rank, entry.outputs)
+            )
             parts[entry] = a, b
         rank, tensors = max(a.shape[1] for a, _ in parts.values()), {}
         for entry, (a, b) in parts.items():
             name, missing = names[(entry.layer, entry.target)], rank - a.shape[1]
             for key, value in (("A", a.t() / self.program.linears[entry].scale), ("B", b)):
                 array = np.pad(value.cpu().numpy(), ((0, missing), (0, 0)))
-                tensors[f"{name}.lora_{key}.weight"] = np.ascontiguousarray(array if key == "A" else array.T)
-        return Adapter(tensors, rank, config.alpha * rank / config.rank, targets_of(tensors), source)
+                tensors[f"{name}.lora_{key}.weight"] = np.ascontiguousarray(
+                    array if key == "A" else array.T
+                )
+        return Adapter(
+            tensors, rank, config.alpha * rank / config.rank, targets_of(tensors), source
+        )
 
     def start_from(self, adapter: Adapter, names: dict[tuple[int, str], str]) -> None:
         """Keep an adapter beside what is trained.
@@ -169,7 +193,11 @@ class Subspaces:
         Raises:
             ArtifactError: it is of other linear layers.
         """
-        wanted = {f"{names[(e.layer, e.target)]}.lora_{x}.weight" for e in self.program.linears for x in "AB"}
+        wanted = {
+            f"{names[(e.layer, e.target)]}.lora_{x}.weight"
+            for e in self.program.linears
+            for x in "AB"
+        }
         if wanted != set(adapter.tensors):
             raise ArtifactError(
                 "the adapter has other linear layers than the run",
@@ -178,8 +206,15 @@ class Subspaces:
             )
         for entry, linear in self.program.linears.items():
             a, b = (
-                torch.from_numpy(np.array(adapter.tensors[f"{names[(entry.layer, entry.target)]}.lora_{x}.weight"]))
+                torch.from_numpy(
+                    np.array(
+                        adapter.tensors[f"{names[(entry.layer, entry.target)]}.lora_{x}.weight"]
+                    )
+                )
                 for x in "AB"
             )
             scale = adapter.alpha / adapter.rank
-            linear.past = (a.t().float() * scale).to(self.program.device), b.t().float().to(self.program.device)
+            linear.past = (
+                (a.t().float() * scale).to(self.program.device),
+                b.t().float().to(self.program.device),
+            )

@@ -84,12 +84,19 @@ class PrgeSession(PackingSession):
 
     @torch.inference_mode()
     def step_placed(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run one ZO-SGD step; see `PackingSession`."""
         if self.subspace is not None and not self.subspace.factors:
             raise TrainingError(
-                "there is no subspace yet", expected="`before_step` before the first step", received="step"
+                "there is no subspace yet",
+                expected="`before_step` before the first step",
+                received="step",
             )
         rate = np.array([learning_rate], dtype=np.float32)
         ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
@@ -133,12 +140,16 @@ class PrgeSession(PackingSession):
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
     @torch.inference_mode()
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
         """Apply the update alone; see `Session.apply_update`."""
         rate = np.array([learning_rate], dtype=np.float32)
         gradients = np.array(projected_gradients, dtype=np.float32)
         gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
-        self._adapter = self.program.apply_update(self._adapter, gradients_Q, self.seed, number, rate_1)
+        self._adapter = self.program.apply_update(
+            self._adapter, gradients_Q, self.seed, number, rate_1
+        )
 
     def flat(self) -> np.ndarray:
         """Return the adapter vector, float32 [layout.size]."""
@@ -152,7 +163,11 @@ class PrgeSession(PackingSession):
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave; see `Session.load_state`."""
         flat = state.get("adapter")
-        fits = flat is not None and flat.shape == tuple(self._adapter.shape) and flat.dtype == np.float32
+        fits = (
+            flat is not None
+            and flat.shape == tuple(self._adapter.shape)
+            and flat.dtype == np.float32
+        )
         if flat is None or not fits or "seed" not in state:
             raise CheckpointError(
                 "the checkpoint is not of this run",
@@ -170,7 +185,9 @@ class PrgeSession(PackingSession):
         if self.subspace is not None:
             return self.subspace.adapter(self._adapter, self.names, self.loaded.source.source)
         tensors = self.program.layout.to_tensors(self.flat(), self.names)
-        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source)
+        return Adapter(
+            tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source
+        )
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. Where a gradient gives the
@@ -179,9 +196,13 @@ class PrgeSession(PackingSession):
             self.subspace.start_from(adapter, self.names)
             return
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
-        (self._adapter,) = self._tensors(np.pad(flat, (0, self.program.state_size - flat.size)))  # moments of 0
+        (self._adapter,) = self._tensors(
+            np.pad(flat, (0, self.program.state_size - flat.size))
+        )  # moments of 0
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> PrgeSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> PrgeSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return PrgeSession(loaded, config, seed)

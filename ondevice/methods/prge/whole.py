@@ -13,7 +13,9 @@ class WholeModelProgram(PrgeProgram):
     def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         return ids_BT
 
-    def _run_suffix(self, ids_BT: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None) -> Tensor:
+    def _run_suffix(
+        self, ids_BT: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
+    ) -> Tensor:
         # `repeat` has made [copies, batch, tokens] of [batch, tokens].
         for entry in self.layout.entries:
             copies = copies_of(entry.offset, entry.count)

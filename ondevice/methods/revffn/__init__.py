@@ -16,7 +16,9 @@ METHOD = MethodSpec(
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
     options=(
-        Option("--skip-stage1", "skip_stage1", bool, "Train everything from the first step (Table 3)"),
+        Option(
+            "--skip-stage1", "skip_stage1", bool, "Train everything from the first step (Table 3)"
+        ),
         Option("--stage1-only", "stage1_only", bool, "Train the adapters only (Table 3)"),
     ),
     network=".torch:open_network",

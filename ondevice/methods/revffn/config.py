@@ -114,7 +114,9 @@ class RevffnConfig(StrictConfig):
         if self.skip_stage1 and self.stage1_only:
             raise ValueError("skip_stage1 and stage1_only leave nothing to train")
         if self.coupling == "full" and (self.stage1_only or self.stage1_steps):
-            raise ValueError("stage 1 trains adapters, and coupling: full has none; take coupling: exact or paper")
+            raise ValueError(
+                "stage 1 trains adapters, and coupling: full has none; take coupling: exact or paper"
+            )
         amplifies = self.coupling == "full" and self.gamma_bits > 0 and self.streams != "int32"
         if amplifies and self.recompute == "reversible":
             raise ValueError(

@@ -17,5 +17,10 @@ def step_cost(
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
     # A block's branch is computed a second time, and not a third for the inversion.
-    forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
-    return StepCost((3 if config.recompute == "stored" else 4) * forward + 4 * head, 5 * weight_bytes)
+    forward, head = (
+        forward_flops(dims, batch_size, length_tokens),
+        head_flops(dims, batch_size, length_tokens),
+    )
+    return StepCost(
+        (3 if config.recompute == "stored" else 4) * forward + 4 * head, 5 * weight_bytes
+    )

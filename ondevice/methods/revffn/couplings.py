@@ -45,7 +45,11 @@ class Step:
     @property
     def place(self) -> str:
         """Its name for a message."""
-        return f"layer {self.block}" if self.part == "block" else f"the {self.part} of layer {self.block}"
+        return (
+            f"layer {self.block}"
+            if self.part == "block"
+            else f"the {self.part} of layer {self.block}"
+        )
 
 
 class Coupling:
@@ -78,7 +82,9 @@ class Coupling:
         """Return the gradients of the streams that end; None is zero."""
         raise NotImplementedError
 
-    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+    def branch(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
+    ) -> Tensor:
         """Return the step's branch, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
         raise NotImplementedError
 
@@ -103,7 +109,9 @@ class HalfWidth(Coupling):
         self.crossed = crossed
         if family.dims.hidden % 2:
             raise ModelError(
-                "half-width streams need an even width", expected="an even hidden size", received=family.dims.hidden
+                "half-width streams need an even width",
+                expected="an even hidden size",
+                received=family.dims.hidden,
             )
         mix = Mix()
         self.steps = tuple(
@@ -116,7 +124,9 @@ class HalfWidth(Coupling):
         for i in range(family.dims.layers):
             for name, value in zip(ADAPTERS, (up, up.T, up, up.T), strict=True):
                 tensor = value.contiguous().clone().to(device)
-                self.adapters[f"model.layers.{i}.revffn.{name}"] = nn.Parameter(tensor, requires_grad=False)
+                self.adapters[f"model.layers.{i}.revffn.{name}"] = nn.Parameter(
+                    tensor, requires_grad=False
+                )
 
     def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         first, second = hidden_BTD.chunk(2, -1)
@@ -131,7 +141,9 @@ class HalfWidth(Coupling):
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.split(grad_BTD)
 
-    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+    def branch(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
+    ) -> Tensor:
         prefix = adapter_name(step.block, step.part)
         up, down = (self.adapters[prefix + way].to(v.dtype) for way in ("up", "down"))
         wide = linear(v, up)
@@ -158,7 +170,9 @@ class FullWidth(Coupling):
         g = 2.0**-bits if bits else 0.0
         self.late = g / (1 - g)
         first, later = Mix(0.0, 1 - g), Mix(-g, 1 - g, bits) if bits else Mix(1.0, 2.0)
-        self.steps = tuple(Step(i, "block", later if i else first) for i in range(family.dims.layers))
+        self.steps = tuple(
+            Step(i, "block", later if i else first) for i in range(family.dims.layers)
+        )
 
     def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_BTD, hidden_BTD
@@ -173,7 +187,9 @@ class FullWidth(Coupling):
         late = self.late * grad_BTD
         return -late, grad_BTD + late
 
-    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+    def branch(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
+    ) -> Tensor:
         attention = self.family.attention_branch(step.block, v, position)
         return attention.float() + self.family.mlp_branch(step.block, v + attention).float()
 
@@ -201,7 +217,9 @@ def attention_between(
     queries, keys = layer.input_layernorm(queries_BTD), layer.input_layernorm(keys_BTD)
     attention = layer.self_attn
     q = _heads(attention.q_proj(queries), dims.heads)
-    k, v = (_heads(project(keys), dims.kv_heads) for project in (attention.k_proj, attention.v_proj))
+    k, v = (
+        _heads(project(keys), dims.kv_heads) for project in (attention.k_proj, attention.v_proj)
+    )
     cos, sin = (table[:, None] for table in position)
     q, k = (x * cos + _rotated(x) * sin for x in (q, k))
     mixed = scaled_dot_product_attention(
@@ -226,7 +244,9 @@ def adapter_name(block: int, part: Part) -> str:
 
 def orthonormal(width: int, seed: int) -> Tensor:
     """Return P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its transpose."""
-    numbers = generator.normal(seed, 0, _STREAM, 1, 0, width * (width // 2)).reshape(width, width // 2)
+    numbers = generator.normal(seed, 0, _STREAM, 1, 0, width * (width // 2)).reshape(
+        width, width // 2
+    )
     columns, triangle = torch.linalg.qr(torch.from_numpy(numbers).double())
     return (columns * triangle.diagonal().sign()).float()
 
@@ -238,7 +258,11 @@ def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Par
     named = {f"{prefix}.{name}": p for name, p in layer.named_parameters()}
     if part == "block":
         return named
-    norms = (f"{name}." for place, name in family.dims.traits.norms if place in ("before_attention", "after_attention"))
+    norms = (
+        f"{name}."
+        for place, name in family.dims.traits.norms
+        if place in ("before_attention", "after_attention")
+    )
     attention = (*norms, "self_attn.", "ln_1.", "attn.")
     return {
         name: p

@@ -40,7 +40,9 @@ def check_family(family: Family, crossed: bool = False) -> None:
     # The modelling file calls each block's norms, `self_attn` and `mlp`.
     if family.linear_parents.get("o_proj") != "self_attn":
         expected = ", ".join(families_with("o_proj"))
-        raise ModelError("revffn does not train this family", expected=expected, received=family.model_type)
+        raise ModelError(
+            "revffn does not train this family", expected=expected, received=family.model_type
+        )
     what = "method revffn with coupling: paper" if crossed else "method revffn"
     check_traits(family.dims, what, ("windows",) if crossed else KNOWN)
 
@@ -107,4 +109,7 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
 def _generation(loaded: LoadedModel) -> dict[str, Any]:
     config = getattr(loaded.model, "generation_config", None)
     values = {} if config is None else config.to_diff_dict()
-    return {**{name: value for name, value in values.items() if name.endswith("_token_id")}, "use_cache": False}
+    return {
+        **{name: value for name, value in values.items() if name.endswith("_token_id")},
+        "use_cache": False,
+    }

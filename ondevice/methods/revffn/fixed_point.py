@@ -78,7 +78,11 @@ def solve(
         if not reached and count > 1 and first:
             contraction = (max(norm, tiny) / first) ** (1 / (count - 1))
         reached = reached or (count if movement <= tolerance else 0)
-        if norm == 0.0 or movement != movement or (reached and (u.is_floating_point() or norm > before / 2)):
+        if (
+            norm == 0.0
+            or movement != movement
+            or (reached and (u.is_floating_point() or norm > before / 2))
+        ):
             break
     norm_error = float(((token_norms(streams, u) - norms).abs() / norms.clamp(min=tiny)).max())
     converged = movement <= tolerance and norm_error <= SAME_ROOT * tolerance
@@ -92,9 +96,8 @@ def token_norms(streams: Streams, stream: Tensor) -> Tensor:
 
 def not_inverted(block: int, iteration: Iteration, tolerance: float) -> TrainingError:
     """Return the error of a block whose iteration did not converge."""
-    numbers = (
-        f"{iteration.movement:.3g} after {iteration.iterations} iterations, norm off by {iteration.norm_error:.3g}"
-    )
+    numbers = f"{iteration.movement:.3g} after {iteration.iterations} iterations, "
+    numbers += f"norm off by {iteration.norm_error:.3g}"
     if iteration.contraction is not None:
         numbers += f", contraction {iteration.contraction:.3g}"
     return TrainingError(

@@ -68,7 +68,11 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
 
 def report(network: Reversible, ids_BT: Tensor) -> None:
     """Log how each iterated step inverts on the first row, and warn of those that do not."""
-    iterated = [(layer, layer.iteration) for layer in measure(network, ids_BT[:1]) if layer.iteration is not None]
+    iterated = [
+        (layer, layer.iteration)
+        for layer in measure(network, ids_BT[:1])
+        if layer.iteration is not None
+    ]
     for layer, iteration in iterated:
         factor = "-" if iteration.contraction is None else f"{iteration.contraction:.3g}"
         _log.info(
@@ -77,10 +81,16 @@ def report(network: Reversible, ids_BT: Tensor) -> None:
         )  # fmt: skip
     failed = [str(layer.block) for layer, iteration in iterated if not iteration.converged]
     if failed:
-        outcome = "their inputs are stored" if network.config.not_converged == "store" else "training will stop there"
+        outcome = (
+            "their inputs are stored"
+            if network.config.not_converged == "store"
+            else "training will stop there"
+        )
         if network.config.recompute == "stored":
             outcome = "recompute: stored does not invert them"
-        _log.warning("Eq. (1) was not inverted to the tolerance in layers %s: %s", ", ".join(failed), outcome)
+        _log.warning(
+            "Eq. (1) was not inverted to the tolerance in layers %s: %s", ", ".join(failed), outcome
+        )
 
 
 def difference(streams: Streams, rebuilt: Tensor, true: Tensor) -> tuple[float, int]:

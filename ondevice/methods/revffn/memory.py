@@ -20,7 +20,11 @@ STREAM_COPIES = 3
 
 
 def memory(
-    dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: RevffnConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part.
 
@@ -33,7 +37,9 @@ def memory(
     """
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
-    item = 4 if rows < batch_size else activation_bytes  # gradients of several parts are summed in float32
+    item = (
+        4 if rows < batch_size else activation_bytes
+    )  # gradients of several parts are summed in float32
     adapters = adapter_numbers(dims, config)
     stored = config.recompute == "stored"
     if config.stage1_only:
@@ -43,11 +49,15 @@ def memory(
         trained = dims.parameters + adapters
         table = dims.vocab * dims.hidden
         block = dims.block_parameters + adapters // dims.layers
-        live = block + table if dims.tied else max(block, table)  # a tied head's gradient waits for the embedding's
+        live = (
+            block + table if dims.tied else max(block, table)
+        )  # a tied head's gradient waits for the embedding's
         if stored or not config.fused_update:
             live = trained
     width = dims.hidden * (2 if config.coupling == "full" else 1)
-    stream = {"bfloat16": 2, "int32": 4, "float32": 8}[config.streams]  # float32 streams are summed in float64
+    stream = {"bfloat16": 2, "int32": 4, "float32": 8}[
+        config.streams
+    ]  # float32 streams are summed in float64
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
     beside = _beside(dims, config) if config.gamma_bits_on == "device" else 0
     norms = 4 * dims.layers if config.coupling == "paper" else 0
@@ -64,13 +74,19 @@ def memory(
         "streams": batch_size * length_tokens * ends,
         "noise": 0,
         "activations": activations,
-        "logits": max(0, logits - activations),  # the head is through before a block is computed again
+        "logits": max(
+            0, logits - activations
+        ),  # the head is through before a block is computed again
         "update": 0 if stored else max(0, update - max(activations, logits)),
     }
 
 
 def host_memory(
-    dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: RevffnConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return bytes of pinned host memory by part: what `full` keeps beside its streams, where `config.gamma_bits_on`
     says so.
@@ -80,7 +96,11 @@ def host_memory(
         activation_bytes: not needed here.
     """
     tokens = batch_size * length_tokens
-    beside = 0 if config.recompute == "stored" or config.gamma_bits_on == "device" else _beside(dims, config)
+    beside = (
+        0
+        if config.recompute == "stored" or config.gamma_bits_on == "device"
+        else _beside(dims, config)
+    )
     return {"bits beside the streams": tokens * beside} if beside else {}
 
 
@@ -100,12 +120,16 @@ def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
     """Count the bytes of the optimizer's state of `trained` parameters."""
     if config.optimizer != "adafactor":
         return int(STATE_BYTES[config.optimizer] * trained)
-    sides = sum(inputs + outputs for inputs, outputs in dims.linear_shapes.values()) + 4 * dims.hidden
+    sides = (
+        sum(inputs + outputs for inputs, outputs in dims.linear_shapes.values()) + 4 * dims.hidden
+    )
     if dims.experts:
         width = getattr(dims, "expert_intermediate", dims.intermediate)
         sides += dims.experts * (3 * width + 2 * dims.hidden)
     adapters = 6 * dims.hidden * dims.layers if config.coupling != "full" else 0
-    return 4 * (dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden))
+    return 4 * (
+        dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden)
+    )
 
 
 def _less_optimizer_state(config: RevffnConfig, batch_size: int) -> RevffnConfig | None:

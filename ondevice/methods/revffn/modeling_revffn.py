@@ -58,7 +58,11 @@ class RevffnConfig(PretrainedConfig):
         self.base, self.steps = base or {}, steps or []
         self.half_width, self.late, self.stream_dtype = half_width, late, stream_dtype
         self.norms, self.windows = norms or dict(NORMS), windows or []
-        self.residual_scale, self.embedding_scale, self.logit_scale = residual_scale, embedding_scale, logit_scale
+        self.residual_scale, self.embedding_scale, self.logit_scale = (
+            residual_scale,
+            embedding_scale,
+            logit_scale,
+        )
         super().__init__(**kwargs)
 
     def ordinary(self) -> PretrainedConfig:
@@ -124,21 +128,37 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         if hidden is None:
             if ids is None:
                 raise ValueError("expected input_ids or inputs_embeds")
-            rows = embedding(ids, self.model.embed_tokens.weight)  # the module may multiply by itself
+            rows = embedding(
+                ids, self.model.embed_tokens.weight
+            )  # the module may multiply by itself
             hidden = rows * rows.new_tensor(self.config.embedding_scale)
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):
-            mask, places = _causal(attention_mask), attention_mask.long().cumsum(-1).sub(1).clamp(min=0)
+            mask, places = (
+                _causal(attention_mask),
+                attention_mask.long().cumsum(-1).sub(1).clamp(min=0),
+            )
         positions = self._positions(hidden, places if position_ids is None else position_ids)
-        masks = [_windowed(mask, window, hidden) for window in self.config.windows or [0] * len(positions)]
+        masks = [
+            _windowed(mask, window, hidden)
+            for window in self.config.windows or [0] * len(positions)
+        ]
         dtype = getattr(torch, self.config.stream_dtype)
-        u, v = (x.to(dtype) for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden)))
+        u, v = (
+            x.to(dtype)
+            for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden))
+        )
         for step in self.config.steps:
-            past, branch = step["past"], self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), positions, masks)
+            past, branch = (
+                step["past"],
+                self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), positions, masks),
+            )
             w = step["scale"] * branch.float() + past * u.float()
             u, v = v, (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
         u, v = u.float(), v.float()
-        last = (torch.cat((u, v), -1) if self.config.half_width else v + self.config.late * (v - u)).to(hidden.dtype)
+        last = (
+            torch.cat((u, v), -1) if self.config.half_width else v + self.config.late * (v - u)
+        ).to(hidden.dtype)
         normed = self.model.norm(last[:, -logits_to_keep:] if logits_to_keep else last)
         logits = self.lm_head(normed * self.config.logit_scale)
         loss = None
@@ -155,7 +175,9 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         tables = {kind: rotary(hidden, places, kind) for kind in set(kinds)}
         return [tables[kind] for kind in kinds]
 
-    def _branch(self, step: dict[str, Any], u: Tensor, v: Tensor, positions: Any, masks: Any) -> Tensor:
+    def _branch(
+        self, step: dict[str, Any], u: Tensor, v: Tensor, positions: Any, masks: Any
+    ) -> Tensor:
         block, part = step["block"], step["part"]
         layer, position, mask = self.model.layers[block], positions[block], masks[block]
         adapters = getattr(layer, "revffn", None)
@@ -168,7 +190,9 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
             y = _attention_between(layer, u, v, position, mask)
         else:
             n = self._normed(layer, "before_attention", v)
-            y = layer.self_attn(hidden_states=n, position_embeddings=position, attention_mask=mask)[0]
+            y = layer.self_attn(hidden_states=n, position_embeddings=position, attention_mask=mask)[
+                0
+            ]
             y = self._scaled(self._normed(layer, "after_attention", y))
             if part == "block":
                 y = y + self._mlp(layer, v + y)
@@ -176,7 +200,9 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _mlp(self, layer: Any, x: Tensor) -> Tensor:
         y = layer.mlp(self._normed(layer, "before_mlp", x))
-        y = y[0] if isinstance(y, tuple) else y  # a mixture of experts gives its router's logits too
+        y = (
+            y[0] if isinstance(y, tuple) else y
+        )  # a mixture of experts gives its router's logits too
         return self._scaled(self._normed(layer, "after_mlp", y))
 
     def _normed(self, layer: Any, place: str, x: Tensor) -> Tensor:
@@ -187,15 +213,29 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
 
-def _attention_between(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None) -> Tensor:
+def _attention_between(
+    layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None
+) -> Tensor:
     """Causal attention with its norm; queries from one input, keys and values from the other."""
-    attention, queries, keys = layer.self_attn, layer.input_layernorm(queries), layer.input_layernorm(keys)
+    attention, queries, keys = (
+        layer.self_attn,
+        layer.input_layernorm(queries),
+        layer.input_layernorm(keys),
+    )
     heads = [project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for project, x in (
         (attention.q_proj, queries), (attention.k_proj, keys), (attention.v_proj, keys))]  # fmt: skip
     cos, sin = (table[:, None] for table in position)
-    q, k = (x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in heads[:2])
+    q, k = (
+        x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in heads[:2]
+    )
     mixed = scaled_dot_product_attention(
-        q, k, heads[2], attn_mask=mask, is_causal=mask is None, scale=attention.scaling, enable_gqa=True
+        q,
+        k,
+        heads[2],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=attention.scaling,
+        enable_gqa=True,
     )
     return attention.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -205,7 +245,11 @@ def _windowed(mask: Tensor | None, window: int, hidden: Tensor) -> Tensor | None
     length = hidden.shape[1]
     if not 0 < window < length:
         return mask
-    seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)[None, None]
+    seen = (
+        torch.ones(length, length, dtype=torch.bool, device=hidden.device)
+        .tril()
+        .triu(1 - window)[None, None]
+    )
     own = torch.eye(length, dtype=torch.bool, device=hidden.device)
     return seen if mask is None else (mask & seen) | own
 

@@ -32,7 +32,9 @@ class Passes:
         loss_tiles: of the cross-entropy.
     """
 
-    def __init__(self, network: Reversible, stored: bool, micro_batch_size: int | None, loss_tiles: int) -> None:
+    def __init__(
+        self, network: Reversible, stored: bool, micro_batch_size: int | None, loss_tiles: int
+    ) -> None:
         self.network, self.family, self.stored = network, network.family, stored
         self.micro_batch_size, self.loss_tiles = micro_batch_size, loss_tiles
         self.unreported = any(step.crossed for step in network.steps)
@@ -42,7 +44,9 @@ class Passes:
         named = network.family.model.named_parameters()
         self.outer = {name: value for name, value in named if name not in inside}
         table = network.family.embedding.weight
-        self.embedding = {name for name, value in self.outer.items() if value is table or ".wpe." in name}
+        self.embedding = {
+            name for name, value in self.outer.items() if value is table or ".wpe." in name
+        }
 
     def run(self, ids_BT: Tensor, labels_BT: Tensor, on_unit: OnUnit) -> Tensor:
         """Run forward and backward over int64 [B, T]; gives the mean loss a labelled token, float32 [].
@@ -74,7 +78,9 @@ class Passes:
         """The final norm's output, [B, T, hidden]; the scale of training stays what it is."""
         before = self.network.fraction_bits
         try:
-            return self.family.final_norm(self._rescaled(lambda: self.network.hidden(self._forward(ids_BT))))
+            return self.family.final_norm(
+                self._rescaled(lambda: self.network.hidden(self._forward(ids_BT)))
+            )
         finally:
             if before is not None:
                 self.network.fraction_bits = before
@@ -92,12 +98,22 @@ class Passes:
             hidden = self.network.hidden(saved).requires_grad_()
             with torch.enable_grad():
                 loss = self._loss(hidden, targets, tokens)
-            grad, *of_outer = torch.autograd.grad(loss, [hidden, *outer.values()], allow_unused=True)
+            grad, *of_outer = torch.autograd.grad(
+                loss, [hidden, *outer.values()], allow_unused=True
+            )
             accumulate(head, dict(zip(outer, of_outer, strict=True)), len(ids) > 1)
             losses.append(loss.detach())
             backwards.append(self.network.backward_by_block(saved, grad))
-            del saved, hidden, loss, grad, of_outer  # else they would live on beside the backward pass
-        embedding = {name: head.pop(name) for name in self.embedding if name in head}  # tied: complete at the end only
+            del (
+                saved,
+                hidden,
+                loss,
+                grad,
+                of_outer,
+            )  # else they would live on beside the backward pass
+        embedding = {
+            name: head.pop(name) for name in self.embedding if name in head
+        }  # tied: complete at the end only
         self._hand_over(on_unit, head)
         for _ in self.blocks:
             total: Gradients = {}
@@ -112,12 +128,16 @@ class Passes:
             if names:
                 with torch.enable_grad():
                     embedded = self.family.embed(part)
-                grads = torch.autograd.grad(embedded, [outer[name] for name in names], inputs.to(embedded.dtype))
+                grads = torch.autograd.grad(
+                    embedded, [outer[name] for name in names], inputs.to(embedded.dtype)
+                )
                 accumulate(embedding, dict(zip(names, grads, strict=True)), len(ids) > 1)
         self._hand_over(on_unit, embedding)
         return torch.stack(losses).sum()
 
-    def _stored(self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit) -> Tensor:
+    def _stored(
+        self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit
+    ) -> Tensor:
         named = {**self.outer, **{name: p for block in self.blocks for name, p in block.items()}}
         named = {name: value for name, value in named.items() if value.requires_grad}
         losses, total = [], dict[str, Tensor]()

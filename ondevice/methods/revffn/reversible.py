@@ -84,7 +84,11 @@ class Reversible:
     """
 
     def __init__(
-        self, family: Family, config: RevffnConfig, device: torch.device | str | None = None, seed: int = 0
+        self,
+        family: Family,
+        config: RevffnConfig,
+        device: torch.device | str | None = None,
+        seed: int = 0,
     ) -> None:
         if device is not None:
             family.model.to(device)
@@ -95,7 +99,9 @@ class Reversible:
         self.blocks = family.dims.layers
         self.iterations: dict[int, Iteration] = {}
         """By step, how the last fixed-point iteration went (`coupling: paper`)."""
-        self.streams: Streams = FloatStreams(torch.bfloat16 if config.streams == "bfloat16" else torch.float64)
+        self.streams: Streams = FloatStreams(
+            torch.bfloat16 if config.streams == "bfloat16" else torch.float64
+        )
         if config.streams == "int32":
             self.fraction_bits = config.fraction_bits or self._calibrated()
 
@@ -111,7 +117,9 @@ class Reversible:
     @property
     def exact(self) -> bool:
         """True where the backward pass rebuilds every bit: integers, and no step that an iteration inverts."""
-        return isinstance(self.streams, FixedStreams) and not any(step.crossed for step in self.steps)
+        return isinstance(self.streams, FixedStreams) and not any(
+            step.crossed for step in self.steps
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,10 +153,16 @@ class Reversible:
 
     @torch.no_grad()
     def _forward(
-        self, ids_BT: Tensor, peaks: list[Tensor], on_step: OnStep | None = None, store: bool = False
+        self,
+        ids_BT: Tensor,
+        peaks: list[Tensor],
+        on_step: OnStep | None = None,
+        store: bool = False,
     ) -> Saved:
         position = self.position(ids_BT.shape[1])
-        u, v = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT)))
+        u, v = (
+            self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT))
+        )
         side: dict[int, Tensor] = {}
         stored: dict[int, Tensor] = {}
         sums: list[Tensor] = []
@@ -185,7 +199,9 @@ class Reversible:
 
     def hidden(self, saved: Saved) -> Tensor:
         """Return the final norm's input: [B, T, hidden] in the compute dtype."""
-        return self.coupling.merge(*(self.streams.to_float(part) for part in (saved.u, saved.v))).to(self.dtype)
+        return self.coupling.merge(
+            *(self.streams.to_float(part) for part in (saved.u, saved.v))
+        ).to(self.dtype)
 
     def backward(self, saved: Saved, grad_BTD: Tensor, on_block: OnBlock) -> Tensor:
         """Return gradients of all blocks, from the last to the first.
@@ -215,11 +231,19 @@ class Reversible:
         position = self.position(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
         v, w = saved.u, saved.v
-        del saved.u, saved.v, grad_BTD  # the caller holds `saved` on: its tensors are to go as the streams go back
+        del (
+            saved.u,
+            saved.v,
+            grad_BTD,
+        )  # the caller holds `saved` on: its tensors are to go as the streams go back
         gradients: Gradients = {}
         sums: list[Tensor] = []
         for number in reversed(range(len(self.steps))):
-            step, stored, side = self.steps[number], saved.stored.pop(number, None), saved.side.pop(number, None)
+            step, stored, side = (
+                self.steps[number],
+                saved.stored.pop(number, None),
+                saved.side.pop(number, None),
+            )
             side = None if side is None else side.to(v.device, non_blocking=True)
             if step.crossed and stored is None and side is not None:
                 with torch.no_grad():
@@ -245,8 +269,13 @@ class Reversible:
         comparison of every bit, and sums that say where it began."""
         if not self.exact or saved.ids is None:
             return
-        first = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(saved.ids)))
-        differs = torch.stack([(one != other).sum() for one, other in zip((u, v), first, strict=True)]).sum()
+        first = (
+            self.streams.from_float(part)
+            for part in self.coupling.split(self.family.embed(saved.ids))
+        )
+        differs = torch.stack(
+            [(one != other).sum() for one, other in zip((u, v), first, strict=True)]
+        ).sum()
         wrong = torch.stack(sums) != torch.stack(saved.sums)
         if not int(differs):
             return
@@ -269,15 +298,22 @@ class Reversible:
             u: given where the branch reads it; else it is rebuilt here.
         """
         mix = step.mix
-        parameters = {name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad}
+        parameters = {
+            name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad
+        }
         read = [v] if u is None else [v, u]
-        inputs = [self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read]
+        inputs = [
+            self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read
+        ]
         with torch.enable_grad():
             branch = self.coupling.branch(step, position, *inputs)
         if u is None:
             u = self.streams.inverse_step(w, v, branch.detach(), mix, side)
         grads = torch.autograd.grad(
-            branch, [*inputs, *parameters.values()], mix.branch_of(dv).to(branch.dtype), materialize_grads=True
+            branch,
+            [*inputs, *parameters.values()],
+            mix.branch_of(dv).to(branch.dtype),
+            materialize_grads=True,
         )
         # The order of the terms is autograd's: the later step's, this step's sum, this step's branch.
         older, newer = mix.past_of(dv), du
@@ -313,7 +349,9 @@ class Reversible:
             old, new = new, _Sum.apply(old, new, branch, step.mix)
             u, v = v, w
         self._check(peaks)
-        return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(self.dtype)
+        return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(
+            self.dtype
+        )
 
     def invert(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
@@ -322,14 +360,23 @@ class Reversible:
         side = None if side is None else side.to(v.device)
         if step.crossed and side is not None:
             return self._solve(step, position, v, w, side)
-        return self.streams.inverse_step(w, v, self._branch(step, position, v, w), step.mix, side), None
+        return self.streams.inverse_step(
+            w, v, self._branch(step, position, v, w), step.mix, side
+        ), None
 
     def _solve(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, norms: Tensor
     ) -> tuple[Tensor, Iteration]:
         limit, tolerance = self.config.max_iterations, self.config.tolerance
         return solve(
-            self.streams, lambda u: self._branch(step, position, v, u), w, v, norms, step.mix, limit, tolerance
+            self.streams,
+            lambda u: self._branch(step, position, v, u),
+            w,
+            v,
+            norms,
+            step.mix,
+            limit,
+            tolerance,
         )
 
     def _kept(self, bits: Tensor, step: Step) -> Tensor:
@@ -337,7 +384,9 @@ class Reversible:
         if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
             return bits
         # The copies there and back are in the stream that computes, so neither is read too early.
-        return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
+        return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(
+            bits, non_blocking=True
+        )
 
     def position(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the family's position embeddings of positions 0 to `length` - 1."""

@@ -74,7 +74,9 @@ class Streams(Protocol):
         """Compute w, and the bits of u that w does not hold (uint8, packed) or None."""
         ...
 
-    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(
+        self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None
+    ) -> Tensor:
         """Compute u, from what `step` gave and the same branch."""
         ...
 
@@ -106,7 +108,9 @@ class FloatStreams:
             total = total + (self._wide(u) if mix.past == 1.0 else self._wide(u) * mix.past)
         return total.to(self.dtype), None
 
-    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(
+        self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None
+    ) -> Tensor:
         if not mix.past:
             return v
         rest = self._wide(w) - self._added(v, branch, mix)
@@ -146,7 +150,9 @@ class FixedStreams:
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
         return added, pack(u, mix.bits)
 
-    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(
+        self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None
+    ) -> Tensor:
         if not mix.past:
             return v
         rest = w - self._quantised(branch, mix.branch)
@@ -208,7 +214,9 @@ def choose_bits(peak: float) -> int:
         TrainingError: `peak` is infinite or NaN.
     """
     if not math.isfinite(peak):
-        raise TrainingError("the model's activations are not numbers", hint="--dtype float32, or other weights")
+        raise TrainingError(
+            "the model's activations are not numbers", hint="--dtype float32, or other weights"
+        )
     return max(1, min(MOST_BITS, math.floor(math.log2(ROOM / max(peak, 1e-9))) - SPARE_BITS))
 
 
@@ -252,5 +260,7 @@ def check_overflow(peaks: Sequence[Tensor], places: Sequence[str], fraction_bits
         if peak < ROOM:
             continue
         if not math.isfinite(peak):
-            raise TrainingError(f"{place} gives numbers that are none", hint="a smaller learning rate")
+            raise TrainingError(
+                f"{place} gives numbers that are none", hint="a smaller learning rate"
+            )
         raise StreamOverflow(place, fraction_bits, peak * 2.0**-fraction_bits)

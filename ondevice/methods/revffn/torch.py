@@ -51,23 +51,31 @@ class RevffnSession(Session):
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         self.network = Reversible(loaded.family, config, seed=seed)
-        self.passes = Passes(self.network, config.recompute == "stored", config.micro_batch_size, config.loss_tiles)
+        self.passes = Passes(
+            self.network, config.recompute == "stored", config.micro_batch_size, config.loss_tiles
+        )
         self.adapters = self.network.adapters
         self.parameters: dict[str, Tensor] = dict(self.adapters)
         if not config.stage1_only:
             named = loaded.model.named_parameters()
-            self.parameters |= {name: value for name, value in named if config.train_router or ROUTER not in name}
+            self.parameters |= {
+                name: value for name, value in named if config.train_router or ROUTER not in name
+            }
         self.updates = Updates(config, self.parameters, seed)
         self.active: dict[str, Any] | None = None
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one optimizer step over all rows; see `Session.step`."""
         rate, batch = self._begin(step, learning_rate), self._batch(ids, labels)
         with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
             loss = float(self._train(batch, step, rate))
         return StepResult(loss, (loss,))
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray, step: int = 0) -> tuple[float, Gradients]:
+    def gradients(
+        self, ids: np.ndarray, labels: np.ndarray, step: int = 0
+    ) -> tuple[float, Gradients]:
         """Return loss and gradients of step `step`, with nothing updated."""
         self._begin(step, 0.0)
         gradients: Gradients = {}
@@ -89,7 +97,9 @@ class RevffnSession(Session):
                 units.append(unit)
 
         loss = run(*batch, keep)
-        scale = clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if global_clip else None
+        scale = (
+            clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if global_clip else None
+        )
         if c.fused_update:
             return run(*batch, lambda unit: self._update(unit, step, rate, scale))
         for unit in units:
@@ -103,7 +113,9 @@ class RevffnSession(Session):
             scale = clip_scale(squared_norm(unit.values()), limit)
         while unit:
             name, gradient = unit.popitem()
-            self.updates.apply(name, gradient, step + 1 - (0 if name in self.adapters else later), rate, scale)
+            self.updates.apply(
+                name, gradient, step + 1 - (0 if name in self.adapters else later), rate, scale
+            )
 
     def _begin(self, step: int, learning_rate: float) -> float:
         """Let the parameters of the step's stage require gradients; gives its learning rate."""
@@ -114,7 +126,9 @@ class RevffnSession(Session):
             self.active = active
             for name, parameter in [*self.loaded.model.named_parameters(), *self.adapters.items()]:
                 parameter.requires_grad_(name in active)
-        return learning_rate * (self.config.stage1_learning_rate / self.config.learning_rate if first else 1.0)
+        return learning_rate * (
+            self.config.stage1_learning_rate / self.config.learning_rate if first else 1.0
+        )
 
     def _batch(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
@@ -130,7 +144,11 @@ class RevffnSession(Session):
         uint16."""
         tensors = self.parameters | self.updates.arrays()
         arrays = {name: as_numpy(value.detach().cpu().clone()) for name, value in tensors.items()}
-        return arrays if self.network.fraction_bits is None else arrays | {BITS: np.array([self.network.fraction_bits])}
+        return (
+            arrays
+            if self.network.fraction_bits is None
+            else arrays | {BITS: np.array([self.network.fraction_bits])}
+        )
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -161,7 +179,9 @@ class RevffnSession(Session):
         return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> RevffnSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> RevffnSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return RevffnSession(loaded, config, seed)
 
@@ -186,16 +206,26 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
         read_header(folder / FILE_NAME)
         tensors = load_file(folder / FILE_NAME)
     except Exception as error:  # safetensors raises its own kinds
-        raise ModelError(f"{folder}: the weights cannot be read", received=str(error), hint="copy it again") from error
+        raise ModelError(
+            f"{folder}: the weights cannot be read", received=str(error), hint="copy it again"
+        ) from error
     with quiet_transformers():
         plain = AutoConfig.for_model(base.pop("model_type"), **base)
         model = AutoModelForCausalLM.from_config(plain, attn_implementation="sdpa", dtype=dtype)
     named = dict(model.named_parameters())
     model.to(torch.device(device))
-    loaded = wrap(model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder))
-    scaled = settings if config["fraction_bits"] is None else settings | {"fraction_bits": config["fraction_bits"]}
+    loaded = wrap(
+        model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder)
+    )
+    scaled = (
+        settings
+        if config["fraction_bits"] is None
+        else settings | {"fraction_bits": config["fraction_bits"]}
+    )
     session = RevffnSession(loaded, RevffnConfig.parse(scaled, "config.json"), 0)
-    session.network.config = RevffnConfig.parse(settings, "config.json")  # a scale not set by hand may become coarser
+    session.network.config = RevffnConfig.parse(
+        settings, "config.json"
+    )  # a scale not set by hand may become coarser
     if config["late"] != session.network.coupling.late:
         raise ModelError(
             f"{folder}: written by another version, whose network reads its end differently",
@@ -205,7 +235,9 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
         )
     wanted = named | session.adapters
     if missing := sorted(wanted.keys() - tensors.keys()):
-        raise ModelError(f"{folder}: the weights lack a tensor", received=missing[0], hint="copy the model again")
+        raise ModelError(
+            f"{folder}: the weights lack a tensor", received=missing[0], hint="copy the model again"
+        )
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(tensors[name])
@@ -226,7 +258,9 @@ def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_toke
     stops = loaded.tokenizer.eos_token_id if stops is None else stops
     written: list[int] = []
     while len(written) < max_new_tokens:
-        written.append(session.passes.next_token(torch.tensor([[*ids, *written]], device=session.device)))
+        written.append(
+            session.passes.next_token(torch.tensor([[*ids, *written]], device=session.device))
+        )
         if written[-1] in (stops if isinstance(stops, list) else [stops]):
             break
     return str(loaded.tokenizer.decode(written, skip_special_tokens=True))

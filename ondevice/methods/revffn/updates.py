@@ -38,7 +38,9 @@ class Rule(Protocol):
         """Return state of a parameter before its first step."""
         ...
 
-    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+    def apply(
+        self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
+    ) -> None:
         """Apply one step with a gradient of the parameter's shape."""
         ...
 
@@ -90,7 +92,9 @@ class Sgd:
     def state(self, parameter: Tensor) -> State:
         return {}
 
-    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+    def apply(
+        self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
+    ) -> None:
         for span, work in write.chunks():
             if adam.weight_decay:
                 work.mul_(1 - adam.learning_rate * adam.weight_decay)
@@ -104,9 +108,17 @@ class AdamW:
         make = {"device": parameter.device, "dtype": torch.float32}
         return {name: torch.zeros(parameter.numel(), **make) for name in ("exp_avg", "exp_avg_sq")}
 
-    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+    def apply(
+        self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
+    ) -> None:
         for span, work in write.chunks():
-            torch_step(work, gradient.view(-1)[span], state["exp_avg"][span], state["exp_avg_sq"][span], adam)
+            torch_step(
+                work,
+                gradient.view(-1)[span],
+                state["exp_avg"][span],
+                state["exp_avg_sq"][span],
+                adam,
+            )
 
 
 class AdamW8bit:
@@ -134,10 +146,14 @@ class AdamW8bit:
             state[f"absmax{kind}"] = torch.zeros(blocks, dtype=torch.float32, device=device)
         return state
 
-    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+    def apply(
+        self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
+    ) -> None:
         if "exp_avg" in state:
             return self.small.apply(write, gradient, state, adam)
-        maps = self.maps = {kind: values.to(write.parameter.device) for kind, values in self.maps.items()}
+        maps = self.maps = {
+            kind: values.to(write.parameter.device) for kind, values in self.maps.items()
+        }
         for span, work in write.chunks():
             blocks = slice(span.start // 256, -(-span.stop // 256))
             self.functional.optimizer_update_8bit_blockwise(
@@ -157,9 +173,14 @@ class Adafactor:
         if parameter.ndim < 2:
             return {"variance": torch.zeros(parameter.shape, **make)}
         *outer, rows, columns = parameter.shape
-        return {"row_var": torch.zeros(*outer, rows, 1, **make), "col_var": torch.zeros(*outer, 1, columns, **make)}
+        return {
+            "row_var": torch.zeros(*outer, rows, 1, **make),
+            "col_var": torch.zeros(*outer, 1, columns, **make),
+        }
 
-    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+    def apply(
+        self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
+    ) -> None:
         parameter, eps1 = write.parameter, torch.finfo(torch.float32).eps
         stack = parameter if parameter.ndim > 1 else parameter[None]
         *_, rows, columns = stack.shape
@@ -189,7 +210,9 @@ class Adafactor:
             return variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient[chunk])
 
         total = sum((update(chunk).square_().sum() for chunk in chunks), torch.zeros_like(square))
-        size = (square / parameter.numel()).sqrt_().clamp_(min=EPS2) * min(adam.learning_rate, adam.step**-0.5)
+        size = (square / parameter.numel()).sqrt_().clamp_(min=EPS2) * min(
+            adam.learning_rate, adam.step**-0.5
+        )
         size /= (total / parameter.numel()).sqrt_().clamp_(min=1.0)
         for number, chunk in enumerate(chunks):
             work = stack[chunk].float()
@@ -209,7 +232,12 @@ def _chunks(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
             yield slice(first, min(first + several, matrices)), slice(low, min(low + at_once, rows))
 
 
-RULES: dict[str, type[Any]] = {"sgd": Sgd, "adamw": AdamW, "adamw8bit": AdamW8bit, "adafactor": Adafactor}
+RULES: dict[str, type[Any]] = {
+    "sgd": Sgd,
+    "adamw": AdamW,
+    "adamw8bit": AdamW8bit,
+    "adafactor": Adafactor,
+}
 
 
 class Updates:
@@ -227,7 +255,9 @@ class Updates:
         self.states: dict[str, State] = {}
 
     @torch.no_grad()
-    def apply(self, name: str, gradient: Tensor, count: int, rate: float, scale: Tensor | None = None) -> None:
+    def apply(
+        self, name: str, gradient: Tensor, count: int, rate: float, scale: Tensor | None = None
+    ) -> None:
         """Apply step `count` (1 for the first) of a tensor.
 
         Args:
@@ -242,12 +272,19 @@ class Updates:
         chance = c.rounding == "stochastic"
         key = stream_key(self.seed, count, 0, self.numbers[name]) if chance else None
         self.rule.apply(
-            ParameterWriter(parameter, key), ScaledGradient(gradient.contiguous(), scale), self.states[name], adam
+            ParameterWriter(parameter, key),
+            ScaledGradient(gradient.contiguous(), scale),
+            self.states[name],
+            adam,
         )
 
     def arrays(self) -> dict[str, Tensor]:
         """Return all states, by `kind/name`."""
-        return {f"{kind}/{name}": value for name, state in self.states.items() for kind, value in state.items()}
+        return {
+            f"{kind}/{name}": value
+            for name, state in self.states.items()
+            for kind, value in state.items()
+        }
 
     def load(self, arrays: dict[str, Tensor]) -> None:
         """Restore the states of `arrays`.
@@ -262,7 +299,11 @@ class Updates:
             if all(value is None for value in saved.values()):
                 continue  # a tensor that has had no step yet has no state
             for kind, value in saved.items():
-                if value is None or value.numel() != state[kind].numel() or value.dtype != state[kind].dtype:
+                if (
+                    value is None
+                    or value.numel() != state[kind].numel()
+                    or value.dtype != state[kind].dtype
+                ):
                     raise CheckpointError(
                         f"the checkpoint's {kind} of {name} does not fit",
                         expected=f"{state[kind].numel()} values of {state[kind].dtype}",
@@ -276,7 +317,9 @@ class Updates:
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the sum of all squares, float32 [] on the device, chunk by chunk."""
     parts = [
-        chunk.float().square().sum() for gradient in gradients for chunk in gradient.detach().reshape(-1).split(CHUNK)
+        chunk.float().square().sum()
+        for gradient in gradients
+        for chunk in gradient.detach().reshape(-1).split(CHUNK)
     ]
     return torch.stack(parts).sum()
 

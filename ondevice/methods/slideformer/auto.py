@@ -52,18 +52,28 @@ def resolve(
 
     Numbers that are set stay. What does not fit at all is decided as small as it can be: the plan then says so.
     """
-    options = [change for change in _options(config, dims) if _fits(config, change, dims, work, room)]
+    options = [
+        change for change in _options(config, dims) if _fits(config, change, dims, work, room)
+    ]
     if not options:
         return _fixed(config), "nothing more fits: the smallest window, all states on the host"
-    timed = {index: _seconds(_with(config, change), dims, work, rates) for index, change in enumerate(options)}
+    timed = {
+        index: _seconds(_with(config, change), dims, work, rates)
+        for index, change in enumerate(options)
+    }
     quickest = min(timed.values())
-    best = min((index for index, value in timed.items() if value <= quickest * EQUAL), key=lambda i: _size(options[i]))
+    best = min(
+        (index for index, value in timed.items() if value <= quickest * EQUAL),
+        key=lambda i: _size(options[i]),
+    )
     chosen = _with(config, options[best])
     chosen = _replaced(chosen, _buffers(config, chosen, dims, work, room, rates))
     return chosen, _why(chosen, dims, work, rates, timed[best])
 
 
-def resolve_request(request: Any, rates: Rates | None, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
+def resolve_request(
+    request: Any, rates: Rates | None, host_bytes: int | None
+) -> tuple[SlideformerConfig, str]:
     """Return what `resolve` does of a plan's request; see `MethodSpec.resolve`."""
     config = request.method
     if not config.is_auto:
@@ -79,10 +89,16 @@ def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
     """Return rank 0's settings, with numbers that every rank has memory for: of each the least that any chose."""
     if ranks.single:
         return config
-    mine = {"window": config.slots, "resident_layers": config.kept_layers, "gradient_buffers": config.buffers}
+    mine = {
+        "window": config.slots,
+        "resident_layers": config.kept_layers,
+        "gradient_buffers": config.buffers,
+    }
     mine |= {"resident_tables": config.keeps_tables}
     every = ranks.calls.every(mine)
-    return ranks.settings(config).model_copy(update={name: min(other[name] for other in every) for name in mine})
+    return ranks.settings(config).model_copy(
+        update={name: min(other[name] for other in every) for name in mine}
+    )
 
 
 def assumed(device: Any, config: SlideformerConfig) -> Rates:
@@ -95,13 +111,21 @@ def assumed(device: Any, config: SlideformerConfig) -> Rates:
 
 def _fixed(config: SlideformerConfig) -> SlideformerConfig:
     return _with(
-        config, {"window": WINDOW, "resident_layers": 0, "resident_tables": False, "gradient_buffers": BUFFERS}
+        config,
+        {
+            "window": WINDOW,
+            "resident_layers": 0,
+            "resident_tables": False,
+            "gradient_buffers": BUFFERS,
+        },
     )
 
 
 def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfig:
     """`config` with those settings of `change` that it leaves open."""
-    return config.model_copy(update={name: to for name, to in change.items() if getattr(config, name) == "auto"})
+    return config.model_copy(
+        update={name: to for name, to in change.items() if getattr(config, name) == "auto"}
+    )
 
 
 def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
@@ -113,7 +137,11 @@ def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]
         for layers in range(dims.layers + 1 if may else 1):
             left = max(2, dims.layers - layers)
             for window in sorted({min(WINDOW, left), min(2 * WINDOW, left), left // 2 + 1, left}):
-                option = {"resident_layers": layers, "resident_tables": table, "window": max(2, window)}
+                option = {
+                    "resident_layers": layers,
+                    "resident_tables": table,
+                    "window": max(2, window),
+                }
                 options.append(option | {"gradient_buffers": BUFFERS})
     return options
 
@@ -123,7 +151,9 @@ def _size(option: dict[str, Any]) -> tuple[int, int]:
     return option["resident_layers"] + 2 * option["resident_tables"], option["window"]
 
 
-def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room) -> bool:
+def _fits(
+    config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room
+) -> bool:
     resolved = _with(config, change)
     return needed_bytes(resolved, dims, work) <= SHARE * room.accelerator_bytes and _host_fits(
         resolved, dims, work, room
@@ -138,7 +168,9 @@ def needed_bytes(config: SlideformerConfig, dims: ModelDims, work: Work) -> int:
 
 def _host_fits(resolved: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
     assert MEMORY.host is not None  # noqa: S101  this method's
-    needed = sum(MEMORY.host(dims, resolved, work.rows * work.world, work.length_tokens, 4).values())
+    needed = sum(
+        MEMORY.host(dims, resolved, work.rows * work.world, work.length_tokens, 4).values()
+    )
     return room.host_bytes is None or needed <= HOST_SHARE * room.host_bytes
 
 
@@ -157,15 +189,25 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
 
 
 def _buffers(
-    config: SlideformerConfig, chosen: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
+    config: SlideformerConfig,
+    chosen: SlideformerConfig,
+    dims: ModelDims,
+    work: Work,
+    room: Room,
+    rates: Rates,
 ) -> int:
     """A few where the backward pass hides the update; else as many as the host holds of those that there are."""
     if config.gradient_buffers != "auto":
         return config.gradient_buffers
-    lanes, left = lanes_of(dims, chosen, work, rates, FITTED_MATRIX), max(2, dims.layers - chosen.kept_layers)
+    lanes, left = (
+        lanes_of(dims, chosen, work, rates, FITTED_MATRIX),
+        max(2, dims.layers - chosen.kept_layers),
+    )
     if SLACK * max(lanes["update"], lanes["disk"]) <= HIDDEN * lanes["compute"]:
         return min(BUFFERS, left)
-    most = next((n for n in range(left, 2, -1) if _host_fits(_replaced(chosen, n), dims, work, room)), 2)
+    most = next(
+        (n for n in range(left, 2, -1) if _host_fits(_replaced(chosen, n), dims, work, room)), 2
+    )
     return max(2, most)
 
 
@@ -173,7 +215,9 @@ def _replaced(config: SlideformerConfig, buffers: int) -> SlideformerConfig:
     return config.model_copy(update={"gradient_buffers": buffers})
 
 
-def _why(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates, seconds: float) -> str:
+def _why(
+    config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates, seconds: float
+) -> str:
     """The choice in a sentence, for the plan and for the log."""
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     longest = max(lanes, key=lambda lane: lanes[lane])

@@ -63,7 +63,12 @@ class SlideformerConfig(EngineConfig):
     @property
     def is_auto(self) -> bool:
         """True where something is left to decide."""
-        return "auto" in (self.window, self.resident_layers, self.resident_tables, self.gradient_buffers)
+        return "auto" in (
+            self.window,
+            self.resident_layers,
+            self.resident_tables,
+            self.gradient_buffers,
+        )
 
     @property
     def slots(self) -> int:

@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
 
 def step_cost(
-    dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, weight_bytes: int
+    dims: ModelDims,
+    config: SlideformerConfig,
+    batch_size: int,
+    length_tokens: int,
+    weight_bytes: int,
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
     # A layer's forward pass runs twice; the head's logits once, unless the vocabulary comes in parts.
-    forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
+    forward, head = (
+        forward_flops(dims, batch_size, length_tokens),
+        head_flops(dims, batch_size, length_tokens),
+    )
     heads = 3 * head * (1 if config.loss_tiles == 1 else 4 / 3)
     return StepCost(4 * forward + heads, 3 * weight_bytes, config.compute)

@@ -39,7 +39,9 @@ class DiskActivations:
         count."""
         if self.file is not None:
             self.file.close()
-        self.file = TierFile(self.folder, "activations", [size_bytes] * count, timeout_s=self.watch.timeout_s)
+        self.file = TierFile(
+            self.folder, "activations", [size_bytes] * count, timeout_s=self.watch.timeout_s
+        )
         self.ring = [buffer(size_bytes, pin=pin) for _ in range(buffers)]
         self.futures: list[Future[None] | None] = [None] * buffers
         self.holds: list[int | None] = [None] * buffers
@@ -70,7 +72,9 @@ class DiskActivations:
 
     def _timed(self, future: Future[None]) -> Future[None]:
         started = time.perf_counter()
-        future.add_done_callback(lambda _: self.timeline.add("disk", "activations", started, time.perf_counter()))
+        future.add_done_callback(
+            lambda _: self.timeline.add("disk", "activations", started, time.perf_counter())
+        )
         return future
 
     def _wait(self, turn: int) -> None:
@@ -103,7 +107,12 @@ class Disk:
 
 
 def open_disk(
-    units: Units, config: SlideformerConfig, device: Device, timeline: Timeline, watch: Watch, ranks: Ranks = SINGLE
+    units: Units,
+    config: SlideformerConfig,
+    device: Device,
+    timeline: Timeline,
+    watch: Watch,
+    ranks: Ranks = SINGLE,
 ) -> Disk:
     """Return the files that `config` asks for.
 
@@ -115,7 +124,9 @@ def open_disk(
     states, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
     if not states and not activations:
         return Disk(None, None, None)
-    temporary = Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
+    temporary = (
+        Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
+    )
     folder = temporary or Path(str(config.disk_folder))
     if not ranks.single:
         folder = folder / f"rank-{ranks.rank}"

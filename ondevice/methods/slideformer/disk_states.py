@@ -46,7 +46,12 @@ class DiskStates:
         timeline: Timeline,
         watch: Watch,
     ) -> None:
-        self.kind, self.split, self.timeline, self.watch = config.moments, is_split(config), timeline, watch
+        self.kind, self.split, self.timeline, self.watch = (
+            config.moments,
+            is_split(config),
+            timeline,
+            watch,
+        )
         count = max(1, round(config.disk_fraction * len(owned)))
         chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
@@ -61,7 +66,10 @@ class DiskStates:
             if layers:
                 self.files.append(TierFile(folder, "weights", widths, timeout_s=config.timeout_s))
             self.free: list[tuple[Tensor, ...]] = [
-                (buffer(max(sizes), pin=False), *(buffer(max(widths), pin=False) for _ in layers[:1]))
+                (
+                    buffer(max(sizes), pin=False),
+                    *(buffer(max(widths), pin=False) for _ in layers[:1]),
+                )
                 for _ in range(min(STAGED, count))
             ]
             self.outgoing = [buffer(max(widths), pin=pin) for _ in range(min(STAGED, len(layers)))]
@@ -146,7 +154,10 @@ class DiskStates:
         """Begin to read a layer's weights for the accelerator, if there is memory for them; its last update is done."""
         if self.holds_master(unit):
             with self.lock:
-                at = next((n for n, (_, sent) in enumerate(self.idle) if sent is None or sent.done()), None)
+                at = next(
+                    (n for n, (_, sent) in enumerate(self.idle) if sent is None or sent.done()),
+                    None,
+                )
                 if unit.index not in self.coming and at is not None:
                     self.coming[unit.index] = self._read_weights(unit, at)
 
@@ -158,7 +169,9 @@ class DiskStates:
         """
         with self.lock:
             entry = self.coming.pop(unit.index, None)
-            if entry is None and not self.idle:  # what is read ahead, and is needed later, gives its memory
+            if (
+                entry is None and not self.idle
+            ):  # what is read ahead, and is needed later, gives its memory
                 _, (memory, future) = self.coming.popitem()
                 self.watch.result(future, "read of weights")
                 self.idle.append((memory, None))
@@ -214,12 +227,18 @@ class DiskStates:
         return memories, self._moved(unit, memories, "write", lambda file: file.write)
 
     def _moved(
-        self, unit: Unit, memories: tuple[Tensor, ...], what: str, of: Callable[[TierFile], Callable[..., Future[None]]]
+        self,
+        unit: Unit,
+        memories: tuple[Tensor, ...],
+        what: str,
+        of: Callable[[TierFile], Callable[..., Future[None]]],
     ) -> tuple[Future[None], ...]:
         name = f"{what} {unit.name}"
         futures = [self._timed(name, of(self.file)(self.records[unit.index], memories[0]))]
         if self.holds_master(unit):
-            futures.append(self._timed(name, of(self.files[1])(self.weight_records[unit.index], memories[1])))
+            futures.append(
+                self._timed(name, of(self.files[1])(self.weight_records[unit.index], memories[1]))
+            )
         return tuple(futures)
 
     def _read_weights(self, unit: Unit, at: int) -> tuple[Tensor, Future[None]]:
@@ -228,12 +247,16 @@ class DiskStates:
         if sent is not None:
             sent.wait()
         name = f"read {unit.name} weights"
-        return memory, self._timed(name, self.files[1].read(self.weight_records[unit.index], memory))
+        return memory, self._timed(
+            name, self.files[1].read(self.weight_records[unit.index], memory)
+        )
 
     def _timed(self, name: str, future: Future[None]) -> Future[None]:
         """Put the time of a transfer into the disk's lane."""
         started = time.perf_counter()
-        future.add_done_callback(lambda _: self.timeline.add("disk", name, started, time.perf_counter()))
+        future.add_done_callback(
+            lambda _: self.timeline.add("disk", name, started, time.perf_counter())
+        )
         return future
 
     def _memory(self) -> tuple[Tensor, ...]:
@@ -257,5 +280,7 @@ class DiskStates:
         """Wait for a write, and take its memory back."""
         for future in entry[1]:
             self.watch.result(future, "write of a state")
-        self.writing = [other for other in self.writing if other is not entry]  # tensors have no plain ==
+        self.writing = [
+            other for other in self.writing if other is not entry
+        ]  # tensors have no plain ==
         self.free.append(entry[0])

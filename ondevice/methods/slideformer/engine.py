@@ -48,7 +48,9 @@ class SlideformerEngine(OffloadEngine):
 
     config: SlideformerConfig
 
-    def __init__(self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
+    def __init__(
+        self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE
+    ) -> None:
         _check(config)
         super().__init__(family, config, device, ranks)
         units = self.units
@@ -74,7 +76,9 @@ class SlideformerEngine(OffloadEngine):
         self.window = Window(*shared, self.transfers, self.updater)
         if self.overdue is not None:
             self.window.transfers.expect = self.overdue.expect
-        self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
+        self.activations = Activations(
+            self.device, self.timeline, config.activations, self.disk.activations
+        )
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
         self.total = self.device.pinned(1, torch.float32)
@@ -96,10 +100,14 @@ class SlideformerEngine(OffloadEngine):
         ids, labels = ids[rows], labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=every)
-        for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
+        for unit in (
+            self.store.resident.units
+        ):  # no fetch waits for their norms, which clipping needs from here on
             self.updater.wait(unit)
         with self.watch.whole("the step"):  # gradients leave, and updates begin
-            gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+            gradients, total = self.passes.head(
+                h, [labels[rows] for rows in micro_batches], 1.0 / count
+            )
             summed = self.window.all_reduce_total(total.reshape(1), self.total)
             self.passes.backward(gradients, ids, micro_batches)
             known = summed()
@@ -149,7 +157,11 @@ class SlideformerEngine(OffloadEngine):
 
 def _check(config: SlideformerConfig) -> None:
     """Settings that exclude each other."""
-    if (config.kept_layers or config.keeps_tables) and config.max_grad_norm is not None and config.clip == "global":
+    if (
+        (config.kept_layers or config.keeps_tables)
+        and config.max_grad_norm is not None
+        and config.clip == "global"
+    ):
         raise ConfigError(
             "what stays on the accelerator is updated at once, before a global norm is known",
             expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",

@@ -29,14 +29,20 @@ def _here_bytes(config: SlideformerConfig) -> float:
 
 
 def memory(
-    dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: SlideformerConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
     item = 2 if config.compute == "bfloat16" else 4
     tile = -(-dims.vocab // config.loss_tiles)
     slots = min(config.slots, max(1, dims.layers - config.kept_layers)) + GRADIENT_SLOTS
     tables, rows = 2 * min(2, config.loss_tiles), tile
-    if config.keeps_tables:  # the head is among the resident parts; gradients of what stays are whole
+    if (
+        config.keeps_tables
+    ):  # the head is among the resident parts; gradients of what stays are whole
         tables, rows = 1 if dims.tied else 2, dims.vocab
     parts = {
         "window": slots * dims.block_parameters * item,
@@ -48,7 +54,9 @@ def memory(
     return {part: size for part, size in parts.items() if size or part == "noise"}
 
 
-def on_ranks(parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int) -> dict[str, int]:
+def on_ranks(
+    parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int
+) -> dict[str, int]:
     """Return `parts` of `memory` as one of `world` ranks has them: all weights of what stays on the accelerator, and of
     the rest of its states a share."""
     if "resident states" not in parts:
@@ -58,7 +66,11 @@ def on_ranks(parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, 
 
 
 def host_memory(
-    dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+    dims: ModelDims,
+    config: SlideformerConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs.
 
@@ -71,22 +83,30 @@ def host_memory(
     table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
     resident = resident_parameters(dims, config)
     tables = 0 if config.keeps_tables else 1 if dims.tied else 2
-    on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * (dims.parameters - resident)
+    on_disk = (
+        config.disk_fraction * (STATE_BYTES[config.moments] - 4) * (dims.parameters - resident)
+    )
     cold = config.disk_masters * config.disk_fraction * left * dims.block_parameters
     widest = max(table, layers // dims.layers)
     staging = 3 * (STATE_BYTES[config.moments] - 4) * widest
     staging += config.disk_masters * 3 * (4 + item) * (layers // dims.layers)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
-        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk - 4 * cold),
+        "masters and moments": int(
+            STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk - 4 * cold
+        ),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + tables * table) * item,
-        "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
+        "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[
+            config.activations
+        ],
     }
     return {part: size for part, size in parts.items() if size}
 
 
-def _no_frozen_weights(dims: ModelDims, config: SlideformerConfig, weight_bytes: int, runtime: str) -> int:
+def _no_frozen_weights(
+    dims: ModelDims, config: SlideformerConfig, weight_bytes: int, runtime: str
+) -> int:
     """None: the window and the resident layers are parts of their own."""
     return 0
 

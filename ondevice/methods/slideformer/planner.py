@@ -34,7 +34,9 @@ def moved_bytes(config: SlideformerConfig) -> float:
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
     """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
-    return _lanes(request.dims, request.method, Work(rows, request.length_tokens, request.world), rates, flops)
+    return _lanes(
+        request.dims, request.method, Work(rows, request.length_tokens, request.world), rates, flops
+    )
 
 
 def lanes_of(
@@ -45,13 +47,24 @@ def lanes_of(
     return _lanes(dims, config, work, rates, flops / efficiency)
 
 
-def _lanes(dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, flops: float) -> dict[str, float]:
+def _lanes(
+    dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, flops: float
+) -> dict[str, float]:
     item, stored = 2 if config.compute == "bfloat16" else 4, STATE_BYTES[config.moments]
-    kept = dims.layers * work.rows * work.length_tokens * dims.hidden * item * (config.activations != "device")
+    kept = (
+        dims.layers
+        * work.rows
+        * work.length_tokens
+        * dims.hidden
+        * item
+        * (config.activations != "device")
+    )
     here = resident_parameters(dims, config)
     on_host = max(0, dims.parameters - here)
     layers = max(0, dims.layers - config.kept_layers)
-    again = max(0, layers - min(config.slots, layers)) * dims.block_parameters  # fetched for the backward pass, too
+    again = (
+        max(0, layers - min(config.slots, layers)) * dims.block_parameters
+    )  # fetched for the backward pass, too
     # Each rank copies its share over its own link. Copies and updates of all share the host's memory: what one moves
     # the other waits for.
     entering, leaving, ranks = (on_host + again) * item, on_host * item, work.world

@@ -28,13 +28,20 @@ CHUNK = 1 << 25
 
 def fields(state: HostState) -> dict[str, Tensor]:
     """Return a state's tensors by the name that a checkpoint has for them."""
-    named = {"master": state.master, "high": state.high, "low": state.low, **state.moments.tensors()}
+    named = {
+        "master": state.master,
+        "high": state.high,
+        "low": state.low,
+        **state.moments.tensors(),
+    }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
     """Return the units whose states stay on the accelerator: the first layers, and the tables."""
-    tables = (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
+    tables = (
+        (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
+    )
     return (*units.layers[: config.kept_layers], *tables)
 
 
@@ -46,9 +53,20 @@ class Resident:
     """
 
     def __init__(
-        self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, native: bool, ranks: Ranks = SINGLE
+        self,
+        units: tuple[Unit, ...],
+        device: Device,
+        dtype: torch.dtype,
+        native: bool,
+        ranks: Ranks = SINGLE,
     ) -> None:
-        self.units, self.device, self.dtype, self.native, self.ranks = units, device, dtype, native, ranks
+        self.units, self.device, self.dtype, self.native, self.ranks = (
+            units,
+            device,
+            dtype,
+            native,
+            ranks,
+        )
         self.shares = tuple(ranks.share(unit) for unit in units)
         self.computed: dict[int, Tensor] = {}
         self.states: dict[int, HostState] = {}
@@ -58,14 +76,18 @@ class Resident:
 
     def fill(self, unit: Unit) -> None:
         """Take what is computed with from a unit's parameters, which are whole on every rank."""
-        memory = self.computed[unit.index] = self.device.empty(self.ranks.bounds(unit)[-1], self.dtype)
+        memory = self.computed[unit.index] = self.device.empty(
+            self.ranks.bounds(unit)[-1], self.dtype
+        )
         for piece in unit.pieces:
             memory[piece.offset : piece.offset + piece.numel].copy_(piece.values)
 
     def adopt(self, unit: Unit, state: HostState) -> None:
         """Take over the state of this rank's share, which is on the host; it may be let go of after."""
         own = self.computed[unit.index][self.ranks.own(self.ranks.bounds(unit))]
-        moments = Moments(state.moments.kind, **{n: self._copy(t) for n, t in state.moments.tensors().items()})
+        moments = Moments(
+            state.moments.kind, **{n: self._copy(t) for n, t in state.moments.tensors().items()}
+        )
         low = None if state.low is None else self._copy(state.low)
         if state.high is not None:
             master, high = None, own.copy_(state.high)
@@ -81,7 +103,9 @@ class Resident:
         return self.computed[unit.index]
 
     @torch.no_grad()
-    def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None, threads: int) -> None:
+    def update(
+        self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None, threads: int
+    ) -> None:
         """Run AdamW on the current stream. `gradient` of this rank's share, in the compute dtype, is multiplied by
         `scale` first."""
         state = self.states[unit.index]
@@ -104,13 +128,17 @@ class Resident:
         if "master" in parts:
             return parts["master"]
         moments = {name: tensor for name, tensor in parts.items() if name not in ("high", "low")}
-        return merge(parts["high"], parts["low"], Moments(self.states[unit.index].moments.kind, **moments))
+        return merge(
+            parts["high"], parts["low"], Moments(self.states[unit.index].moments.kind, **moments)
+        )
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
         """Return the tensor that holds the share's weights, a copy on the host, under the name that `arrays` has for
         it."""
         state = self.states[unit.index]
-        name, weights = ("high", _there(state.high)) if state.master is None else ("master", state.master)
+        name, weights = (
+            ("high", _there(state.high)) if state.master is None else ("master", state.master)
+        )
         return {name: weights.to("cpu", copy=True)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
@@ -131,7 +159,9 @@ class Resident:
             state.high.copy_(state.master)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        words = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor  # few kernels know uint16
+        words = (
+            tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+        )  # few kernels know uint16
         return self.device.empty(tensor.numel(), words.dtype).copy_(words).view(tensor.dtype)
 
 

@@ -26,15 +26,24 @@ class TieredStore(HostStore):
     """Masters and moments of this rank's share of all units; those of `resident` stay on the accelerator."""
 
     def __init__(
-        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskStates | None, ranks: Ranks
+        self,
+        units: Units,
+        config: SlideformerConfig,
+        device: Device,
+        disk: DiskStates | None,
+        ranks: Ranks,
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
         kept = resident_units(units, config)
         self.resident = Resident(kept, device, DTYPES[config.compute], native(config), ranks)
-        super().__init__([ranks.share(unit) for unit in units.all if unit not in kept], config, device)
+        super().__init__(
+            [ranks.share(unit) for unit in units.all if unit not in kept], config, device
+        )
         for unit in kept:  # one after the other, so that no state is there twice for long
             self.resident.fill(unit)
-            self.resident.adopt(unit, HostStore._host_state(self, ranks.share(unit), config.moments_dtype))
+            self.resident.adopt(
+                unit, HostStore._host_state(self, ranks.share(unit), config.moments_dtype)
+            )
             release(unit, self.dtype)
         for unit in units.all:
             release(unit, self.dtype)
@@ -93,7 +102,9 @@ class TieredStore(HostStore):
         part = self.flat_part
         flats = {array_name(part, unit): fields(self.state(unit))[part] for unit in self.owned}
         for unit in self.resident.shares:
-            flats |= {array_name(part, unit): tensor for part, tensor in self.resident.flat(unit).items()}
+            flats |= {
+                array_name(part, unit): tensor for part, tensor in self.resident.flat(unit).items()
+            }
         return flats
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,11 +147,15 @@ class TieredStore(HostStore):
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
         parts = super()._load(unit, arrays)
-        if self.disk is not None and unit.index in self.states and self.disk.holds(unit):  # private maps of the files
+        if (
+            self.disk is not None and unit.index in self.states and self.disk.holds(unit)
+        ):  # private maps of the files
             parts = dict(parts)
             master, high, low = (parts.pop(name, None) for name in ("master", "high", "low"))
             state = self.states[unit.index]
-            self.disk.put(unit, HostState(master, high, low, Moments(state.moments.kind, **parts), state.seed))
+            self.disk.put(
+                unit, HostState(master, high, low, Moments(state.moments.kind, **parts), state.seed)
+            )
         return parts
 
     @property

@@ -38,9 +38,13 @@ class SlideformerSession(EngineSession):
     step_hint = STEP_HINT
     saves_beside = True
 
-    def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE
+    ) -> None:
         with memory_errors("the window of layers and the output head", WINDOW_HINT):
-            super().__init__(loaded, config, SlideformerEngine(loaded.family, config, device, ranks))
+            super().__init__(
+                loaded, config, SlideformerEngine(loaded.family, config, device, ranks)
+            )
         self.unwritten: Counter[str] = Counter()
 
     def state(self) -> dict[str, np.ndarray]:
@@ -50,10 +54,16 @@ class SlideformerSession(EngineSession):
         arrays, first = self.engine.store.arrays(), self.ranks.rank == 0
         if first:
             arrays |= self.engine.updater.clipping.norms()
-        arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
+        arrays = self.arrays = dict(
+            reversed(arrays.items())
+        )  # what the next step updates first comes first
         self.unwritten = Counter(unit_key(name) for name in arrays)
         state = {name: as_numpy(tensor) for name, tensor in arrays.items()}
-        return {**state, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)} if first else state
+        return (
+            {**state, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
+            if first
+            else state
+        )
 
     def hold(self) -> None:
         """Update no unit before `written` has named all its arrays: the last `state` is written beside the steps."""
@@ -116,7 +126,11 @@ class RankedSession(SlideformerSession):
         store = self.engine.store
         parts = store.weight_parts(store.flats() if arrays is None else arrays)
         try:
-            write_parts(folder / FILE_NAME, *self._weights, ((name, at, as_numpy(t)) for name, at, t in parts))
+            write_parts(
+                folder / FILE_NAME,
+                *self._weights,
+                ((name, at, as_numpy(t)) for name, at, t in parts),
+            )
         except OSError as error:
             raise StorageError(
                 f"rank {self.ranks.rank} cannot write {folder / FILE_NAME}: {error.strerror}",
@@ -127,7 +141,9 @@ class RankedSession(SlideformerSession):
     def _weights(self) -> tuple[dict[str, tuple[int, ...]], str]:
         """Shapes of all parameters, and their type in the file."""
         pieces = (piece for unit in self.engine.units.all for piece in unit.pieces)
-        return {piece.name: piece.shape for piece in pieces}, "BF16" if self.engine.store.split else "F32"
+        return {
+            piece.name: piece.shape for piece in pieces
+        }, "BF16" if self.engine.store.split else "F32"
 
 
 class Leader(ranked_session.Leader, RankedSession):
@@ -138,7 +154,9 @@ class Follower(ranked_session.Follower, RankedSession):
     """Another rank's session."""
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> SlideformerSession:
+def open_session(
+    loaded: LoadedModel, config: Any, seed: int, device: str | None = None
+) -> SlideformerSession:
     """See `MethodSpec.open_session`; the model is on the host, and nothing is drawn from `seed`.
 
     Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.

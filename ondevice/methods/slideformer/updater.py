@@ -53,7 +53,13 @@ class Updater:
         disk: DiskStates | None,
     ) -> None:
         self.units, self.store, self.config, self.device = units, store, config, device
-        self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
+        self.worker, self.watch, self.timeline, self.threads, self.disk = (
+            worker,
+            watch,
+            timeline,
+            threads,
+            disk,
+        )
         self.clipping = Clipping(config, units, store.ranks)
         self.embedded = store.ranks.share(units.embedding)
         largest = max(store.ranks.share(unit).numel for unit in units.layers)
@@ -64,8 +70,14 @@ class Updater:
         size = {unit.kind: unit.numel for unit in store.owned}
         self.rest = device.pinned(size.get("rest", 0), store.dtype)
         self.table = device.pinned(size.get(units.head.kind, 0), store.dtype)
-        self.embedding = self.table if units.tied else torch.zeros(size.get("embedding", 0), dtype=store.dtype)
-        self.scratch = None if store.native else torch.empty(max((unit.numel for unit in store.owned), default=0))
+        self.embedding = (
+            self.table if units.tied else torch.zeros(size.get("embedding", 0), dtype=store.dtype)
+        )
+        self.scratch = (
+            None
+            if store.native
+            else torch.empty(max((unit.numel for unit in store.owned), default=0))
+        )
         self.pending: dict[int, Task] = {}
         self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
@@ -76,8 +88,12 @@ class Updater:
         self.by_rows = store.native and not tiled and not (disk and disk.holds(self.embedded))
         self.read = torch.ones(self.embedded.pieces[0].shape[0], dtype=torch.bool)
         self.loaded()
-        self.bytes = sum(t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table))
-        self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
+        self.bytes = sum(
+            t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table)
+        )
+        self.bytes += (
+            0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
+        )
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
 
     def loaded(self) -> None:
@@ -103,7 +119,9 @@ class Updater:
         task = self.pending.get(unit.index)
         return task is None or task.finished.is_set()
 
-    def submit(self, unit: Unit, gradient: Tensor, event: Event, total: Tensor | None, pooled: bool) -> None:
+    def submit(
+        self, unit: Unit, gradient: Tensor, event: Event, total: Tensor | None, pooled: bool
+    ) -> None:
         """Update `unit`, this rank's share, once its gradient is here at `event`; `total` is the squared norm of the
         whole unit's, on the host by then."""
         now = self.clipping.now
@@ -121,7 +139,9 @@ class Updater:
                 self.pool.give(gradient)
 
         def send() -> None:
-            self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+            self.pending[unit.index] = self.worker.submit(
+                unit.name, run, unit.order, event.done, event.wait
+            )
 
         if self.clipping.exact:
             self.waiting.append((event, arrived, send))
@@ -135,7 +155,9 @@ class Updater:
         def run() -> None:
             now.squares[unit.index] = float(total)
 
-        self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+        self.pending[unit.index] = self.worker.submit(
+            unit.name, run, unit.order, event.done, event.wait
+        )
 
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
         """Send the embedding's gradient: int64 [R] of this rank's rows and [R, hidden]; held until the next batch says
@@ -172,7 +194,10 @@ class Updater:
         if self.by_rows and needed is not None:
             first_ones = torch.zeros_like(self.read)
             first_ones[needed] = True
-            at_once, others = (self.read & first_ones).nonzero()[:, 0], (self.read & ~first_ones).nonzero()[:, 0]
+            at_once, others = (
+                (self.read & first_ones).nonzero()[:, 0],
+                (self.read & ~first_ones).nonzero()[:, 0],
+            )
         elif self.by_rows and not bool(self.read.all()):
             at_once = self.read.nonzero()[:, 0]
 
@@ -194,7 +219,11 @@ class Updater:
                 self._cleared(rows, width)
 
             self.pending[unit.index] = self.worker.submit(
-                unit.name, second, len(self.units.layers) + 1, task.finished.is_set, lambda: task.wait()
+                unit.name,
+                second,
+                len(self.units.layers) + 1,
+                task.finished.is_set,
+                lambda: task.wait(),
             )
         self.rows = None
         return task
@@ -231,7 +260,14 @@ class Updater:
         if not self.units.tied:
             row_ops.clear(self.embedding.view(-1, width), rows, self.threads)
 
-    def _update(self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0) -> None:
+    def _update(
+        self,
+        unit: Unit,
+        gradient: Tensor,
+        adam: AdamStep,
+        rows: Tensor | None = None,
+        width: int = 0,
+    ) -> None:
         kept = self.kept.get(unit.key)
         if kept is not None:
             self.watch.until(kept.wait, f"waiting for the checkpoint of {unit.name}")

@@ -71,13 +71,19 @@ class Window:
         self.rest_gradient = Slot(device.empty(ranks.padded(units.rest), dtype))
         vocabulary, self.width = units.head.pieces[0].shape
         self.rows = -(-vocabulary // config.loss_tiles)
-        self.tiles = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
-        stays = units.head in kept  # its tiles are parts of one table, and so are those of its gradient
+        self.tiles = [
+            (low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)
+        ]
+        stays = (
+            units.head in kept
+        )  # its tiles are parts of one table, and so are those of its gradient
         count = 1 if stays else min(2, len(self.tiles))
         size = ranks.padded(units.head) if count == 1 else self.rows * self.width
         self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
-        scattered = ranks.share(units.embedding).numel if units.embedding in kept and not units.tied else 0
+        scattered = (
+            ranks.share(units.embedding).numel if units.embedding in kept and not units.tied else 0
+        )
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
@@ -122,14 +128,18 @@ class Window:
 
     def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return the unit of that tile, and its weight [rows, hidden]."""
-        slot = self.arrive(self.resident.get(self.units.head.index) or self.head[tile % len(self.head)])
+        slot = self.arrive(
+            self.resident.get(self.units.head.index) or self.head[tile % len(self.head)]
+        )
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return zeroed memory for the gradient of that tile, [rows, hidden]."""
         slot = self.arrive(self.head_gradient[tile % len(self.head_gradient)])
         whole = len(self.tiles) == 1 or (tile == 0 and self.units.head.index in self.resident)
-        (slot.memory if whole else self._tile(slot, tile)).zero_()  # whole with what fills up the last share
+        (
+            slot.memory if whole else self._tile(slot, tile)
+        ).zero_()  # whole with what fills up the last share
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def _tile(self, slot: Slot, tile: int) -> Tensor:
@@ -162,8 +172,12 @@ class Window:
         share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
 
         def run() -> Event:
-            summed, ready = self.transfers.reduce(unit, slot.memory[: bounds[-1]], bounds, computed, _host(norm))
-            buffer = self.updater.pool.borrow(f"waiting for host memory for the gradients of {unit.name}")
+            summed, ready = self.transfers.reduce(
+                unit, slot.memory[: bounds[-1]], bounds, computed, _host(norm)
+            )
+            buffer = self.updater.pool.borrow(
+                f"waiting for host memory for the gradients of {unit.name}"
+            )
             event = self.transfers.to_host(unit, buffer[: share.numel], summed, ready, norm)
             self.updater.submit(share, buffer, event, _host(norm), pooled=True)
             return event
@@ -226,7 +240,11 @@ class Window:
                 the transfer thread, in the lane of what the ranks do together.
         """
         computed, resident = self.device.record("compute"), self.resident[unit.index]
-        bounds, clipping, now = self.ranks.bounds(unit), self.updater.clipping, self.updater.clipping.now
+        bounds, clipping, now = (
+            self.ranks.bounds(unit),
+            self.updater.clipping,
+            self.updater.clipping.now,
+        )
         host, threads = _host(self._norm(unit.index, resident.memory)), self.updater.threads
 
         def update() -> None:
@@ -323,7 +341,10 @@ class Window:
             table.index_copy_(0, at, table[at] + gradient)
             (self._update_here if self.ranks.single else self._update_together)(unit, slot)
         elif self.ranks.single:
-            at, table = self._upload(rows), self.embedding_gradient[: unit.numel].view(-1, self.width)
+            at, table = (
+                self._upload(rows),
+                self.embedding_gradient[: unit.numel].view(-1, self.width),
+            )
             table.index_copy_(0, at, gradient)
             slot = Slot(self.embedding_gradient)
             self._update_here(unit, slot, square(gradient) if self.clipping else None)
@@ -336,7 +357,9 @@ class Window:
 
             def summed() -> tuple[Tensor, Tensor]:
                 self.ranks.reduce(gradient, bounds)
-                self.embedding_gradient.zero_().view(-1, self.width).index_copy_(0, at, gradient[own])
+                self.embedding_gradient.zero_().view(-1, self.width).index_copy_(
+                    0, at, gradient[own]
+                )
                 return self.embedding_gradient, gradient[own]
 
             self.leaving = self._update_share(unit, summed)  # keeps the rows until they have left
@@ -413,7 +436,9 @@ class Window:
     def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
         """Let the loss leave, summed over the ranks; the result gives the event after which it is in `host`."""
         computed = self.device.record("compute")
-        return self.worker.submit("the loss", lambda: self.transfers.all_reduce(total, host, computed)).wait
+        return self.worker.submit(
+            "the loss", lambda: self.transfers.all_reduce(total, host, computed)
+        ).wait
 
     def arrive(self, slot: Slot) -> Slot:
         """Let computations that follow run once what was asked of `slot` is done."""
@@ -422,7 +447,9 @@ class Window:
             slot.task = None
         return slot
 
-    def _norm(self, index: int, gradient: Tensor, total: Tensor | None = None) -> tuple[Tensor | None, Tensor] | None:
+    def _norm(
+        self, index: int, gradient: Tensor, total: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor] | None:
         """The squared norm, None while the sum over the ranks is still to come, and where it goes on the host."""
         if not self.clipping:
             return None

@@ -18,15 +18,25 @@ async def daemon_of(request: Request) -> Daemon:
 
 
 Serving = Annotated[Daemon, Depends(daemon_of)]
-Id = Annotated[str, Path(pattern="^[a-z0-9][a-z0-9._-]{0,63}$", description="An id that the server gave.")]
+Id = Annotated[
+    str, Path(pattern="^[a-z0-9][a-z0-9._-]{0,63}$", description="An id that the server gave.")
+]
 
 
 MOST = 1000
-Limit = Annotated[int, Query(ge=1, le=MOST, description='At most so many; `Link: <...>; rel="next"` names the rest.')]
-After = Annotated[str | None, Query(max_length=64, description="Only those behind this id, the last that was seen.")]
+Limit = Annotated[
+    int,
+    Query(ge=1, le=MOST, description='At most so many; `Link: <...>; rel="next"` names the rest.'),
+]
+After = Annotated[
+    str | None,
+    Query(max_length=64, description="Only those behind this id, the last that was seen."),
+]
 
 
-def name_next(found: Sequence[Any], more: bool, limit: int, request: Request, response: Response) -> None:
+def name_next(
+    found: Sequence[Any], more: bool, limit: int, request: Request, response: Response
+) -> None:
     """Name the next part of a list in the header `Link`, if there is `more` behind the rows or jobs `found`."""
     if more:
         last = found[-1].id if hasattr(found[-1], "id") else found[-1]["id"]
@@ -34,7 +44,9 @@ def name_next(found: Sequence[Any], more: bool, limit: int, request: Request, re
         response.headers["Link"] = f'<{following.path}?{following.query}>; rel="next"'
 
 
-def json_answer(status: int, values: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+def json_answer(
+    status: int, values: dict[str, Any], headers: dict[str, str] | None = None
+) -> Response:
     """Encode JSON that is always valid: half a surrogate pair, which a client may send, becomes a question mark."""
     content = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     return Response(content, status, headers, media_type="application/json")
@@ -45,5 +57,11 @@ def refused(
     headers: dict[str, str] | None = None,
 ) -> Response:  # fmt: skip
     """Answer a request that is refused before it reaches an error of ours; the fields of `ErrorAnswer`."""
-    values = {"error": "Refused", "message": message, "expected": expected, "received": received, "hint": hint}
+    values = {
+        "error": "Refused",
+        "message": message,
+        "expected": expected,
+        "received": received,
+        "hint": hint,
+    }
     return json_answer(status, values, headers)

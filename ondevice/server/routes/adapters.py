@@ -49,7 +49,9 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 async def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
     folder = adapter_folder(daemon.store, adapter)
-    packed = await daemon.pools.files.run(adapters.zipped_stream, folder, daemon.store.root / "uploads")
+    packed = await daemon.pools.files.run(
+        adapters.zipped_stream, folder, daemon.store.root / "uploads"
+    )
     headers = {
         "Content-Disposition": f'attachment; filename="{adapter}.zip"',
         "Content-Length": str(os.fstat(packed.fileno()).st_size),
@@ -87,13 +89,21 @@ async def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, 
 
 def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
     if (body.model is None) == (body.artifact is None):
-        raise ConfigError("a question is for a model or an artifact", expected="one of them", received="both or none")
+        raise ConfigError(
+            "a question is for a model or an artifact",
+            expected="one of them",
+            received="both or none",
+        )
     adapter = body.adapter or adapters.active_adapter(daemon.store)
-    prompt = body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
+    prompt = (
+        body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
+    )
     answers = daemon.model(
         "generate",
         model=None if body.model is None else locate_model(daemon.store, body.model),
-        artifact=None if body.artifact is None else str(artifact_folder(daemon.store, body.artifact)),
+        artifact=None
+        if body.artifact is None
+        else str(artifact_folder(daemon.store, body.artifact)),
         adapter=str(adapter_folder(daemon.store, adapter)) if adapter else None,
         prompt=prompt,
         max_new_tokens=body.max_new_tokens,

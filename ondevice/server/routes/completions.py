@@ -63,20 +63,31 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
             return {"model": None, "artifact": str(folder), "adapter": adapter}
         return {"model": locate_model(daemon.store, name), "artifact": None, "adapter": adapter}
     if over is not None:
-        raise ConfigError("two adapters are named", expected="one", received=f"model {name}, adapter {over}")
+        raise ConfigError(
+            "two adapters are named", expected="one", received=f"model {name}, adapter {over}"
+        )
     adapter = str(adapter_folder(daemon.store, name))
     try:
         spec = daemon.queue.get(row["job"]).spec if row["job"] else {}
     except MissingError:  # the job was deleted; its adapter stays
         spec = {}
     if spec.get("artifact"):
-        return {"model": None, "artifact": str(artifact_folder(daemon.store, spec["artifact"])), "adapter": adapter}
+        return {
+            "model": None,
+            "artifact": str(artifact_folder(daemon.store, spec["artifact"])),
+            "adapter": adapter,
+        }
     base = spec.get("model") or row["base_model"]
     return {"model": locate_model(daemon.store, base), "artifact": None, "adapter": adapter}
 
 
 async def _answer(
-    daemon: Daemon, body: ChatQuestion | TextQuestion, request: Request, *, chat: bool, probabilities: bool
+    daemon: Daemon,
+    body: ChatQuestion | TextQuestion,
+    request: Request,
+    *,
+    chat: bool,
+    probabilities: bool,
 ) -> Response:
     parts, begun = await daemon.pools.questions.run(_begin, daemon, body)
     answer = Answer(chat, body.model, begun["prompt_tokens"], probabilities)
@@ -87,7 +98,9 @@ async def _answer(
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-def _begin(daemon: Daemon, body: ChatQuestion | TextQuestion) -> tuple[Generator[Any, None, Any], dict[str, Any]]:
+def _begin(
+    daemon: Daemon, body: ChatQuestion | TextQuestion
+) -> tuple[Generator[Any, None, Any], dict[str, Any]]:
     """Wait for the model, and ask. The first part says that the model is there and the prompt fits: what is refused
     has a status of its own."""
     asked = body.asked() | locate(daemon, body.model, body.adapter)
@@ -104,7 +117,9 @@ def _whole(answer: Answer, parts: Generator[Any, None, Any]) -> Response:
             return json_answer(200, answer.whole(collected, end.value))
 
 
-async def _while_read(pool: Pool, request: Request, events: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+async def _while_read(
+    pool: Pool, request: Request, events: Generator[bytes, None, None]
+) -> AsyncIterator[bytes]:
     """Yield events as long as somebody reads; a lost connection ends the answer at its next token."""
     try:
         while (event := await pool.run(next, events, None)) is not None:
@@ -116,7 +131,9 @@ async def _while_read(pool: Pool, request: Request, events: Generator[bytes, Non
             await pool.run(events.close)
 
 
-def _events(answer: Answer, parts: Generator[Any, None, Any], usage: bool) -> Generator[bytes, None, None]:
+def _events(
+    answer: Answer, parts: Generator[Any, None, Any], usage: bool
+) -> Generator[bytes, None, None]:
     """Yield server-sent events; closing this ends the answer."""
     try:
         for chunk in answer.first():

@@ -46,7 +46,12 @@ def get_conversion(daemon: Serving, conversion: Id) -> dict[str, Any]:
 @router.get(
     "/conversions/{conversion}/download",
     response_class=Response,
-    responses={200: {"content": {"application/octet-stream": {}}, "description": "The file, or a zip of the folder."}},
+    responses={
+        200: {
+            "content": {"application/octet-stream": {}},
+            "description": "The file, or a zip of the folder.",
+        }
+    },
 )
 def download_conversion(daemon: Serving, conversion: Id) -> Response:
     """Download what was written: one file, or a zip of the folder. 409 until it is done."""

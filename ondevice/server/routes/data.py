@@ -28,11 +28,21 @@ def list_models(daemon: Serving) -> dict[str, Any]:
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
     for row in adapters.list_adapters(daemon.store, MOST)[0]:
-        about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
+        about = {
+            "id": row["id"],
+            "kind": "adapter",
+            "bytes": row["bytes"],
+            "created": int(row["created_s"]),
+        }
         models.append({**about, **owned, "base_model": row["base_model"]})
     for one in jobs.list_artifacts(daemon.store):
         if one["runtime"].startswith("torch "):
-            about = {"id": f"{jobs.ARTIFACT}{one['id']}", "kind": "artifact", "bytes": one["bytes"], "created": 0}
+            about = {
+                "id": f"{jobs.ARTIFACT}{one['id']}",
+                "kind": "artifact",
+                "bytes": one["bytes"],
+                "created": 0,
+            }
             models.append({**about, **owned, "base_model": one["model"]})
     return {"object": "list", "data": models}
 
@@ -95,7 +105,9 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
 
 
 @router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
-async def preview_dataset(daemon: Serving, dataset: Id, body: schemas.PreviewRequest) -> dict[str, Any]:
+async def preview_dataset(
+    daemon: Serving, dataset: Id, body: schemas.PreviewRequest
+) -> dict[str, Any]:
     """Return rows as the model sees them: lengths, labels, and examples that show what is trained on. A POST, because
     a model of the hub is fetched."""
     return await daemon.pools.rows.run(_preview, daemon, dataset, body)
@@ -104,7 +116,11 @@ async def preview_dataset(daemon: Serving, dataset: Id, body: schemas.PreviewReq
 def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict[str, Any]:
     model, artifact = body.model, body.artifact
     if (model is None) == (artifact is None):
-        raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
+        raise ConfigError(
+            "rows are read by a model or an artifact",
+            expected="one of them",
+            received="both or none",
+        )
     file = dataset_file(daemon.store, dataset)
     shown = daemon.plans(
         "preview",
@@ -147,7 +163,9 @@ def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
         try:
             os.rename(folder, doomed)
         except OSError as error:
-            raise ConfigError(f"the {kind} cannot be deleted", received=error.strerror, hint="its owner can") from None
+            raise ConfigError(
+                f"the {kind} cannot be deleted", received=error.strerror, hint="its owner can"
+            ) from None
     doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
     return {"ok": True}
 

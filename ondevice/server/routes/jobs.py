@@ -15,7 +15,14 @@ from ondevice.server import schemas
 from ondevice.server.adapters import adapters_of
 from ondevice.server.daemon import Daemon
 from ondevice.server.events import curve
-from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve, with_method
+from ondevice.server.jobs import (
+    JobRequest,
+    JobSpec,
+    artifact_folder,
+    method_name,
+    resolve,
+    with_method,
+)
 from ondevice.server.queue import Job, State
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.routes.data import chosen_method
@@ -24,7 +31,12 @@ from ondevice.server.supervisor import remove_job
 
 Key = Annotated[
     str | None,
-    Header(alias="Idempotency-Key", min_length=1, max_length=200, description="Of the client's own making, for a day."),
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        description="Of the client's own making, for a day.",
+    ),
 ]
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 SEND_TIMEOUT_S = 60.0
@@ -59,7 +71,9 @@ async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     `Idempotency-Key`, because its answer was lost, gives the job that it made.
     """
     method = body.config.get("method", {})
-    asks_helper = body.dry_run or (body.artifact is None and isinstance(method, dict) and "name" not in method)
+    asks_helper = body.dry_run or (
+        body.artifact is None and isinstance(method, dict) and "name" not in method
+    )
     if asks_helper:
         return await daemon.pools.rows.run(_create_job, daemon, body, key)
     return await run_in_threadpool(_create_job, daemon, body, key)
@@ -67,7 +81,11 @@ async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
 
 def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
-    if key is not None and not body.dry_run and (made := daemon.queue.made(key, digest)) is not None:
+    if (
+        key is not None
+        and not body.dry_run
+        and (made := daemon.queue.made(key, digest)) is not None
+    ):
         return _answer(daemon, made)
     spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
     spec = with_method(spec, lambda: chosen_method(daemon, str(spec.model))["method"])
@@ -78,7 +96,9 @@ def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
         plan = daemon.plans("plan", config=values, artifact=artifact)
         return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
     values = spec.model_dump(mode="json")
-    return _answer(daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest)))
+    return _answer(
+        daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest))
+    )
 
 
 @router.get("/{job}", response_model=schemas.JobAnswer)
@@ -109,7 +129,9 @@ def delete_job(daemon: Serving, job: Id) -> dict[str, bool]:
 
 
 @router.post("/{job}/{verb}", response_model=schemas.JobAnswer)
-def ask_job(daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]) -> schemas.JobAnswer:
+def ask_job(
+    daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]
+) -> schemas.JobAnswer:
     """Pause: the running step ends and the state is saved. Resume: paused and failed jobs too. Cancel: for good."""
     return _answer(daemon, daemon.queue.ask(job, verb))
 
@@ -117,14 +139,21 @@ def ask_job(daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]
 @router.get(
     "/{job}/events",
     response_class=EventSourceResponse,
-    responses={200: {"content": {"text/event-stream": {}}, "description": "Events with ids from 1, without gaps."}},
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "Events with ids from 1, without gaps.",
+        }
+    },
 )
 async def job_events(
     daemon: Serving,
     job: Id,
     after: Annotated[int, Query(ge=0, lt=2**53, description="Only events with larger ids.")] = 0,
     follow: Annotated[bool, Query(description="Wait for more until the job has ended.")] = True,
-    last_event_id: Annotated[str | None, Header(description="Like `after`; a browser sends it.")] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="Like `after`; a browser sends it.")
+    ] = None,
 ) -> EventSourceResponse:
     """Return the job's events (server-sent events), from the beginning or behind an id; it ends with the job.
 
@@ -138,7 +167,10 @@ async def job_events(
     if last > daemon.store.last_event(job):
         last = 0
     return EventSourceResponse(
-        daemon.hub.read(job, last, follow=follow), ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n"
+        daemon.hub.read(job, last, follow=follow),
+        ping=PING_S,
+        send_timeout=SEND_TIMEOUT_S,
+        sep="\n",
     )
 
 
@@ -148,7 +180,9 @@ async def job_events(
     responses={200: {"content": {"text/plain": {}}, "description": "The end of the log."}},
 )
 def job_log(
-    daemon: Serving, job: Id, bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16
+    daemon: Serving,
+    job: Id,
+    bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16,
 ) -> PlainTextResponse:
     """Return the end of what the job's workers printed."""
     daemon.queue.get(job)
@@ -157,7 +191,9 @@ def job_log(
 
 @router.get("/{job}/metrics", response_model=list[dict[str, Any]])
 def job_metrics(
-    daemon: Serving, job: Id, points: Annotated[int, Query(ge=2, le=5000, description="Steps at most.")] = 500
+    daemon: Serving,
+    job: Id,
+    points: Annotated[int, Query(ge=2, le=5000, description="Steps at most.")] = 500,
 ) -> list[dict[str, Any]]:
     """Return the curve for drawing: steps and evaluations of the run as it counts now, evenly thinned out."""
     daemon.queue.get(job)
@@ -173,11 +209,20 @@ def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
     adapters = adapters_of(daemon.store, [job.id for job in jobs])
     answers = []
     for job in jobs:
-        row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
-        sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
+        row = {
+            key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)
+        }
+        sources = {
+            key: job.spec.get(key)
+            for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")
+        }
         settings = {key: job.spec.get(key) for key in ("config", "window", "limits")}
         method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
-        more = {"name": job.spec.get("name", ""), "method": method, "adapters": adapters.get(job.id, [])}
+        more = {
+            "name": job.spec.get("name", ""),
+            "method": method,
+            "adapters": adapters.get(job.id, []),
+        }
         more["waits_s"] = daemon.queue.waits_s(job)
         answers.append(schemas.JobAnswer.model_validate(row | sources | settings | more))
     return answers

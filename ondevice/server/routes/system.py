@@ -47,11 +47,15 @@ def metrics_json(daemon: Serving) -> dict[str, object]:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def prometheus(daemon: Serving) -> Response:
     """Return figures of the daemon and the machine as Prometheus reads them."""
-    return Response(daemon.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        daemon.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
 @router.post("/v1/session", response_model=schemas.Done)
-def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, response: Response) -> object:
+def log_in(
+    daemon: Serving, body: schemas.SessionRequest, request: Request, response: Response
+) -> object:
     """Exchange a token for a cookie, for the page."""
     tries = request.app.state.tries
     address = request.client.host if request.client else "unknown"
@@ -60,7 +64,9 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
         if refusal := tries.refusal(address):
             return refused(*refusal)
         tries.failed(address)
-        return refused(401, "the token is not known", "a token", "another", "`ondevice serve token` makes one")
+        return refused(
+            401, "the token is not known", "a token", "another", "`ondevice serve token` makes one"
+        )
     response.set_cookie(
         _cookie(request),
         security.create_session(daemon.store, token),
@@ -77,7 +83,9 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
 def log_out(daemon: Serving, request: Request, response: Response) -> dict[str, bool]:
     """End the session of the cookie."""
     security.end_session(daemon.store, request.cookies.get(_cookie(request), ""))
-    response.delete_cookie(_cookie(request), httponly=True, samesite="strict", secure=request.app.state.tls)
+    response.delete_cookie(
+        _cookie(request), httponly=True, samesite="strict", secure=request.app.state.tls
+    )
     return {"ok": True}
 
 

@@ -16,7 +16,9 @@ router = APIRouter(prefix="/v1", tags=["thumbs"])
 @router.post("/thumbs", response_model=schemas.Thumb)
 def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
     """Keep what somebody thought of an answer. The same answer judged again keeps its id and changes its thumb."""
-    prompt = body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
+    prompt = (
+        body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
+    )
     return thumbs.judge(daemon.store, prompt, body.answer, body.liked, body.model, body.adapter)
 
 
@@ -33,12 +35,16 @@ def list_thumbs(
 @router.get(
     "/thumbs/export",
     response_class=Response,
-    responses={200: {"content": {"application/jsonl": {}}, "description": "Rows of the format `thumbs`."}},
+    responses={
+        200: {"content": {"application/jsonl": {}}, "description": "Rows of the format `thumbs`."}
+    },
 )
 def export_thumbs(daemon: Serving) -> Response:
     """Download all judged answers as rows for `ondevice data`: prompt, completion, label, model, adapter."""
     headers = {"Content-Disposition": 'attachment; filename="thumbs.jsonl"'}
-    return StreamingResponse(thumbs.lines(daemon.store), headers=headers, media_type="application/jsonl")
+    return StreamingResponse(
+        thumbs.lines(daemon.store), headers=headers, media_type="application/jsonl"
+    )
 
 
 @router.delete("/thumbs/{thumb}", response_model=schemas.Done)

@@ -38,7 +38,9 @@ def get_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
         "requestBody": {
             "required": True,
             "description": f"The next bytes of the file, at most {PART_BYTES} of them.",
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
         }
     },
 )
@@ -46,7 +48,9 @@ async def put_part(
     daemon: Serving,
     upload: Id,
     request: Request,
-    offset: Annotated[int, Query(ge=0, lt=2**63, description="Where the part begins: what has arrived so far.")],
+    offset: Annotated[
+        int, Query(ge=0, lt=2**63, description="Where the part begins: what has arrived so far.")
+    ],
 ) -> dict[str, Any]:
     """Append a part. One that breaks off leaves what has come of it; GET says how much that is."""
     global _arriving

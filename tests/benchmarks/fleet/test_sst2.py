@@ -36,7 +36,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = read_dataset(path, tiny_model().tokenizer, task="sst2", max_length_tokens=72)
     items = [
-        replace(item, example=one_token(item.example), candidates=tuple(map(one_token, item.candidates)))
+        replace(
+            item, example=one_token(item.example), candidates=tuple(map(one_token, item.candidates))
+        )
         for item in read.items
     ]
     return replace(read, items=items)
@@ -49,13 +51,17 @@ def one_token(example: Example) -> Example:
 
 
 @pytest.mark.parametrize("share", [None, 1 / 3])
-def test_batched_devices_answer_as_members_over_a_session_do(rows: Any, share: float | None) -> None:
+def test_batched_devices_answer_as_members_over_a_session_do(
+    rows: Any, share: float | None
+) -> None:
     from ondevice.core.registry import spec_of
 
     setting = Setting("iid", 2, 2, rounds=2, local_steps=2, queries=2, rank=2)
     if share:
         setting = replace(setting, dirichlet=0.5, share_rows=True)
-    batched = ZerothOrder(RacingModel(tiny_model()), rows, [(setting, RATE, SEED), (setting, RATE, SEED + 1)])
+    batched = ZerothOrder(
+        RacingModel(tiny_model()), rows, [(setting, RATE, SEED), (setting, RATE, SEED + 1)]
+    )
     before = batched.evaluate(batched.table)[1]
     for _ in range(2):
         batched.round()
@@ -68,7 +74,9 @@ def test_batched_devices_answer_as_members_over_a_session_do(rows: Any, share: f
     assert len({len(part) for part in parts}) == (2 if share else 1)
     agreed = charter.fleet.model_copy(update={"batch_share": share})
     members = [
-        Member(charter, session, Batches(part, agreed.batch_rows(len(part), 2), None, SEED, 0), device)
+        Member(
+            charter, session, Batches(part, agreed.batch_rows(len(part), 2), None, SEED, 0), device
+        )
         for device, part in enumerate(parts)
     ]
     server = Rounds(charter)
@@ -81,14 +89,20 @@ def test_batched_devices_answer_as_members_over_a_session_do(rows: Any, share: f
             member.follow([outcome])
     moved = np.abs(server.state.flat()).max()
     assert moved > 1e-3
-    np.testing.assert_allclose(batched.servers[0].state.flat(), server.state.flat(), atol=2e-3 * moved)
+    np.testing.assert_allclose(
+        batched.servers[0].state.flat(), server.state.flat(), atol=2e-3 * moved
+    )
     assert batched.bytes[0] == 2 * (33 + 38 + 2 * 4 + 29 + 11 + 2 * 4)
 
 
 def test_fedavg_of_one_step_is_a_step_on_all_rows(rows: Any) -> None:
     model = RacingModel(tiny_model())
     two, one = (
-        FirstOrder(model, rows, [(Setting("fedavg", devices, 4 // devices, 1, 1, 2, rank=2, first_order=True), 0.5, 0)])
+        FirstOrder(
+            model,
+            rows,
+            [(Setting("fedavg", devices, 4 // devices, 1, 1, 2, rank=2, first_order=True), 0.5, 0)],
+        )
         for devices in (2, 1)
     )
     one.jobs = two.jobs.reshape(1, 1, 4)
@@ -135,7 +149,9 @@ def test_the_script_chooses_a_rate_and_goes_on_from_its_log(
     lines = [{"sentence": f"film {i}", "label": i % 2} for i in range(16)]
     (tmp_path / "sst2").mkdir()
     for name in ("train", "valid"):
-        (tmp_path / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "sst2" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     arguments = ["sst2", "--model", "tiny:llama", "--data", tmp_path, "--settings", "central,iid,private-20,mixed",
                  "--seeds", 1, "--rounds", 1, "--local-steps", 1, "--queries", 1, "--rates", "1e-2,1e-1",
                  "--fo-rates", 0.1,

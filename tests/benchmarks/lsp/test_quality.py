@@ -16,7 +16,15 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.committed import concise  # noqa: E402
 from benchmarks.lsp import quality  # noqa: E402
-from benchmarks.lsp.methods import LENGTHS, METHODS, Lsp, Trained, gradient_bytes, nbytes, open_method  # noqa: E402
+from benchmarks.lsp.methods import (  # noqa: E402
+    LENGTHS,
+    METHODS,
+    Lsp,
+    Trained,
+    gradient_bytes,
+    nbytes,
+    open_method,
+)
 from benchmarks.lsp.report import BASE, mark, merged  # noqa: E402
 from ondevice.data import Batches  # noqa: E402
 from ondevice.methods.lsp.config import ProjectorConfig  # noqa: E402
@@ -42,12 +50,17 @@ def one_thread() -> Iterator[None]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     sst2 = [{"sentence": "x" * (3 + 5 * i % 23) + f" film {i}", "label": i % 2} for i in range(12)]
-    cola = [{"task": "cola", "prompt_fields": {"sentence": f"Sentence {i}."}, "label": str(i % 2)} for i in range(6)]
+    cola = [
+        {"task": "cola", "prompt_fields": {"sentence": f"Sentence {i}."}, "label": str(i % 2)}
+        for i in range(6)
+    ]
     alpaca = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(6)]
     for name, rows in (("sst2", sst2), ("cola", cola), ("alpaca", alpaca)):
         (folder / name).mkdir()
         for part in ("train", "valid"):
-            (folder / name / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / name / f"{part}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
     return folder
 
 
@@ -94,7 +107,9 @@ def test_the_loss_is_that_of_the_answer_tokens(data: Path) -> None:
     run, _, batch = opened(data, "full")
     labels = torch.from_numpy(batch.labels)
     logits = run.model(torch.from_numpy(batch.ids)).logits[:, :-1]
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
     torch.testing.assert_close(run.loss(batch), expected)
     nll, counts = run.evaluate(batch.ids, batch.labels)
     assert nll.sum() / counts.sum() == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -119,14 +134,18 @@ def test_held_out_bias_is_looked_at_and_nothing_changes(data: Path) -> None:
     assert optimizer.finish_look()
     plain = [p for p, matrix, _, _ in optimizer.optimizer.entries if matrix is None]
     before = [p.grad.clone() for p in plain if p.grad is not None]
-    sums = [matrix.gradient.clone() for _, matrix in optimizer.matrices if matrix.gradient is not None]
+    sums = [
+        matrix.gradient.clone() for _, matrix in optimizer.matrices if matrix.gradient is not None
+    ]
     optimizer.held_out(lambda: run.loss(batch).backward())
     (look,) = optimizer.looks
     assert look["after"] < look["before"] and look["renewed"] > 0 and look["step"] == 0
     assert look["held_out"] == pytest.approx(look["after"], rel=1e-3)  # the same batch
     assert len(before) == len(plain) and len(sums) == len(optimizer.matrices)
     assert all(torch.equal(p.grad, old) for p, old in zip(plain, before, strict=True))
-    assert all(torch.equal(m.gradient, old) for (_, m), old in zip(optimizer.matrices, sums, strict=True))
+    assert all(
+        torch.equal(m.gradient, old) for (_, m), old in zip(optimizer.matrices, sums, strict=True)
+    )
 
 
 def test_a_run_with_looks_is_lsp_adamw(data: Path) -> None:
@@ -148,24 +167,39 @@ def script(monkeypatch: pytest.MonkeyPatch, words: str, *more: str) -> None:
     quality.main()
 
 
-def test_the_script_writes_rows_and_draws_them(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_writes_rows_and_draws_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("matplotlib")
     common = f"--model tiny:llama --data {data} --eval-every 2 --steps 3 --batch-size 2 --rank 4 --subspace 96"
     words = f"{common} --nonzeros 4 --check-every 2 --out {tmp_path / 'a.json'}"
-    script(monkeypatch, f"{words} --tasks cola --methods lsp,lora --seeds 2", "--rates", "lsp=1e-4,1e-3;lora=1e-2")
+    script(
+        monkeypatch,
+        f"{words} --tasks cola --methods lsp,lora --seeds 2",
+        "--rates",
+        "lsp=1e-4,1e-3;lora=1e-2",
+    )
     document = json.loads((tmp_path / "a.json").read_text())
     jsonschema.validate(document, SCHEMA)
     rows = document["rows"]
     runs = [("lsp", 1e-4), ("lsp", 1e-3), ("lora", 1e-2)]
     assert [(row["method"], row["learning_rate"]) for row in rows] == [(BASE, None), *runs]
-    assert [sum(bool(row["best_rate"]) for row in rows if row["method"] == name) for name in ("lsp", "lora")] == [1, 1]
+    assert [
+        sum(bool(row["best_rate"]) for row in rows if row["method"] == name)
+        for name in ("lsp", "lora")
+    ] == [1, 1]
     for row in rows:
         if row["method"] == BASE:
             continue
         assert row["evaluated_at"] == [0, 2, 3] and row["seeds"] == [0, 1]
         assert [len(curve) for curve in row["loss_curves"]] == [3, 3]
-        assert [len(row[key]) for key in ("best_loss", "last_loss", "step_s", "accuracy")] == [2, 2, 2, 2]
+        assert [len(row[key]) for key in ("best_loss", "last_loss", "step_s", "accuracy")] == [
+            2,
+            2,
+            2,
+            2,
+        ]
         assert row["mean_best_loss"] <= row["mean_last_loss"] and row["deviation"] is not None
     lsp = rows[1]
     assert [look["step"] for look in lsp["looks"][0]] == [0, 2] and len(lsp["held_out_bias"]) == 2
@@ -173,7 +207,10 @@ def test_the_script_writes_rows_and_draws_them(data: Path, tmp_path: Path, monke
     words = f"{common} --tasks alpaca --methods full --rates full=1e-5 --seeds 1"
     script(monkeypatch, f"{words} --out {tmp_path / 'b.json'}")
     files = f"{tmp_path / 'a.json'} {tmp_path / 'b.json'}"
-    script(monkeypatch, f"--from-results {files} --out {tmp_path / 'c.json'} --plot {tmp_path / 'c.png'}")
+    script(
+        monkeypatch,
+        f"--from-results {files} --out {tmp_path / 'c.json'} --plot {tmp_path / 'c.png'}",
+    )
     document = json.loads((tmp_path / "c.json").read_text())
     jsonschema.validate(document, SCHEMA)
     assert {row["task"] for row in document["rows"]} == {"cola", "alpaca"}
@@ -187,9 +224,15 @@ def test_runs_beside_each_other_are_those_alone_without_seconds(
     """The first seed chooses the rate of the others; merged with timed runs, seconds are theirs."""
     words = f"--model tiny:llama --data {data} --tasks cola --methods full --eval-every 2 --steps 4 --batch-size 2"
     rates = ("--rates", "full=1e-3,1e-30")
-    script(monkeypatch, f"{words} --seeds 3 --best-rates --workers 2 --out {tmp_path / 'a.json'}", *rates)
+    script(
+        monkeypatch,
+        f"{words} --seeds 3 --best-rates --workers 2 --out {tmp_path / 'a.json'}",
+        *rates,
+    )
     script(monkeypatch, f"{words} --seeds 1 --out {tmp_path / 'b.json'}", *rates)
-    beside, alone = (json.loads((tmp_path / name).read_text())["rows"] for name in ("a.json", "b.json"))
+    beside, alone = (
+        json.loads((tmp_path / name).read_text())["rows"] for name in ("a.json", "b.json")
+    )
     assert [row["seeds"] for row in beside] == [[None], [0, 1, 2], [0]] and beside[1]["best_rate"]
     for one, other in zip(beside[1:], alone[1:], strict=True):
         assert one["loss_curves"][0] == pytest.approx(other["loss_curves"][0], rel=1e-4)
@@ -213,9 +256,15 @@ def test_a_run_that_diverges_ends_and_what_is_not_run_is_said(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = f"--model tiny:llama --data {data} --tasks sst2 --methods full --eval-every 1 --steps 3 --batch-size 2"
-    script(monkeypatch, f"{words} --seeds 1 --out {tmp_path / 'a.json'}", "--rates", "full=1e30,1e-3")
+    script(
+        monkeypatch, f"{words} --seeds 1 --out {tmp_path / 'a.json'}", "--rates", "full=1e30,1e-3"
+    )
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert rows[1]["diverged_at"][0] in (1, 2) and rows[1]["mean_last_loss"] is None and not rows[1]["best_rate"]
+    assert (
+        rows[1]["diverged_at"][0] in (1, 2)
+        and rows[1]["mean_last_loss"] is None
+        and not rows[1]["best_rate"]
+    )
     assert rows[2]["best_rate"] and rows[2]["diverged_at"] == [None]
     later = merged([tmp_path / "a.json", tmp_path / "a.json"])
     assert len(later["rows"]) == 3 and later["rows"][2]["best_rate"]
@@ -226,7 +275,10 @@ def test_a_run_that_diverges_ends_and_what_is_not_run_is_said(
 
 
 def test_rates_and_ranks() -> None:
-    assert quality.parse_rates("lsp=1e-4,3e-4", ["full", "lsp"]) == {"full": [1e-5, 3e-5], "lsp": [1e-4, 3e-4]}
+    assert quality.parse_rates("lsp=1e-4,3e-4", ["full", "lsp"]) == {
+        "full": [1e-5, 3e-5],
+        "lsp": [1e-4, 3e-4],
+    }
     with pytest.raises(ValueError, match=r"expected some of full.*received sgd"):
         quality.parse_rates("sgd=1", ["full"])
     figures = [(None, None), (2.0, None), (0.5, 7), (1.0, None), (1.0, None)]
@@ -243,4 +295,8 @@ def best(figures: list[tuple[Any, list[int], Any]]) -> list[Any]:
 
 
 def test_a_rate_of_one_seed_is_not_compared_with_one_of_more() -> None:
-    assert best([(0.3, [0], None), (0.5, [0, 1], None), (0.4, [0, 1], None)]) == [False, False, True]
+    assert best([(0.3, [0], None), (0.5, [0, 1], None), (0.4, [0, 1], None)]) == [
+        False,
+        False,
+        True,
+    ]

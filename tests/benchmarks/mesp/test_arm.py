@@ -41,7 +41,11 @@ def test_only_instructions_of_the_library_are_counted(tmp_path: Path) -> None:
 
 def write(folder: Path, gradients: list[list[float]], losses: list[list[float]]) -> Path:
     folder.mkdir()
-    values = {"gradient": np.array(gradients), "losses": np.array(losses), "adapter": np.ones((len(losses), 4))}
+    values = {
+        "gradient": np.array(gradients),
+        "losses": np.array(losses),
+        "adapter": np.ones((len(losses), 4)),
+    }
     np.savez(folder / "job.npz", allow_pickle=False, **values)
     return folder
 
@@ -70,9 +74,15 @@ def test_a_folder_without_a_userland_says_how_to_make_one(tmp_path: Path) -> Non
         Userland(tmp_path)
 
 
-def test_rows_that_are_not_taken_again_are_kept_with_their_commit(tmp_path: Path, monkeypatch) -> None:
+def test_rows_that_are_not_taken_again_are_kept_with_their_commit(
+    tmp_path: Path, monkeypatch
+) -> None:
     row = {"model": "llama", "form": "none", "loss": 1.0}
-    recorded = {"date": "2026-11-23", "versions": {"commit": "abc"}, "rows": [row, row | {"model": "qwen2"}]}
+    recorded = {
+        "date": "2026-11-23",
+        "versions": {"commit": "abc"},
+        "rows": [row, row | {"model": "qwen2"}],
+    }
     recorded["notes"] = ["ARM: QEMU 7", "Instructions met: sdot 480."]
     monkeypatch.setattr(arm, "RESULTS", tmp_path)
     file = tmp_path / arm.NAME / f"{machine_info()['name']}.json"
@@ -84,6 +94,9 @@ def test_rows_that_are_not_taken_again_are_kept_with_their_commit(tmp_path: Path
     ]  # fmt: skip
     assert notes == ["Of 2026-11-23, commit abc: qwen2 none.", "Then: Instructions met: sdot 480."]
     file.write_text(
-        json.dumps(recorded | {"date": "later", "rows": rows, "notes": ["Instructions met: fmla 1.", *notes]})
+        json.dumps(
+            recorded
+            | {"date": "later", "rows": rows, "notes": ["Instructions met: fmla 1.", *notes]}
+        )
     )
     assert arm.with_earlier(rows[:2])[1] == notes, "a row keeps its own date"

@@ -48,11 +48,19 @@ def test_every_method_computes_the_same_step_and_the_bars_hold(bench: memory.Ben
     for row in rows:
         assert row["peak_bytes"] == row["resident_bytes"] + row["step_bytes"]
         assert 0 < row["rss_anon_bytes"] < row["peak_bytes"] + (64 << 20) and row["time_s"][0] > 0
-        assert row["resident_bytes"] < by["manual"]["resident_bytes"] or "streamed" not in row["method"]
+        assert (
+            row["resident_bytes"] < by["manual"]["resident_bytes"]
+            or "streamed" not in row["method"]
+        )
     table = memory.ablation(rows)
     total = sum(row["saved_bytes"] for row in table)
-    assert total == by["plain autodiff, all logits"]["peak_bytes"] - by["manual, streamed"]["peak_bytes"]
-    document = result("mesp/memory", rows, [memory.column("method"), *memory.SIZES], notes=memory.bars(rows))
+    assert (
+        total
+        == by["plain autodiff, all logits"]["peak_bytes"] - by["manual, streamed"]["peak_bytes"]
+    )
+    document = result(
+        "mesp/memory", rows, [memory.column("method"), *memory.SIZES], notes=memory.bars(rows)
+    )
     jsonschema.validate({**document, "command": "python -m benchmarks.mesp.memory"}, SCHEMA)
     assert memory.methods(memory.Bench(bench.keep, **SHAPE)) == rows  # nothing is measured twice
 
@@ -60,7 +68,17 @@ def test_every_method_computes_the_same_step_and_the_bars_hold(bench: memory.Ben
 def test_tiles_hold_less_at_any_length() -> None:
     """In a process that has the tuned BLAS."""
     specs = [
-        asdict(Spec("manual", layers=1, length=length, vocab=512, loss_tiles=4, tiles=tiles, product="dequantized"))
+        asdict(
+            Spec(
+                "manual",
+                layers=1,
+                length=length,
+                vocab=512,
+                loss_tiles=4,
+                tiles=tiles,
+                product="dequantized",
+            )
+        )
         for length in (32, 96)
         for tiles in (True, False)
     ]
@@ -95,6 +113,11 @@ def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
     jsonschema.validate(document, SCHEMA)
     rows = {row["method"]: row for row in document["rows"]}
     assert list(rows) == list(memory.COMPARED)
-    assert rows["manual"]["peak_bytes"] == before["peak_bytes"] and rows["manual"]["time_s"] != before["time_s"]
+    assert (
+        rows["manual"]["peak_bytes"] == before["peak_bytes"]
+        and rows["manual"]["time_s"] != before["time_s"]
+    )
     assert json.loads((tmp_path / "kept.json").read_text()).keys() == bench.known.keys()
-    assert replace(Spec("manual"), folder="x") == Spec("manual")  # where streamed weights lie names no other spec
+    assert replace(Spec("manual"), folder="x") == Spec(
+        "manual"
+    )  # where streamed weights lie names no other spec

@@ -20,8 +20,12 @@ def test_gradients_are_compared_at_every_scale() -> None:
         ("fp32 program", "fp32 eager"), ("q4 program", "q4 eager"), ("q4 program", "fp32 program"),
     ]  # fmt: skip
     assert [row["scale"] for row in rows[:3]] == list(gradients.SCALES)
-    assert all(row["correlation"] == pytest.approx(1) and row["same_sign"] == 12 for row in rows[:3])
-    assert all(row["correlation"] == pytest.approx(-1) and row["same_sign"] == 0 for row in rows[3:])
+    assert all(
+        row["correlation"] == pytest.approx(1) and row["same_sign"] == 12 for row in rows[:3]
+    )
+    assert all(
+        row["correlation"] == pytest.approx(-1) and row["same_sign"] == 0 for row in rows[3:]
+    )
     assert rows[3]["relative_error"] == pytest.approx(2)
 
 

@@ -14,10 +14,14 @@ pytest.importorskip("bitsandbytes")
 
 from benchmarks.prge import jetson
 
-SCHEMA = json.loads((Path(__file__).resolve().parents[3] / "benchmarks/results/schema.json").read_text())
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "benchmarks/results/schema.json").read_text()
+)
 
 
-def test_the_script_ends_with_a_valid_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_ends_with_a_valid_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "result.json"
     words = f"--shapes tiny --lengths 8 --batches 1,2 --replays 2 --repeats 1 --out {out}"
     monkeypatch.setattr(sys, "argv", ["jetson", *words.split()])
@@ -36,14 +40,23 @@ def test_the_paper_s_figures_are_those_of_table_3() -> None:
     assert row == {"paper_sequential_s": 3.10, "paper_inner_s": 1.69, "paper_speedup": 1.83}
     for shape, (sequential, inner, printed) in jetson.PAPER.items():
         for place, ratio in enumerate(printed):  # printed from more digits than the seconds have
-            assert sequential[place] / inner[place] == pytest.approx(ratio, abs=0.03), (shape, place)
+            assert sequential[place] / inner[place] == pytest.approx(ratio, abs=0.03), (
+                shape,
+                place,
+            )
     assert jetson.paper("Llama2-7B", 128, 8)["paper_inner_s"] == 8.60
 
 
 def test_the_bars_are_told() -> None:
     rows = [
         {"model": "Llama2-7B", "length": 64, "batch": 1, "speedup": 1.93, "inner_peak_bytes": None},
-        {"model": "Llama2-7B", "length": 128, "batch": 2, "speedup": 1.5, "inner_peak_bytes": 4.6e9},
+        {
+            "model": "Llama2-7B",
+            "length": 128,
+            "batch": 2,
+            "speedup": 1.5,
+            "inner_peak_bytes": 4.6e9,
+        },
     ]
     assert [sentence.split()[-1] for sentence in jetson.bars(rows)] == ["met.", "missed."]
     assert jetson.bars([]) == []

@@ -37,5 +37,8 @@ def test_the_prediction_for_the_top_layers_is_the_formula() -> None:
         assert actual["predicted_ratio"] == pytest.approx(expected)
         assert expected <= actual["predicted_with_head_ratio"] <= 1
     assert (
-        options.predictions({"queries": 4, "estimator": "one_sided"}, {"queries": 4}, dims)["predicted_ratio"] == 0.625
+        options.predictions({"queries": 4, "estimator": "one_sided"}, {"queries": 4}, dims)[
+            "predicted_ratio"
+        ]
+        == 0.625
     )

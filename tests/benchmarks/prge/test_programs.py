@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_row_of_a_program_has_what_the_table_shows(folder: Path) -> None:
     row = executorch_step.measure("q4", TINY, folder)
-    row["step_s"] = executorch_step.time_child([str(folder), "2", json.dumps({"q4": asdict(TINY)})])["q4"]
+    row["step_s"] = executorch_step.time_child(
+        [str(folder), "2", json.dumps({"q4": asdict(TINY)})]
+    )["q4"]
     assert [column["key"] for column in executorch_step.COLUMNS if row[column["key"]] is None] == []
     assert row["pte_bytes"] == (folder / f"{TINY.name}.pte").stat().st_size
     assert row["peak_rss_bytes"] - row["baseline_rss_bytes"] == row["growth_rss_bytes"]
@@ -57,7 +59,9 @@ def test_what_a_folder_has_is_not_made_again(folder: Path) -> None:
 
 
 def test_a_process_that_fails_is_named_with_its_error() -> None:
-    with pytest.raises(SystemExit, match=r"__main__ no_such_benchmark failed \(2\): expected one of"):
+    with pytest.raises(
+        SystemExit, match=r"__main__ no_such_benchmark failed \(2\): expected one of"
+    ):
         programs.child("benchmarks.__main__", "no_such_benchmark")
 
 

@@ -34,15 +34,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"sentence": "x" * (3 + 5 * i % 23) + f" film {i}", "label": i % 2} for i in range(12)]
     (folder / "sst2").mkdir()
     for name in ("train", "valid"):
-        (folder / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "sst2" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return folder
 
 
 def open_data(folder: Path, loaded: Any) -> Any:
-    return read_dataset(folder / "sst2" / "train.jsonl", loaded.tokenizer, task="sst2", max_length_tokens=72)
+    return read_dataset(
+        folder / "sst2" / "train.jsonl", loaded.tokenizer, task="sst2", max_length_tokens=72
+    )
 
 
-def batched(data: Path, config: Any, seeds: list[int], rate: float, batch: int = 2) -> tuple[BatchedRuns, list[Any]]:
+def batched(
+    data: Path, config: Any, seeds: list[int], rate: float, batch: int = 2
+) -> tuple[BatchedRuns, list[Any]]:
     loaded = tiny_model()
     rows = open_data(data, loaded)
     batches = [Batches(rows, batch, None, seed, 256) for seed in seeds]
@@ -60,7 +66,9 @@ def batched(data: Path, config: Any, seeds: list[int], rate: float, batch: int =
     ids=["central", "one-sided", "v of the top layer"],
 )
 def test_a_batched_run_is_a_session(data: Path, options: dict[str, Any]) -> None:
-    config = PrgeConfig(**{"queries": 2, "perturbation_scale": 1e-1, "learning_rate": 1e-1, **options})
+    config = PrgeConfig(
+        **{"queries": 2, "perturbation_scale": 1e-1, "learning_rate": 1e-1, **options}
+    )
     runs, batches = batched(data, config, [3, 5], config.learning_rate)
     runs.run(0, STEPS)
     accuracy, loss = runs.evaluate()
@@ -86,7 +94,9 @@ def test_batched_adamw_is_a_session(data: Path) -> None:
     runs.run(0, STEPS)
     loaded = tiny_model()
     layout = AdapterLayout.build(loaded.dims, PrgeConfig(), 5)
-    names = {(e.layer, e.target): loaded.family.linear_name(e.layer, e.target) for e in layout.entries}
+    names = {
+        (e.layer, e.target): loaded.family.linear_name(e.layer, e.target) for e in layout.entries
+    }
     session = LoraSession(loaded, config, 5)
     tensors = layout.to_tensors(np.zeros(layout.size, np.float32), names)
     session.load_adapter(Adapter(tensors, config.rank, config.alpha, config.target_modules, ""))
@@ -98,7 +108,9 @@ def test_batched_adamw_is_a_session(data: Path) -> None:
     assert np.abs(runs.adapters[1].detach().numpy() - expected).max() < 2e-5
 
 
-def test_the_script_ends_with_a_valid_result(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_ends_with_a_valid_result(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "result.json"
     variants = "zo q=1;zo q=4@1e-3,1e-2:linear;fo lora-fa"
     words = f"--model tiny:llama --tasks sst2 --steps 4 --fo-steps 2 --seeds 2 --eval-every 2 --data {data} --out {out}"
@@ -106,7 +118,10 @@ def test_the_script_ends_with_a_valid_result(data: Path, tmp_path: Path, monkeyp
     quality.main()
     document = json.loads(out.read_text())
     jsonschema.validate(document, json.loads((ROOT / "benchmarks/results/schema.json").read_text()))
-    methods = [(row["method"], row["learning_rate"], row["schedule"], row["steps"]) for row in document["rows"]]
+    methods = [
+        (row["method"], row["learning_rate"], row["schedule"], row["steps"])
+        for row in document["rows"]
+    ]
     assert methods == [
         ("zero-shot", None, None, 0),
         ("zo q=1", 3e-3, "constant", 4),

@@ -30,13 +30,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"sentence": "x" * (3 + 5 * i % 23) + f" film {i}", "label": i % 2} for i in range(16)]
     (folder / "sst2").mkdir()
     for name in ("train", "valid"):
-        (folder / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "sst2" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return folder
 
 
 def group(data: Path, *texts: str, seeds: int = 1) -> tuple[Any, Any, Group]:
     loaded = tiny_model()
-    rows = read_dataset(data / "sst2" / "train.jsonl", loaded.tokenizer, task="sst2", max_length_tokens=72)
+    rows = read_dataset(
+        data / "sst2" / "train.jsonl", loaded.tokenizer, task="sst2", max_length_tokens=72
+    )
     members = [(Variant.parse(text, 4, 4), 1e-2, seed) for text in texts for seed in range(seeds)]
     return loaded, rows, Group(RacingModel(loaded), rows, members)
 
@@ -45,8 +49,12 @@ def plain_losses(loaded: Any, table: AnswerRows) -> torch.Tensor:
     """Loss over the answers of each row, by transformers' forward pass of one row."""
     losses = []
     for row, length in enumerate(table.lengths):
-        logits = loaded.model(input_ids=table.ids[row : row + 1, :length]).logits[0, -1, table.answers]
-        losses.append(torch.nn.functional.cross_entropy(logits[None].float(), table.gold[row : row + 1]))
+        logits = loaded.model(input_ids=table.ids[row : row + 1, :length]).logits[
+            0, -1, table.answers
+        ]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits[None].float(), table.gold[row : row + 1])
+        )
     return torch.stack(losses)
 
 
@@ -70,7 +78,9 @@ def test_the_exact_gradient_is_that_of_the_plain_model(data: Path) -> None:
     weight = loaded.family.linear(1, "v_proj").weight.requires_grad_(True)
     losses = plain_losses(loaded, runs.table)
     losses.sum().backward()
-    np.testing.assert_allclose(found[1]["v_proj"].T.numpy(), weight.grad.numpy(), rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        found[1]["v_proj"].T.numpy(), weight.grad.numpy(), rtol=2e-4, atol=1e-6
+    )
     np.testing.assert_allclose(runs.evaluate(runs.table)[1][0], losses.mean().item(), rtol=1e-5)
 
 
@@ -90,7 +100,9 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
     packed, rows_SB = runs.table.pack(runs.jobs[0])
     estimate = runs._estimate(packed, rows_SB, 0)
     slope = ((noise @ expected) @ noise / 8).numpy()
-    np.testing.assert_allclose(estimate[0].numpy(), slope, rtol=0.02, atol=1e-3 * np.abs(slope).max())
+    np.testing.assert_allclose(
+        estimate[0].numpy(), slope, rtol=0.02, atol=1e-3 * np.abs(slope).max()
+    )
     _, _, fo = group(data, f"fo {space} r2 b8 sgd")
     refresh(fo, [0], 0)
     fo._step(0)
@@ -145,11 +157,17 @@ def test_directions_that_are_not_drawn_alone(data: Path) -> None:
 def test_top_subspace_is_that_of_the_svd() -> None:
     generator = torch.Generator().manual_seed(3)
     scale = 0.6 ** torch.arange(20)
-    matrix = torch.randn(2, 33, 20, generator=generator) * scale @ torch.randn(20, 29, generator=generator)
+    matrix = (
+        torch.randn(2, 33, 20, generator=generator)
+        * scale
+        @ torch.randn(20, 29, generator=generator)
+    )
     u, s, v = top_subspace(matrix, 5)
     _, exact, _ = torch.linalg.svd(matrix.double())
     np.testing.assert_allclose(s.numpy(), exact[:, :5].numpy(), rtol=1e-6)
-    np.testing.assert_allclose((u.mT @ matrix.double() @ v).numpy(), torch.diag_embed(s).numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        (u.mT @ matrix.double() @ v).numpy(), torch.diag_embed(s).numpy(), atol=1e-6
+    )
 
 
 def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
@@ -157,7 +175,15 @@ def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
 ) -> None:
     def run(variants: str) -> dict[str, Any]:
         words = f"race --model tiny:llama --data {data} --choose-rows 4 --eval-rows 4 --seeds 2 --steps 3 --fo-steps 2"
-        more = ["--eval-every", "2", "--log", str(tmp_path / "log.jsonl"), "--json", "--variants", variants]
+        more = [
+            "--eval-every",
+            "2",
+            "--log",
+            str(tmp_path / "log.jsonl"),
+            "--json",
+            "--variants",
+            variants,
+        ]
         monkeypatch.setattr(sys, "argv", [*words.split(), *more])
         race.main()
         return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -166,7 +192,9 @@ def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert len(lines) == 6
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"task": "ss']) + "\n")
-    document = run("xs q2 r2 adam refresh2@1e-3,1e-2;fo full r2 sgd@1e-3;full q2 r2 norm onesided@1e-3")
+    document = run(
+        "xs q2 r2 adam refresh2@1e-3,1e-2;fo full r2 sgd@1e-3;full q2 r2 norm onesided@1e-3"
+    )
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 9
     jsonschema.validate(document, json.loads((ROOT / "benchmarks/results/schema.json").read_text()))
     assert {row["variant"] for row in document["rows"]} == {
@@ -177,4 +205,7 @@ def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
          "row_forwards": 1, "curve": [[1, chosen, 0.5, judged, 0.5, 0, 0]]}
         for rate, chosen, judged in ((1.0, 0.7, 0.6), (2.0, 0.6, 0.9))
     ]  # fmt: skip
-    assert {row["rate"]: row["chosen"] for row in race.summarize(records)} == {1.0: True, 2.0: False}
+    assert {row["rate"]: row["chosen"] for row in race.summarize(records)} == {
+        1.0: True,
+        2.0: False,
+    }

@@ -17,9 +17,30 @@ SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
 def test_the_script_ends_with_a_valid_result(tmp_path: Path, warm: Warm) -> None:
-    command = [str(warm.python), "-m", "benchmarks.prge.step", "--model", "tiny:llama", "--lengths", "16", "--json"]
-    command += ["--effective", "2,4", "--skip", "programs", "--repeats", "2", "--programs", str(tmp_path)]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine cost minutes
+    command = [
+        str(warm.python),
+        "-m",
+        "benchmarks.prge.step",
+        "--model",
+        "tiny:llama",
+        "--lengths",
+        "16",
+        "--json",
+    ]
+    command += [
+        "--effective",
+        "2,4",
+        "--skip",
+        "programs",
+        "--repeats",
+        "2",
+        "--programs",
+        str(tmp_path),
+    ]
+    alone = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # threads that wait for each other on a busy machine cost minutes
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=alone)
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout.splitlines()[-1])

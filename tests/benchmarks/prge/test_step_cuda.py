@@ -13,11 +13,15 @@ pytest.importorskip("torch")
 
 from benchmarks.prge import step_cuda
 
-SCHEMA = json.loads((Path(__file__).resolve().parents[3] / "benchmarks/results/schema.json").read_text())
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "benchmarks/results/schema.json").read_text()
+)
 
 
 @pytest.mark.parametrize("queries", [1, 2])
-def test_the_script_ends_with_a_valid_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+def test_the_script_ends_with_a_valid_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int
+) -> None:
     out = tmp_path / "result.json"
     words = f"--shapes tiny --lengths 8 --batches 1,2 --replays 2 --repeats 1 --mezo --queries {queries} --out {out}"
     monkeypatch.setattr(sys, "argv", ["step_cuda", *words.split()])
@@ -30,4 +34,6 @@ def test_the_script_ends_with_a_valid_result(tmp_path: Path, monkeypatch: pytest
     for row in rows:
         assert row["speedup"] == pytest.approx(row["sequential_s"][0] / row["inner_s"][0])
         assert row["overhead"] > 0
-        assert [row[loop] is None for loop in ("signs_s", "queries_s")] == [queries == 1] * 2  # each loop alone
+        assert [row[loop] is None for loop in ("signs_s", "queries_s")] == [
+            queries == 1
+        ] * 2  # each loop alone

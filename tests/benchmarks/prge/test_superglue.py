@@ -21,10 +21,15 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_table_goes_on_where_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"sentence": f"film {i} was {'good' if i % 2 else 'bad'}", "label": i % 2} for i in range(16)]
+    rows = [
+        {"sentence": f"film {i} was {'good' if i % 2 else 'bad'}", "label": i % 2}
+        for i in range(16)
+    ]
     (tmp_path / "sst2").mkdir()
     for part in ("train", "valid"):
-        (tmp_path / "sst2" / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "sst2" / f"{part}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
 
     def call(*more: str) -> str:
         words = f"table --model tiny:llama --data {tmp_path} --runs {tmp_path / 'runs'} --tasks sst2 --steps 2"
@@ -34,19 +39,26 @@ def test_a_table_goes_on_where_it_ended(
         return capsys.readouterr().out
 
     methods = "zero-shot,default,mezo,full"
-    assert "left out for want of time: 7 runs" in call("--methods", methods, "--seeds", "2", "--budget-s", "-1")
+    assert "left out for want of time: 7 runs" in call(
+        "--methods", methods, "--seeds", "2", "--budget-s", "-1"
+    )
     call("--methods", "zero-shot,default", "--seeds", "1")
     said = call("--methods", methods, "--seeds", "2", "--dry-run")
     assert "5 runs are left, 288 row forwards; 2 are done" in said
     first = next((tmp_path / "runs").rglob("default/0/figures.json"))
     before = first.stat().st_mtime_ns
-    document: dict[str, Any] = json.loads(call("--methods", methods, "--seeds", "2", "--json").splitlines()[-1])
+    document: dict[str, Any] = json.loads(
+        call("--methods", methods, "--seeds", "2", "--json").splitlines()[-1]
+    )
     jsonschema.validate(document, json.loads((ROOT / "benchmarks/results/schema.json").read_text()))
     assert [(row["method"], row["seeds"], row["steps"]) for row in document["rows"]] == [
         ("zero-shot", 1, 0), ("default", 2, 2), ("mezo", 2, 2), ("full", 2, 2)
     ]  # fmt: skip
     assert first.stat().st_mtime_ns == before
-    log = [json.loads(line) for line in (first.parent / "run" / "events.jsonl").read_text().splitlines()]
+    log = [
+        json.loads(line)
+        for line in (first.parent / "run" / "events.jsonl").read_text().splitlines()
+    ]
     evaluations = [event["accuracy"] for event in log if event["event"] == "evaluate"]
     figures = json.loads(first.read_text())
     assert (figures["best"], figures["last"]) == (max(evaluations), evaluations[-1])

@@ -32,7 +32,9 @@ def test_a_row_has_what_the_table_shows(case: tuple) -> None:
 
 
 def results(name: str) -> list[dict]:
-    rows = [json.loads(path.read_text())["rows"] for path in sorted((RESULTS / name).glob("*.json"))]
+    rows = [
+        json.loads(path.read_text())["rows"] for path in sorted((RESULTS / name).glob("*.json"))
+    ]
     assert rows
     return [row for machine in rows for row in machine]
 
@@ -50,7 +52,9 @@ def test_the_recorded_inverse_holds_at_every_depth() -> None:
 
 
 def test_the_recorded_start_of_full_is_the_pretrained_function() -> None:
-    (full,) = (row for row in results("revffn/candidates") if row["network"].startswith("coupling: full"))
+    (full,) = (
+        row for row in results("revffn/candidates") if row["network"].startswith("coupling: full")
+    )
     assert abs(full["text_change"]) <= 1 and abs(full["answers_change"]) <= 1
 
 
@@ -62,9 +66,15 @@ def test_full_is_the_candidate_that_was_chosen() -> None:
         rows = [*candidates.candidates(trial, (4, 8)), *candidates.couplings(loaded, trial)]
     by_name = {(row["network"], row["step"]): row for row in rows}
     assert len(by_name) == len(rows) == 1 + 2 * (2 + 2 * 3) + 2 + 3
-    full, chosen = by_name["coupling: full, int32 streams", "block"], by_name["momentum, g = -1/16", "block"]
+    full, chosen = (
+        by_name["coupling: full, int32 streams", "block"],
+        by_name["momentum, g = -1/16", "block"],
+    )
     late = trial.base * (1 + chosen["text_late"] / 100)
-    assert full["text_loss"] == pytest.approx(late, rel=1e-5) and full["side_bits"] == chosen["side_bits"] == 4
+    assert (
+        full["text_loss"] == pytest.approx(late, rel=1e-5)
+        and full["side_bits"] == chosen["side_bits"] == 4
+    )
     assert chosen["text_change"] != 0 != chosen["text_late"]
     for (network_, _), row in by_name.items():
         if "1/256" in network_ and "Dr2Net" not in network_:
@@ -77,7 +87,9 @@ def test_a_deeper_smollm2_has_its_own_layers_again() -> None:
     own = load_model(inverse.MODEL).family
     assert family.dims.layers == 34
     for i in (0, 29, 30, 33):
-        for mine, theirs in zip(family.layer(i).parameters(), own.layer(i % 30).parameters(), strict=True):
+        for mine, theirs in zip(
+            family.layer(i).parameters(), own.layer(i % 30).parameters(), strict=True
+        ):
             assert torch.equal(mine, theirs)
     assert family.layer(30) is not family.layer(0)
     reversible = network(family, coupling="full")

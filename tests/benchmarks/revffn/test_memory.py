@@ -66,7 +66,10 @@ def test_ordinary_ways_begin_with_the_same_loss_and_updates_in_hooks_are_those_a
         loaded = make("tiny-moe")
         way = open_way(loaded, name)
         first, _ = (way.step(IDS, IDS, step, 1e-3) for step in range(2))
-        after[name] = first, {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
+        after[name] = (
+            first,
+            {name: p.detach().clone() for name, p in loaded.model.named_parameters()},
+        )
     assert after["sft"][0] == after["sft-fused"][0]
     for name, value in after["sft"][1].items():
         assert torch.equal(value, after["sft-fused"][1][name]), name
@@ -79,31 +82,48 @@ def test_the_gpu_s_part_on_a_cpu() -> None:
     )  # fmt: skip
     rows, columns, notes = memory.table(args)
     assert [row["method"] for row in rows] == args.methods.split(",")
-    assert all(row["tokens_per_s"] and 0 < row["peak_bytes"] < 2e7 and row["rows"] <= 32 for row in rows)
+    assert all(
+        row["tokens_per_s"] and 0 < row["peak_bytes"] < 2e7 and row["rows"] <= 32 for row in rows
+    )
     assert rows[2]["ratio"] == 1 and rows[2]["paper_gb"] == 65.4
-    assert {column["key"] for column in columns} >= {"peak_bytes", "ratio"} and any("below" in note for note in notes)
-    nothing = memory.table(argparse.Namespace(**{**vars(args), "target_gb": 1e-6, "methods": "revffn-full"}))[0]
+    assert {column["key"] for column in columns} >= {"peak_bytes", "ratio"} and any(
+        "below" in note for note in notes
+    )
+    nothing = memory.table(
+        argparse.Namespace(**{**vars(args), "target_gb": 1e-6, "methods": "revffn-full"})
+    )[0]
     assert nothing[0]["rows"] is None and nothing[0]["peak_bytes"] is None
 
 
 def test_the_quality_run_and_its_parts(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A way that diverges is counted and not averaged; files of two seeds are the table of both."""
-    rows = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "good", "bad")]
+    rows = [
+        {"instruction": f"Say {word}.", "input": "", "output": word}
+        for word in ("yes", "no", "good", "bad")
+    ]
     for part in ("train", "valid"):
         (tmp_path / "alpaca").mkdir(exist_ok=True)
         write_rows(tmp_path / "alpaca" / f"{part}.jsonl", rows)
     monkeypatch.setitem(quality.WAYS, "RevFFN full", ("revffn", 1e-3, {"skip_stage1": True}))
-    monkeypatch.setitem(quality.WAYS, "full fine-tuning", ("sft-fused", 1e-3, {"optimizer": "adamw"}))
+    monkeypatch.setitem(
+        quality.WAYS, "full fine-tuning", ("sft-fused", 1e-3, {"optimizer": "adamw"})
+    )
     monkeypatch.setitem(quality.WAYS, "diverges", ("sft-fused", 1e30, {"optimizer": "sgd"}))
     files = [tmp_path / f"{seed}.json" for seed in (0, 1)]
     options = ["--model", "tiny:qwen2_moe", "--data", tmp_path, "--device", "cpu", "--steps", 4, "--batch-size", 2,
                "--methods", "full fine-tuning,RevFFN full,diverges"]  # fmt: skip
     for seed, file in enumerate(files):
-        monkeypatch.setattr("sys.argv", ["quality", *map(str, [*options, "--seeds", seed, "--out", file])])
+        monkeypatch.setattr(
+            "sys.argv", ["quality", *map(str, [*options, "--seeds", seed, "--out", file])]
+        )
         quality.main()
     actual, notes = quality.merged(files)
     by = {row["method"]: row for row in actual}
-    assert by["RevFFN full"]["seeds"] == [0, 1] and len(by["RevFFN full"]["loss"]) == 2 and len(notes) == 1
+    assert (
+        by["RevFFN full"]["seeds"] == [0, 1]
+        and len(by["RevFFN full"]["loss"]) == 2
+        and len(notes) == 1
+    )
     assert all(loss < by["RevFFN full"]["before"] for loss in by["RevFFN full"]["loss"])
     assert by["full fine-tuning"]["ratio"] == 1 and 0.8 < by["RevFFN full"]["ratio"] < 1.2
     assert by["diverges"]["failed"] == 2 and by["diverges"]["loss"] is None

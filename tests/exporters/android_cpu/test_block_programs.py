@@ -63,17 +63,39 @@ def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     spec = manifest.program_spec
     assert spec.shape == "blocks" and spec.weights == WEIGHTS_NAME and manifest.custom_ops == ()
     assert all(op.split("::")[0] in STOCK for method in spec.methods.values() for op in method.ops)
-    trained = [method for key, method in spec.methods.items() if key.startswith(("block_backward", "head_gradient"))]
-    assert {method.delegates > 0 for method in trained} == {manifest.quantize == "none"}, "XNNPACK packs for many rows"
-    assert manifest.quantize != "none" or all("aten::mm.out" not in method.ops for method in trained), "g W is outside"
-    assert all(method.delegates == 0 for key, method in spec.methods.items() if key.endswith(("logits", "decode")))
-    assert {f"{layer}" for layer in range(spec.layers)} == {key.split(".")[2] for key in weights if ".layers." in key}
+    trained = [
+        method
+        for key, method in spec.methods.items()
+        if key.startswith(("block_backward", "head_gradient"))
+    ]
+    assert {method.delegates > 0 for method in trained} == {manifest.quantize == "none"}, (
+        "XNNPACK packs for many rows"
+    )
+    assert manifest.quantize != "none" or all(
+        "aten::mm.out" not in method.ops for method in trained
+    ), "g W is outside"
+    assert all(
+        method.delegates == 0
+        for key, method in spec.methods.items()
+        if key.endswith(("logits", "decode"))
+    )
+    assert {f"{layer}" for layer in range(spec.layers)} == {
+        key.split(".")[2] for key in weights if ".layers." in key
+    }
     content = (program(name) / manifest.program).read_bytes()
     for key in weights:
         if key.endswith("proj.weight") or "embed" in key:
-            assert np.asarray(weights.whole(key)).tobytes()[:64] not in content, f"{key} is in the program, too"
-    (block,) = (method for key, method in spec.methods.items() if key == f"block_forward_{manifest.batch_size}x16")
-    assert next(port.name for port in block.inputs if port.role == "frozen").startswith("model.layers.{layer}.")
+            assert np.asarray(weights.whole(key)).tobytes()[:64] not in content, (
+                f"{key} is in the program, too"
+            )
+    (block,) = (
+        method
+        for key, method in spec.methods.items()
+        if key == f"block_forward_{manifest.batch_size}x16"
+    )
+    assert next(port.name for port in block.inputs if port.role == "frozen").startswith(
+        "model.layers.{layer}."
+    )
 
 
 def test_weights_are_handed_over_where_the_file_is_mapped() -> None:
@@ -81,7 +103,10 @@ def test_weights_are_handed_over_where_the_file_is_mapped() -> None:
     start = np.frombuffer(session.weights._map, np.uint8).ctypes.data
     end = start + len(session.weights._map)
     for name, tensor in session._frozen_tensors.items():
-        assert start <= tensor.data_ptr() < end and tensor.data_ptr() % ALIGNMENT_BYTES == start % ALIGNMENT_BYTES, name
+        assert (
+            start <= tensor.data_ptr() < end
+            and tensor.data_ptr() % ALIGNMENT_BYTES == start % ALIGNMENT_BYTES
+        ), name
     frozen = {name for method in session.spec.methods.values() for port in method.inputs if port.role == "frozen"
               for name in [port.name.format(layer=layer) for layer in range(session.spec.layers)]}  # fmt: skip
     assert frozen == set(session._frozen_tensors)
@@ -91,7 +116,9 @@ def test_evaluation_and_the_next_token_are_eager_s() -> None:
     session = opened()
     for step in range(2):
         session.step(*batch(2, 24, seed=step), step, 1e-2)
-    eager = open_session(load_model(str(model("two layers"))), method_config("mesp", {"rank": 4}), 4)
+    eager = open_session(
+        load_model(str(model("two layers"))), method_config("mesp", {"rank": 4}), 4
+    )
     eager.load_adapter(session.adapter())
     for length in (16, 24):
         ids, labels = batch(3, length, seed=8)
@@ -113,7 +140,9 @@ def test_evaluation_and_the_next_token_are_eager_s() -> None:
 
 def test_rows_without_a_label_count_nothing_and_many_labels_go_through_the_head_in_turn() -> None:
     session = opened()
-    eager = open_session(load_model(str(model("two layers"))), method_config("mesp", {"rank": 4}), 4)
+    eager = open_session(
+        load_model(str(model("two layers"))), method_config("mesp", {"rank": 4}), 4
+    )
     eager.load_adapter(session.adapter())
     ids, labels = batch(3, 24, seed=1)
     labels[0] = -100
@@ -137,7 +166,9 @@ def test_resumed_it_has_the_same_bits_and_refuses_another_s_state() -> None:
     assert [third.step(*rows[step], step, 1e-2).loss for step in range(2, 4)] == losses[2:]
     ours, theirs = straight.state(), third.state()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-    assert all(state[name].tobytes() == kept[name].tobytes() for name in kept), "a loaded state is the caller's"
+    assert all(state[name].tobytes() == kept[name].tobytes() for name in kept), (
+        "a loaded state is the caller's"
+    )
     with pytest.raises(CheckpointError, match="exp_avg"):
         third.load_state({name: value for name, value in state.items() if name != "exp_avg"})
 
@@ -195,7 +226,10 @@ def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
 
     def memory_ends(name: str, *arguments: Any, **more: Any) -> Any:
         calls.append(name)
-        if name.startswith("block_backward") and sum(call.startswith("block_backward") for call in calls) == 2:
+        if (
+            name.startswith("block_backward")
+            and sum(call.startswith("block_backward") for call in calls) == 2
+        ):
             raise MemoryError("no more")
         return run(name, *arguments, **more)
 
@@ -203,7 +237,11 @@ def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
     with pytest.raises(MemoryError):
         session.step(*rows, 0, 1e-2)
     monkeypatch.undo()
-    for forbidden in (session.state, lambda: session.step(*rows, 1, 1e-2), lambda: session.evaluate(*batch(3, 16))):
+    for forbidden in (
+        session.state,
+        lambda: session.step(*rows, 1, 1e-2),
+        lambda: session.evaluate(*batch(3, 16)),
+    ):
         with pytest.raises(TrainingError, match="half-way"):
             forbidden()
     session.load_state(before)
@@ -284,4 +322,6 @@ def test_p_rge_has_none() -> None:
     job = artifacts.export_jobs(config("functional", **{"export.program": "blocks"}))[0]
     from ondevice.core.registry import target
 
-    assert any("export.program is blocks" in problem for problem in target("android-cpu").check(job))
+    assert any(
+        "export.program is blocks" in problem for problem in target("android-cpu").check(job)
+    )

@@ -64,7 +64,10 @@ def test_two_hundred_greedy_tokens_are_eager_pytorchs(adapter) -> None:
 
 def test_chat_swaps_adapters_and_reads_only_what_is_new(adapter, tmp_path: Path) -> None:
     save_adapter(adapter, tmp_path / "adapter")
-    loaded, chat = load_model(read_manifest(program(NAME)).model.source), open_chat(str(program(NAME)))
+    loaded, chat = (
+        load_model(read_manifest(program(NAME)).model.source),
+        open_chat(str(program(NAME))),
+    )
     messages = [{"role": "user", "content": "Hello there"}]
     said = [chat.answer(messages, max_new_tokens=16)]
     for used in (tmp_path / "adapter", None):
@@ -107,7 +110,10 @@ def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
     folder, plain = program(NAME) / ANSWERS, PackedWriter.feed
     described = PackedWriter(folder).described
     model = answers.AnswerModel(loaded, described["context_tokens"], adapter.linears, adapter.rank)
-    assert answers.check_answers(folder, model, described, loaded, adapter)["max_rel_logit_error"] < 1e-5
+    assert (
+        answers.check_answers(folder, model, described, loaded, adapter)["max_rel_logit_error"]
+        < 1e-5
+    )
 
     def late(self: PackedWriter, ids: Any) -> Any:
         self.read = self.read or 1
@@ -151,6 +157,8 @@ def test_rounded_weights_answer_as_their_own_eager_does_and_a_wrong_program_does
             patch.setattr(PackedWriter, name, wrong)
             with pytest.raises(VerificationError, match="does not answer as eager"):
                 answers.check_answers(*check)
-    lowered.blocks[0].turn.neg_()  # the other way round: the program is right, and what it is held against turns back
+    lowered.blocks[
+        0
+    ].turn.neg_()  # the other way round: the program is right, and what it is held against turns back
     with pytest.raises(VerificationError, match="does not answer as eager"):
         answers.check_answers(*check)

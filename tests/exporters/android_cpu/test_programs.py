@@ -29,7 +29,14 @@ pytest.importorskip("executorch.exir")
 STOCK = {"aten", "dim_order_ops"}
 """Namespaces of the portable kernels that every build of the runtime has."""
 SLOW = {"8da4w", "q4 untied, tiled, labelled"}
-REPLAYED = ("functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful")
+REPLAYED = (
+    "functional",
+    "stateful",
+    "q4",
+    "fused loss, one-sided",
+    "subspace, answers",
+    "subspace, stateful",
+)
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
 
 
@@ -50,15 +57,24 @@ def test_the_manifest_says_what_the_program_is(name) -> None:
     state, stateful = manifest.program_spec.state, settings.export.form == "stateful"
     names = ["adapter", "subspace", "moments"] if settings.method.factors else ["adapter"]
     names += ["moments"] if settings.method.optimizer == "adam" else []
-    assert [tensor.name for tensor in state] == names and manifest.quantize == settings.export.quantize
+    assert [
+        tensor.name for tensor in state
+    ] == names and manifest.quantize == settings.export.quantize
     assert {tensor.kept for tensor in state} == {"program" if stateful else "host"}
     assert manifest.lengths_tokens == tuple(sorted(settings.export.lengths_tokens))
-    assert manifest.method == settings.method.model_dump(mode="json") and manifest.generator.seed == 4
+    assert (
+        manifest.method == settings.method.model_dump(mode="json") and manifest.generator.seed == 4
+    )
     assert set(manifest.files) >= {"program.pte", "README.md", "tokenizer/tokenizer.json"}
-    assert manifest.check["adapter_round_trip"] is True and manifest.check["max_rel_loss_error_replayed"] < 1e-2
+    assert (
+        manifest.check["adapter_round_trip"] is True
+        and manifest.check["max_rel_loss_error_replayed"] < 1e-2
+    )
     assert bool(manifest.custom_ops) == settings.export.uses_ops
     kinds = {"train_step", "evaluate", "apply_update"}
-    kinds |= {f"{access}_{name}" for access in ("get", "set") for name in names} if stateful else set()
+    kinds |= (
+        {f"{access}_{name}" for access in ("get", "set") for name in names} if stateful else set()
+    )
     kinds |= {"next_token"} if settings.export.next_token else set()
     if len(manifest.lengths_tokens) == 2:
         kinds |= {"train_step_16", "evaluate_16"}
@@ -75,13 +91,18 @@ def test_weights_are_stored_once() -> None:
     # a second copy of the weights, for the other method or for the head, would be 0.5 MB more
     assert report("functional").program_bytes < parameters * 4 * 1.15 + 150_000
     manifest = read_manifest(program("functional"))
-    assert report("functional").program_bytes == (program("functional") / manifest.program).stat().st_size
+    assert (
+        report("functional").program_bytes
+        == (program("functional") / manifest.program).stat().st_size
+    )
 
 
 def test_four_bits_are_a_fraction_of_the_bytes() -> None:
     body = load_model(str(model("one layer"))).dims.block_parameters
     quantized = report("q4").program_bytes
-    assert quantized < body * 5.1 / 8 + 261 * 36 + 120_000  # 4 bits, and 16 + 16 for each group of 32
+    assert (
+        quantized < body * 5.1 / 8 + 261 * 36 + 120_000
+    )  # 4 bits, and 16 + 16 for each group of 32
 
 
 def test_no_custom_op_is_in_a_program_for_a_stock_runtime() -> None:
@@ -93,7 +114,15 @@ def test_no_custom_op_is_in_a_program_for_a_stock_runtime() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful"]
+    "name",
+    [
+        "functional",
+        "stateful",
+        "q4",
+        "fused loss, one-sided",
+        "subspace, answers",
+        "subspace, stateful",
+    ],
 )
 def test_a_restart_goes_on_with_the_same_bits(name) -> None:
     straight, first, second = (open_artifact(program(name)) for _ in range(3))
@@ -101,8 +130,12 @@ def test_a_restart_goes_on_with_the_same_bits(name) -> None:
     results = [straight.step(*batch, step, 0.05) for step, batch in enumerate(batches)]
     assert [first.step(*batch, step, 0.05) for step, batch in enumerate(batches[:3])] == results[:3]
     second.load_state(first.state())
-    assert [second.step(*batch, step + 3, 0.05) for step, batch in enumerate(batches[3:])] == results[3:]
-    assert second.flat().tobytes() == straight.flat().tobytes() and np.abs(straight.flat()).max() > 0
+    assert [
+        second.step(*batch, step + 3, 0.05) for step, batch in enumerate(batches[3:])
+    ] == results[3:]
+    assert (
+        second.flat().tobytes() == straight.flat().tobytes() and np.abs(straight.flat()).max() > 0
+    )
     with pytest.raises(CheckpointError, match="not of this program"):
         second.load_state({"adapter": np.zeros(3, np.float32), "seed": np.array([4])})
 
@@ -130,9 +163,12 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
         assert (wrote is not None) == (step % 2 == 0)
         if step == 0:
             eager.before_replay(0, ours)
-        elif step == 2:  # their gradients are one, up to rounding, which the last directions are made of
+        elif (
+            step == 2
+        ):  # their gradients are one, up to rounding, which the last directions are made of
             leading = [
-                read_tensors(folder / "subspace-00000002.safetensors")["0.q_proj.c"][0] for folder in (ours, theirs)
+                read_tensors(folder / "subspace-00000002.safetensors")["0.q_proj.c"][0]
+                for folder in (ours, theirs)
             ]
             assert abs(np.dot(*leading)) > 0.999 * np.dot(leading[0], leading[0])
             eager.subspace.read(step, ours)
@@ -140,7 +176,9 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
         result = session.step(batch.ids, batch.labels, step, 0.02)
         with torch.inference_mode():
             at = eager.program.perturbed(eager._adapter, eager.seed, torch.tensor([step]))
-            losses = eager.program.losses(torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), at)
+            losses = eager.program.losses(
+                torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), at
+            )
         np.testing.assert_allclose(result.losses, losses.numpy(), rtol=2e-5)
         eager.apply_update(result.projected_gradients, step, 0.02)
         scalars.append(result.projected_gradients)
@@ -153,8 +191,13 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
     for step, gradients in enumerate(scalars):
         replayed.before_replay(step, ours)
         replayed.apply_update(gradients, step, 0.02)
-    assert all(value.tobytes() == session.state()[name].tobytes() for name, value in replayed.state().items())
-    alone = session.manifest.model_copy(update={"method": {**session.manifest.method, "refresh_every": None}})
+    assert all(
+        value.tobytes() == session.state()[name].tobytes()
+        for name, value in replayed.state().items()
+    )
+    alone = session.manifest.model_copy(
+        update={"method": {**session.manifest.method, "refresh_every": None}}
+    )
     without = SimpleNamespace(manifest=alone, seed=session.seed, state=lambda: state)
     renewal = Renewal(without)  # type: ignore[arg-type]
     given = ours / "subspace-00000004.safetensors"
@@ -166,7 +209,15 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful"]
+    "name",
+    [
+        "functional",
+        "stateful",
+        "q4",
+        "fused loss, one-sided",
+        "subspace, answers",
+        "subspace, stateful",
+    ],
 )
 def test_a_replay_of_the_scalars_gives_the_same_bits(name) -> None:
     trained, replayed = open_artifact(program(name)), open_artifact(program(name))
@@ -220,7 +271,9 @@ def test_the_next_token_is_eager_s_before_and_after() -> None:
     random = np.random.default_rng(1)
     ids = random.integers(0, 4001, (1, 16))
     for length, scale in ((1, 0.0), (9, 0.0), (9, 0.3), (16, 0.3)):
-        flat = (random.normal(size=session.manifest.program_spec.adapter_size) * scale).astype(np.float32)
+        flat = (random.normal(size=session.manifest.program_spec.adapter_size) * scale).astype(
+            np.float32
+        )
         session.load_state({"adapter": flat, "seed": np.array([session.seed])})
         received = session.next_token(ids, length)
         with torch.inference_mode():

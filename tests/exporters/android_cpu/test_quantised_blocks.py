@@ -52,7 +52,9 @@ def test_products_of_integers_are_those_of_eager_over_the_same_rounding() -> Non
     The gradient is large, because eager's op takes no scale below 1.2e-7, as XNNPACK does.
     """
     session, settings = open_artifact(program(INTEGERS)), config(INTEGERS)
-    built = EXECUTORCH.build(load_model(str(model("two layers"))), settings.method, settings.export, 4)
+    built = EXECUTORCH.build(
+        load_model(str(model("two layers"))), settings.method, settings.export, 4
+    )
     constants: Any = built.constants_of_layers
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32))
     for name in ("block_forward_2x16", "block_backward_2x16"):
@@ -62,7 +64,9 @@ def test_products_of_integers_are_those_of_eager_over_the_same_rounding() -> Non
         for layer in range(2):
             for key, parameter in module.names.items():
                 if key in constants.layers[layer]:
-                    module.get_parameter(parameter).data = torch.from_numpy(constants.layers[layer][key])
+                    module.get_parameter(parameter).data = torch.from_numpy(
+                        constants.layers[layer][key]
+                    )
             ours = list(session._call_block(name, given, layer).values())
             inputs = []
             for port in session.spec.methods[name].inputs:
@@ -71,10 +75,16 @@ def test_products_of_integers_are_those_of_eager_over_the_same_rounding() -> Non
                 elif port.role == "state":
                     inputs.append(torch.from_numpy(session._range(port.name, layer)))
                 else:
-                    inputs.append(given["counter optimizer_step" if port.role == "counter" else str(port.role)])
+                    inputs.append(
+                        given[
+                            "counter optimizer_step" if port.role == "counter" else str(port.role)
+                        ]
+                    )
             with torch.no_grad():
                 theirs = module(*inputs)
-            for mine, wanted in zip(ours, theirs if isinstance(theirs, tuple) else (theirs,), strict=True):
+            for mine, wanted in zip(
+                ours, theirs if isinstance(theirs, tuple) else (theirs,), strict=True
+            ):
                 # A number between two integers may be rounded to the other one.
                 assert float((mine - wanted).norm() / wanted.norm()) < 2e-3, name
 
@@ -89,7 +99,10 @@ def test_each_layer_s_program_is_one_with_other_weights(tmp_path) -> None:
     first, second = ((program(INTEGERS) / f"layers/{layer}.pte").read_bytes() for layer in range(2))
     assert len(first) == len(second) and first != second
     weights = MappedWeights(program(INTEGERS) / WEIGHTS_NAME)
-    assert all(value.dtype != np.int8 for value in (weights.whole(key) for key in weights if ".layers." in key))
+    assert all(
+        value.dtype != np.int8
+        for value in (weights.whole(key) for key in weights if ".layers." in key)
+    )
     marker = np.arange(64, dtype=np.int8)
     for content in (b"no marker", marker.tobytes() * 2):
         with pytest.raises(VerificationError, match="does not keep w as it is"):
@@ -116,10 +129,22 @@ def test_a_layer_s_program_that_is_damaged_is_named(tmp_path) -> None:
 def test_inputs_are_not_planned_and_one_packed_matrix_is_dense_at_a_time(quantize) -> None:
     from ondevice.exporters.executorch.lower import lower_portable
 
-    sizes: dict[str, Any] = {"layers": 1, "hidden": 128, "heads": 4, "kv_heads": 4, "intermediate": 512}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "hidden": 128,
+        "heads": 4,
+        "kv_heads": 4,
+        "intermediate": 512,
+    }
     loaded, method = tiny_model("llama", **sizes), method_config("mesp", {"rank": 2})
-    export = ExportConfig.parse({"lengths_tokens": [8], "quantize": quantize, "eval_batch_size": 1}, "test")
-    modules = [one for one in EXECUTORCH.build(loaded, method, export, 0).modules if one.name == "block_forward_1x8"]
+    export = ExportConfig.parse(
+        {"lengths_tokens": [8], "quantize": quantize, "eval_batch_size": 1}, "test"
+    )
+    modules = [
+        one
+        for one in EXECUTORCH.build(loaded, method, export, 0).modules
+        if one.name == "block_forward_1x8"
+    ]
     layer, largest = 4 * (4 * 128 * 128 + 3 * 128 * 512), 4 * 128 * 512
     outside = lower_portable(modules, plan_inputs=False).planned_bytes["block_forward_1x8"]
     dense = 0 if quantize == "none" else largest
@@ -162,4 +187,6 @@ def test_forms_that_a_program_does_not_have_are_named() -> None:
         ("functional", {"export.quantize": "8da8w"}),
     ):
         problems = target("android-cpu").check(artifacts.export_jobs(config(name, **settings))[0])
-        assert any(f"export.quantize is {settings['export.quantize']}" in problem for problem in problems), problems
+        assert any(
+            f"export.quantize is {settings['export.quantize']}" in problem for problem in problems
+        ), problems

@@ -47,14 +47,24 @@ def finished(monkeypatch) -> Path:
 
 def test_the_right_program_is_written(finished, tmp_path) -> None:
     report = artifacts.export(config("functional"), tmp_path / "a")
-    assert read_manifest(tmp_path / "a").files == read_manifest(finished).files and report.check["steps"] == 3
+    assert (
+        read_manifest(tmp_path / "a").files == read_manifest(finished).files
+        and report.check["steps"] == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("method.perturbation_scale", 0.02), ("method.alpha", 32.0), ("method.noise", "rademacher"), ("train.seed", 5)],
+    [
+        ("method.perturbation_scale", 0.02),
+        ("method.alpha", 32.0),
+        ("method.noise", "rademacher"),
+        ("train.seed", 5),
+    ],
 )
-def test_a_program_that_is_not_what_eager_does_is_not_written(finished, tmp_path, key, value) -> None:
+def test_a_program_that_is_not_what_eager_does_is_not_written(
+    finished, tmp_path, key, value
+) -> None:
     """The lowered program is one for other settings than those that eager PyTorch runs."""
     with pytest.raises(VerificationError, match="nothing was written"):
         artifacts.export(config("functional", **{key: value}), tmp_path / "a")
@@ -65,11 +75,17 @@ def test_what_was_there_before_survives_a_failed_check(finished, tmp_path) -> No
     artifacts.export(config("functional"), tmp_path / "a")
     before = read_manifest(tmp_path / "a")
     with pytest.raises(VerificationError):
-        artifacts.export(config("functional", **{"method.alpha": 32.0}), tmp_path / "a", overwrite=True)
-    assert read_manifest(tmp_path / "a") == before and [path.name for path in tmp_path.iterdir()] == ["a"]
+        artifacts.export(
+            config("functional", **{"method.alpha": 32.0}), tmp_path / "a", overwrite=True
+        )
+    assert read_manifest(tmp_path / "a") == before and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["a"]
 
 
-def test_a_folder_is_replaced_only_if_asked_and_only_if_it_is_an_artifact(finished, tmp_path) -> None:
+def test_a_folder_is_replaced_only_if_asked_and_only_if_it_is_an_artifact(
+    finished, tmp_path
+) -> None:
     artifacts.export(config("functional"), tmp_path / "a")
     with pytest.raises(ArtifactError, match="not empty"):
         artifacts.export(config("functional"), tmp_path / "a")
@@ -96,7 +112,9 @@ def test_a_full_disk_leaves_nothing(finished, tmp_path) -> None:
 
 
 def test_verify_notices_another_model(tmp_path) -> None:
-    other = save_tiny(tmp_path / "other", "llama", 1, layers=1, hidden=32, heads=2, kv_heads=1, vocab=4001)
+    other = save_tiny(
+        tmp_path / "other", "llama", 1, layers=1, hidden=32, heads=2, kv_heads=1, vocab=4001
+    )
     with pytest.raises(ArtifactError, match="not the model that was exported"):
         verify(program("functional"), steps=1, model=str(other))
 
@@ -117,7 +135,11 @@ def test_verify_notices_losses_that_are_no_numbers(first, monkeypatch) -> None:
 
     def broken(session, ids, labels, number, rate):
         result = step(session, ids, labels, number, rate)
-        return replace(result, losses=(float("nan"),) * len(result.losses)) if number == first else result
+        return (
+            replace(result, losses=(float("nan"),) * len(result.losses))
+            if number == first
+            else result
+        )
 
     monkeypatch.setattr(ExecutorchSession, "step", broken)
     assert verify(program("functional"), steps=2)["ok"] is False
@@ -130,11 +152,20 @@ def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
         pytest.fail("weights were loaded")
 
     monkeypatch.setattr(models, "load_model", load_model)
-    settings = config("q4", **{"method.batch_signs": False, "method.top_layers": 3, "export.lengths_tokens": [8, 1024]})
+    settings = config(
+        "q4",
+        **{"method.batch_signs": False, "method.top_layers": 3, "export.lengths_tokens": [8, 1024]},
+    )
     problems = target("android-cpu").check(artifacts.export_jobs(settings)[0])
-    assert len(problems) == 3 and all(word in " ".join(problems) for word in ("batch_signs", "top_layers is 3", "1024"))
-    baseline = config("q4").model_copy(update={"method": config("q4", method={"name": "mezo"}).method})
-    assert "mezo does not export" in target("android-cpu").check(artifacts.export_jobs(baseline)[0])[0]
+    assert len(problems) == 3 and all(
+        word in " ".join(problems) for word in ("batch_signs", "top_layers is 3", "1024")
+    )
+    baseline = config("q4").model_copy(
+        update={"method": config("q4", method={"name": "mezo"}).method}
+    )
+    assert (
+        "mezo does not export" in target("android-cpu").check(artifacts.export_jobs(baseline)[0])[0]
+    )
     missing = config("q4", **{"model.source": "/no/such/model"})
     assert "/no/such/model" in target("android-cpu").check(artifacts.export_jobs(missing)[0])[-1]
 
@@ -147,7 +178,9 @@ def test_a_target_that_is_none_lists_the_targets() -> None:
 @pytest.mark.parametrize("value", ["torchao-int4", "int4wo", "8da2w"])
 def test_a_quantisation_that_xnnpack_gets_wrong_is_not_offered(value) -> None:
     """Torchao's weight-only programs are silently wrong under XNNPACK; the error lists what is sound."""
-    with pytest.raises(ConfigError, match=r"quantize.*'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"):
+    with pytest.raises(
+        ConfigError, match=r"quantize.*'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"
+    ):
         ExportConfig.parse({"quantize": value})
 
 

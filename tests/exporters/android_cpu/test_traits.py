@@ -18,20 +18,30 @@ from tests.programs import program
 
 
 def job(folder: Path, method: str) -> ExportJob:
-    settings = ExportConfig(target="android-cpu", lengths_tokens=(16,), check_steps=1, batch_size=2, eval_batch_size=2)
+    settings = ExportConfig(
+        target="android-cpu", lengths_tokens=(16,), check_steps=1, batch_size=2, eval_batch_size=2
+    )
     return ExportJob(ModelConfig(source=str(folder)), method_config(method, {"rank": 2}), settings)
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("granite", ()), ("gemma3_text", (0, 1, 0)), ("smollm3", (0, 1, 0))])
-def test_a_block_program_has_functions_for_every_kind_of_layer(family: str, kinds: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("granite", ()), ("gemma3_text", (0, 1, 0)), ("smollm3", (0, 1, 0))]
+)
+def test_a_block_program_has_functions_for_every_kind_of_layer(
+    family: str, kinds: tuple[int, ...]
+) -> None:
     """Its check has compared gradients with eager PyTorch's; conformance does it once more, against float64."""
     folder = program(f"blocks of {family}")
     manifest = read_manifest(folder)
     spec = manifest.program_spec
     assert manifest.check["max_rel_gradient_error"] < 1e-4
     assert spec.kinds == kinds
-    assert any(name.startswith("block_backward") and name.endswith("_1") for name in spec.methods) == bool(kinds)
-    assert ("`_1` for layers 1" in (folder / "README.md").read_text(encoding="utf-8")) == bool(kinds)
+    assert any(
+        name.startswith("block_backward") and name.endswith("_1") for name in spec.methods
+    ) == bool(kinds)
+    assert ("`_1` for layers 1" in (folder / "README.md").read_text(encoding="utf-8")) == bool(
+        kinds
+    )
 
 
 def test_a_window_that_no_row_reaches_makes_no_kind(tmp_path: Path) -> None:

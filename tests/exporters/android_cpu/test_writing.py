@@ -134,7 +134,11 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
     messages = [{"role": "user", "content": "Hello there"}]
     with adapted(loaded, adapter):
         assert said == generate(loaded, messages, max_new_tokens=24)
-    assert CommandLine(capsys)(*ask).json["answer"] == generate(loaded, messages, max_new_tokens=24) != said
+    assert (
+        CommandLine(capsys)(*ask).json["answer"]
+        == generate(loaded, messages, max_new_tokens=24)
+        != said
+    )
     # A second turn reads only what is new.
     chat, fed = open_chat(str(program("blocks"))), []
     plain = Writer.feed
@@ -146,7 +150,9 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
     assert fed[0] < first + 10
 
 
-def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(opened, tmp_path: Path) -> None:
+def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(
+    opened, tmp_path: Path
+) -> None:
     """Seed, temperature, top-p and stop texts: a program draws what PyTorch does, adapter after adapter."""
     adapter = random_adapter(opened)
     save_adapter(adapter, tmp_path / "adapter")
@@ -163,7 +169,10 @@ def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(opened
         with pytest.raises(ArtifactError):
             chat.use(tmp_path)
         whole = "".join(said["again"][0])
-        assert chat.answer("a", seed=1, stop=[whole[2:4]], **options) == whole[: whole.index(whole[2:4])]
+        assert (
+            chat.answer("a", seed=1, stop=[whole[2:4]], **options)
+            == whole[: whole.index(whole[2:4])]
+        )
         told.append(said)
     assert told[0] == told[1]
 

@@ -20,7 +20,13 @@ from ondevice.api.open import open_artifact
 from ondevice.api.verify import verify
 from ondevice.artifact.manifest import read_manifest
 from ondevice.artifact.weights import WEIGHTS_NAME, MappedWeights
-from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, TrainingError, VerificationError
+from ondevice.core.errors import (
+    ArtifactError,
+    CheckpointError,
+    ConfigError,
+    TrainingError,
+    VerificationError,
+)
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
@@ -64,7 +70,12 @@ def test_each_layer_has_its_weights_in_a_file_of_its_own() -> None:
     folder = program("npu blocks")
     manifest = read_manifest(folder)
     spec = manifest.program_spec
-    assert manifest.soc == "SM8650" and spec.shape == "blocks" and spec.loss_scale == 1024.0 and spec.layers == 2
+    assert (
+        manifest.soc == "SM8650"
+        and spec.shape == "blocks"
+        and spec.loss_scale == 1024.0
+        and spec.layers == 2
+    )
     assert manifest.batch_size == manifest.eval_batch_size == 2
     for name in ("block_forward_2x16", "block_backward_2x16"):
         method = spec.methods[name]
@@ -73,7 +84,9 @@ def test_each_layer_has_its_weights_in_a_file_of_its_own() -> None:
         assert {share.backend: share.calls for share in manifest.partition[name]}["QnnBackend"] == 1
     kernels = {op.split("::")[0] for method in spec.methods.values() for op in method.ops}
     assert kernels <= {"aten", "dim_order_ops", "executorch_prim"}, "a stock runtime lacks some"
-    assert not any(".layers." in name for name in MappedWeights(folder / WEIGHTS_NAME)), "they are in the delegates"
+    assert not any(".layers." in name for name in MappedWeights(folder / WEIGHTS_NAME)), (
+        "they are in the delegates"
+    )
     first, second = ((folder / "layers" / f"{layer}.pte").read_bytes() for layer in range(2))
     assert first != second and {f"layers/{layer}.pte" for layer in range(2)} <= set(manifest.files)
     text = (folder / "README.md").read_text(encoding="utf-8")
@@ -105,22 +118,32 @@ def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> Non
     """33 tokens are more than a call takes; those of the answer go through the same function, one by one."""
     adapter = session.adapter()
     rng = np.random.default_rng(0)
-    changed = {n: (rng.normal(size=v.shape) / 8).astype(np.float32) for n, v in adapter.tensors.items()}
-    adapter = replace(adapter, tensors=adapter.tensors | {n: v for n, v in changed.items() if ".lora_B." in n})
+    changed = {
+        n: (rng.normal(size=v.shape) / 8).astype(np.float32) for n, v in adapter.tensors.items()
+    }
+    adapter = replace(
+        adapter, tensors=adapter.tensors | {n: v for n, v in changed.items() if ".lora_B." in n}
+    )
     loaded, ids = load_model(str(model("wide"))), rng.integers(40, 200, 40).tolist()
     logits = {}
     for name, used in (("adapted", adapter), ("base", None)):
         session.restart() if used is None else session.load_adapter(used)
         writer = Writer(session)
-        logits[name] = np.stack([writer.feed(ids[:33]), *(writer.feed([token]) for token in ids[33:])])
+        logits[name] = np.stack(
+            [writer.feed(ids[:33]), *(writer.feed([token]) for token in ids[33:])]
+        )
         with adapted(loaded, used) if used else nullcontext(), torch.no_grad():
             expected = loaded.model(torch.tensor([ids])).logits[0, 32:].numpy()
-        np.testing.assert_allclose(logits[name], expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            logits[name], expected, rtol=0, atol=1e-2 * np.abs(expected).max()
+        )
     assert np.abs(logits["base"] - logits["adapted"]).max() > 0.1 * np.abs(logits["base"]).max()
     with pytest.raises(ConfigError, match="longer than the program's context"):
         writer.feed([1])
     writer.read = 33  # a conversation that goes on otherwise
-    np.testing.assert_allclose(writer.feed(ids[33:]), expected[-1], rtol=0, atol=1e-2 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        writer.feed(ids[33:]), expected[-1], rtol=0, atol=1e-2 * np.abs(expected).max()
+    )
     many = {n: v * 1e6 for n, v in adapter.tensors.items()}
     session.load_adapter(replace(adapter, tensors=many))
     with pytest.raises(ArtifactError, match="not finite"):
@@ -137,14 +160,19 @@ def test_chat_answers_on_the_npu_as_eager_does() -> None:
     assert not {"block_decode", "embed_decode", "embed_1x16"} & set(manifest.program_spec.methods)
 
 
-def test_a_step_that_overflows_is_left_out_and_the_scale_halved(session, caplog, monkeypatch) -> None:
+def test_a_step_that_overflows_is_left_out_and_the_scale_halved(
+    session, caplog, monkeypatch
+) -> None:
     session.step(*rows(0), 0, RATE)  # so that moments are not zero
     before = session.state()
     session.loss_scale = before_scale = 2.0**40
     with caplog.at_level(logging.WARNING):
         result = session.step(*rows(1), 1, RATE)
     after = session.state()
-    assert np.isfinite(result.loss) and session.loss_scale == before_scale / 2 == after["loss_scale"][0]
+    assert (
+        np.isfinite(result.loss)
+        and session.loss_scale == before_scale / 2 == after["loss_scale"][0]
+    )
     assert "nothing was updated" in caplog.text and "loss scale" in caplog.text
     for name in ("adapter", "exp_avg", "exp_avg_sq", "optimizer_step"):
         assert after[name].tobytes() == before[name].tobytes(), name
@@ -184,7 +212,9 @@ def test_a_resume_has_the_same_bits_and_the_same_scale(session) -> None:
     other.load_state(state)
     assert other.loss_scale == 256.0 and other.step(*rows(2), 2, RATE).loss == losses[2]
     ours, theirs = session.state(), other.state()
-    assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        ours[name].tobytes() == theirs[name].tobytes() for name in ours
+    )
     other.restart()
     assert other.loss_scale == 1024.0
     other.close()
@@ -216,10 +246,14 @@ def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
 
     run = NpuBlocksSession._call_block
 
-    def swapped(self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0) -> dict[str, Any]:
+    def swapped(
+        self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0
+    ) -> dict[str, Any]:
         return run(self, name, given, 1 - layer if name.startswith("block_") else layer, first)
 
-    monkeypatch.setattr(NpuBlocksSession, "_call_block", swapped)  # each layer with the other's weights and adapter
+    monkeypatch.setattr(
+        NpuBlocksSession, "_call_block", swapped
+    )  # each layer with the other's weights and adapter
     result = verify(program("npu blocks"))
     assert not result["ok"] and any("min_gradient_cosine" in line for line in result["broken"])
     assert any("does not write what eager PyTorch does" in line for line in result["broken"])
@@ -245,7 +279,13 @@ def test_every_reason_is_listed_at_once() -> None:
         },
     )
     problems = " ".join(find_target("android-npu").check(artifacts.export_jobs(wrong)[0]))
-    for word in ("next_token needs batch_size 1", "export.program at auto", "float16 weights", "one length", "bits"):
+    for word in (
+        "next_token needs batch_size 1",
+        "export.program at auto",
+        "float16 weights",
+        "one length",
+        "bits",
+    ):
         assert word in problems, word
     with pytest.raises(ConfigError, match="exact gradients"):
         verify(program("npu blocks"), directions=8)

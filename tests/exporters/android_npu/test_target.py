@@ -51,7 +51,9 @@ def smallest(**more: Any) -> RunConfig:
 def eager(name: str):
     """The float32 program in eager PyTorch."""
     settings = config(name)
-    return build_program(load_model(settings.model.source), settings.method, ExportConfig(), settings.train.seed)
+    return build_program(
+        load_model(settings.model.source), settings.method, ExportConfig(), settings.train.seed
+    )
 
 
 @pytest.mark.usefixtures("qnn_extra")
@@ -60,7 +62,9 @@ def test_projected_gradients_in_the_simulator_are_those_of_float32(name) -> None
     result = verify(program(name), directions=12)
     assert result["ok"] and json.dumps(result) and result["backend"] == "qnn-htp-simulator"
     assert result["directions"] == 12 and result["soc"] == config(name).export.soc[0]
-    assert result["sign_agreement"] >= 11 / 12 and result["correlation"] > (0.9 if name == "npu w8" else 0.99)
+    assert result["sign_agreement"] >= 11 / 12 and result["correlation"] > (
+        0.9 if name == "npu w8" else 0.99
+    )
     assert 0 < result["loss_error"] < LOSS.get(name, 2e-3)
     assert result["adapter_error"] <= 1e-6
 
@@ -76,13 +80,17 @@ def test_evaluation_is_the_adapter_itself_on_as_many_rows_as_there_are_copies(na
     ids = random.integers(0, 256, (session.eval_batch_size, session.lengths_tokens[0]))
     labels = np.where(random.random(ids.shape) < 0.5, ids, -100)
     if name == "npu subspace":
-        labels = np.where((labels != -100) & (np.arange(ids.shape[1]) == ids.shape[1] - 1), 70, -100)
+        labels = np.where(
+            (labels != -100) & (np.arange(ids.shape[1]) == ids.shape[1] - 1), 70, -100
+        )
     labels[0] = -100  # a row that only fills
     nll, tokens = session.evaluate(ids, labels)
     with torch.inference_mode(), reference.bound((torch.from_numpy(flat),)):
         expected, counts = reference.evaluate(*map(torch.from_numpy, (ids, labels, flat)))
     np.testing.assert_array_equal(tokens, counts.numpy())
-    np.testing.assert_allclose(nll, expected.numpy(), rtol=2e-2 if name == "npu w8" else LOSS.get(name, 2e-3))
+    np.testing.assert_allclose(
+        nll, expected.numpy(), rtol=2e-2 if name == "npu w8" else LOSS.get(name, 2e-3)
+    )
     np.testing.assert_array_equal(session.flat(), flat)
     assert session.evaluate(ids, labels)[0].tolist() == nll.tolist()
     session.close()
@@ -91,19 +99,32 @@ def test_evaluation_is_the_adapter_itself_on_as_many_rows_as_there_are_copies(na
 @pytest.mark.usefixtures("qnn_extra")
 def test_the_manifest_says_what_runs_where() -> None:
     manifest = read_manifest(program("npu"))
-    assert manifest.soc == "SM8650" and manifest.target == "android-npu" and manifest.custom_ops == ()
+    assert (
+        manifest.soc == "SM8650" and manifest.target == "android-npu" and manifest.custom_ops == ()
+    )
     assert manifest.program_spec.methods.keys() == {"train_step", "apply_update"}
     step, update = (
-        {share.backend: share for share in manifest.partition[name]} for name in ("train_step", "apply_update")
+        {share.backend: share for share in manifest.partition[name]}
+        for name in ("train_step", "apply_update")
     )
-    assert step["QnnBackend"].calls == 1 and step["QnnBackend"].operators > 50 and step["QnnBackend"].bytes > 10_000
+    assert (
+        step["QnnBackend"].calls == 1
+        and step["QnnBackend"].operators > 50
+        and step["QnnBackend"].bytes > 10_000
+    )
     assert step["XnnpackBackend"].operators > 10 and step["portable"].operators > 10
     assert "QnnBackend" not in update
-    kernels = {op.split("::")[0] for method in manifest.program_spec.methods.values() for op in method.ops}
+    kernels = {
+        op.split("::")[0] for method in manifest.program_spec.methods.values() for op in method.ops
+    }
     assert kernels <= STOCK
     ports = manifest.program_spec.methods["train_step"]
     assert [port.name for port in ports.inputs][-1] == "perturbation_scale"
-    assert ports.inputs[0].shape == (8, 16) and manifest.batch_size == 2 and manifest.eval_batch_size == 8
+    assert (
+        ports.inputs[0].shape == (8, 16)
+        and manifest.batch_size == 2
+        and manifest.eval_batch_size == 8
+    )
     text = (program("npu") / "README.md").read_text()
     assert "perturbation_scale" in text and "SM8650" in text and "repeat" in text
     assert report("npu").partition == manifest.partition
@@ -112,7 +133,9 @@ def test_the_manifest_says_what_runs_where() -> None:
 @pytest.mark.usefixtures("qnn_extra")
 def test_a_wrong_program_is_not_ok(monkeypatch, tmp_path) -> None:
     session, settings = open_artifact(program("npu")), config("npu")
-    other = npu.build(load_model(settings.model.source), settings.method, settings.export, settings.train.seed)
+    other = npu.build(
+        load_model(settings.model.source), settings.method, settings.export, settings.train.seed
+    )
     with torch.no_grad():
         other.loaded.family.head_weight.mul_(3.0)
     session.constants[npu.SCALE] = 1e-2
@@ -147,7 +170,11 @@ def test_no_variable_is_needed_and_nothing_is_printed(tmp_path: Path) -> None:
         "import matplotlib.pyplot\nprint(len(result.losses))\n"
     )
     cache = tmp_path / "çache with spaces"
-    clean = {key: value for key, value in os.environ.items() if key not in ("LD_LIBRARY_PATH", "QNN_SDK_ROOT")}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("LD_LIBRARY_PATH", "QNN_SDK_ROOT")
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, str(program("npu"))],
         capture_output=True,
@@ -196,7 +223,13 @@ def test_every_reason_is_listed_at_once(tmp_path) -> None:
     jobs = artifacts.export_jobs(wrong)
     assert [job.export.soc for job in jobs] == [("SM8650",), ("SM1",)]
     problems = " ".join(find_target("android-npu").check(jobs[1]))
-    for word in ("soc SM1 is not known", "one length", "use functional", "expected none or w8", "generator"):
+    for word in (
+        "soc SM1 is not known",
+        "one length",
+        "use functional",
+        "expected none or w8",
+        "generator",
+    ):
         assert word in problems, word
     with pytest.raises(ConfigError, match="SM1"):
         artifacts.export_each(wrong, tmp_path / "never")
@@ -214,14 +247,24 @@ def test_widths_that_qnn_computes_wrongly_are_refused() -> None:
 def test_all_chips_are_those_with_float16() -> None:
     every = artifacts.export_jobs(config("npu", **{"export.soc": ["all"]}))
     socs = [job.export.soc[0] for job in every]
-    assert socs[0] == "SM8450" and "SM8850" in socs and "SM8350" not in socs and len(set(socs)) == len(socs) >= 6
+    assert (
+        socs[0] == "SM8450"
+        and "SM8850" in socs
+        and "SM8350" not in socs
+        and len(set(socs)) == len(socs) >= 6
+    )
 
 
 @pytest.mark.usefixtures("qnn_extra")
 @pytest.mark.slow
 def test_several_chips_give_a_folder_each(tmp_path: Path) -> None:
-    reports = artifacts.export_each(smallest(**{"export.soc": ["SM8450", "SM8850"]}), tmp_path / "out")
-    assert [entry.path for entry in reports] == [tmp_path / "out" / "SM8450", tmp_path / "out" / "SM8850"]
+    reports = artifacts.export_each(
+        smallest(**{"export.soc": ["SM8450", "SM8850"]}), tmp_path / "out"
+    )
+    assert [entry.path for entry in reports] == [
+        tmp_path / "out" / "SM8450",
+        tmp_path / "out" / "SM8850",
+    ]
     assert [read_manifest(entry.path).soc for entry in reports] == ["SM8450", "SM8850"]
 
 
@@ -257,6 +300,10 @@ def test_arguments_of_the_other_kind_of_program_are_refused() -> None:
 def test_the_npu_has_a_perturbation_scale_of_its_own_unless_one_is_set() -> None:
     scales = [
         artifacts.export_jobs(settings)[0].method.perturbation_scale
-        for settings in (config("npu"), config("npu", **{"method.perturbation_scale": 0.01}), config("functional"))
+        for settings in (
+            config("npu"),
+            config("npu", **{"method.perturbation_scale": 0.01}),
+            config("functional"),
+        )
     ]
     assert scales == [3e-2, 1e-2, 1e-2]

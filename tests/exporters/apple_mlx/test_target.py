@@ -51,7 +51,8 @@ def model(tmp_path_factory) -> Any:
     """Folder of each kind's model."""
     place = tmp_path_factory.mktemp("mlx_models")
     return {
-        name: save_tiny(place / str(i), family, **sizes) for i, (name, (family, sizes, _)) in enumerate(KINDS.items())
+        name: save_tiny(place / str(i), family, **sizes)
+        for i, (name, (family, sizes, _)) in enumerate(KINDS.items())
     }
 
 
@@ -59,7 +60,9 @@ def run_config(folder: Path, values: dict[str, Any], **more: Any) -> RunConfig:
     settings = {f"method.{name}": value for name, value in values.items()}
     export = {"target": "apple-mlx", "lengths_tokens": list(LENGTHS), "batch_size": 2, **more}
     settings |= {f"export.{name}": value for name, value in export.items()}
-    return RunConfig.load(None, {"model.source": str(folder), "method.name": "mesp", **settings, "train.seed": 3})
+    return RunConfig.load(
+        None, {"model.source": str(folder), "method.name": "mesp", **settings, "train.seed": 3}
+    )
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -127,7 +130,11 @@ def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> N
     manifest, program = read_manifest(folder), json.loads((folder / "program.json").read_text())
     assert manifest.runtime == f"mlx {mx.__version__}" and manifest.caveats == (retarget.CAVEAT,)
     stages = {name.split("#")[0] for name in manifest.program_spec.methods}
-    assert stages == program["functions"].keys() == {path.stem for path in (folder / "functions").iterdir()}
+    assert (
+        stages
+        == program["functions"].keys()
+        == {path.stem for path in (folder / "functions").iterdir()}
+    )
     for length in LENGTHS:
         for name in ("forward", "backward"):
             held = {"x"} if name == "forward" else {"x", "g"}
@@ -148,14 +155,19 @@ def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> N
     updates = [counter.name for counter in spec.counters]
     moments = {tensor.name for tensor in spec.state if tensor.role == "optimizer"}
     adamw = manifest.method["optimizer"] == "adamw"
-    assert moments == {f"{key}/{name}" for name in trained for key in MOMENTS if adamw} and updates == [
-        "optimizer_step"
-    ]
+    assert moments == {
+        f"{key}/{name}" for name in trained for key in MOMENTS if adamw
+    } and updates == ["optimizer_step"]
     text = (folder / "README.md").read_text()
-    assert "`functions/`: one `.mlxfn` a stage for the CPU" in text and "`functions-gpu/`: for Metal" in text
+    assert (
+        "`functions/`: one `.mlxfn` a stage for the CPU" in text
+        and "`functions-gpu/`: for Metal" in text
+    )
 
 
-def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(model, tmp_path, monkeypatch) -> None:
+def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(
+    model, tmp_path, monkeypatch
+) -> None:
     """All that is chosen by the device is as on a Mac; the operations are still the CPU's, so that they run here."""
     gpu = mx.Device(mx.DeviceType.gpu)
     monkeypatch.setattr(mx, "default_device", lambda: gpu)
@@ -163,7 +175,11 @@ def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(model, tmp_path
     report = artifacts.export(run_config(model["llama"], KINDS["llama"][2]), out)
     assert report.check["ok"] and report.warnings == ()
     assert not (out / "functions").exists()
-    assert report.program_bytes == sum(path.stat().st_size for path in (out / "functions-gpu").iterdir()) > 0
+    assert (
+        report.program_bytes
+        == sum(path.stat().st_size for path in (out / "functions-gpu").iterdir())
+        > 0
+    )
     text = (out / "README.md").read_text()
     assert "`functions-gpu/`: one `.mlxfn` a stage for Metal" in text and "`functions/`" not in text
     assert read_manifest(out).caveats == ()
@@ -210,7 +226,9 @@ def damaged(folder: Path, to: Path, name: str, change: Any) -> MlxProgramSession
 def test_a_function_of_another_version_of_mlx(artifact, tmp_path) -> None:
     def older(data: bytes) -> bytes:
         version = mx.__version__.encode()
-        assert data[:8] == len(version).to_bytes(8, "little") and data[8 : 8 + len(version)] == version
+        assert (
+            data[:8] == len(version).to_bytes(8, "little") and data[8 : 8 + len(version)] == version
+        )
         return (6).to_bytes(8, "little") + b"0.25.1" + data[8 + len(version) :]
 
     with pytest.raises(ArtifactError, match="another version of MLX") as raised:
@@ -222,7 +240,12 @@ def test_a_damaged_function_and_truncated_weights(artifact, tmp_path) -> None:
     with pytest.raises(ArtifactError, match=r"norm\.mlxfn is damaged"):
         damaged(artifact[0], tmp_path / "one", "functions/norm.mlxfn", lambda data: data[:-40])
     with pytest.raises(ModelError, match=r"block-00001\.safetensors is truncated"):
-        damaged(artifact[0], tmp_path / "two", "weights/block-00001.safetensors", lambda data: data[:-10])
+        damaged(
+            artifact[0],
+            tmp_path / "two",
+            "weights/block-00001.safetensors",
+            lambda data: data[:-10],
+        )
 
 
 def test_an_export_whose_check_fails_is_not_written(model, tmp_path, monkeypatch) -> None:
@@ -232,24 +255,32 @@ def test_an_export_whose_check_fails_is_not_written(model, tmp_path, monkeypatch
 
     def wrong(self: Any, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         actual = honest(self, stage, arrays)
-        return {name: value * 1.01 for name, value in actual.items()} if stage == "project_backward" else actual
+        return (
+            {name: value * 1.01 for name, value in actual.items()}
+            if stage == "project_backward"
+            else actual
+        )
 
     monkeypatch.setattr(runtime.ImportedFunctions, "call", wrong)
     with pytest.raises(VerificationError, match="nothing was written"):
         artifacts.export(
-            run_config(model["llama"], {"rank": 2, "optimizer": "sgd", "learning_rate": 0.1}), tmp_path / "out"
+            run_config(model["llama"], {"rank": 2, "optimizer": "sgd", "learning_rate": 0.1}),
+            tmp_path / "out",
         )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported_is_listed(model) -> None:
     values = {"micro_batch_size": 1}
-    config = run_config(model["llama"], values, quantize="q4", form="stateful", lengths_tokens=[1024])
+    config = run_config(
+        model["llama"], values, quantize="q4", form="stateful", lengths_tokens=[1024]
+    )
     problems = target("apple-mlx").check(artifacts.export_jobs(config)[0])
     for word in ("micro_batch_size", "method.bits=4", "functional", "1024"):
         assert any(word in problem for problem in problems), word
     other = RunConfig.load(
-        None, {"model.source": str(model["llama"]), "method.name": "lora", "export.target": "apple-mlx"}
+        None,
+        {"model.source": str(model["llama"]), "method.name": "lora", "export.target": "apple-mlx"},
     )
     with pytest.raises(ConfigError, match="use --method mesp"):
         artifacts.export(other, Path("nowhere"))
@@ -264,10 +295,14 @@ def test_a_file_for_metal_differs_in_its_devices_alone(artifact) -> None:
             (place, name) for place, _, _, name in retarget.tags(after)
         ]
         assert {kind for _, _, kind, _ in tags} <= {retarget.CPU}
-        assert {(stream, kind) for _, stream, kind, _ in retarget.tags(after)} <= {(-1, retarget.GPU)}
+        assert {(stream, kind) for _, stream, kind, _ in retarget.tags(after)} <= {
+            (-1, retarget.GPU)
+        }
         rest = bytearray(after)
         for place, stream, kind, _ in tags:
-            rest[place : place + 8] = stream.to_bytes(4, "little", signed=True) + kind.to_bytes(4, "little")
+            rest[place : place + 8] = stream.to_bytes(4, "little", signed=True) + kind.to_bytes(
+                4, "little"
+            )
         assert bytes(rest) == before
     with pytest.raises(VerificationError, match="another device"):
         retarget.retarget((folder / "functions-gpu/project.mlxfn").read_bytes())
@@ -282,7 +317,9 @@ def test_every_operation_of_a_file_is_tagged(tmp_path) -> None:
             kinds.append(actual["name"])
 
     def f(x: Any, y: Any) -> Any:
-        return mx.softmax(x @ y, axis=-1, precise=True) + mx.fast.rms_norm(x, y[0], 1e-6)[:, :3].sum()
+        return (
+            mx.softmax(x @ y, axis=-1, precise=True) + mx.fast.rms_norm(x, y[0], 1e-6)[:, :3].sum()
+        )
 
     x, y = mx.ones((4, 3)), mx.ones((3, 3))
     mx.export_function(note, f, x, y)
@@ -312,28 +349,49 @@ def host(tmp_path_factory) -> Path:
     if json_headers is None or not json_headers.submodule_search_locations:
         pytest.skip("nlohmann-json is not installed")
     headers = Path(json_headers.submodule_search_locations[0]) / "include"
-    environment = os.environ | {"CMAKE_BUILD_PARALLEL_LEVEL": "1", "CMAKE_INCLUDE_PATH": str(headers)}
+    environment = os.environ | {
+        "CMAKE_BUILD_PARALLEL_LEVEL": "1",
+        "CMAKE_INCLUDE_PATH": str(headers),
+    }
     # The headers are most of the work: they are read once for the library, and nothing is written for a debugger.
     soonest = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON")
     for command in (
         ["cmake", "-S", HOST, "-B", place, f"-DMLX_DIR={where}", *soonest],
         ["cmake", "--build", place],
     ):
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            [*map(str, command)], capture_output=True, text=True, env=environment, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return place / "ondevice-mlx-host"
 
 
-def in_cpp(host: Path, folder: Path, place: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def in_cpp(
+    host: Path, folder: Path, place: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
     from safetensors.numpy import save_file
 
     given = [batch for batch in batches(6) if batch[0].shape[1] == LENGTHS[0]]
     save_file(
-        {"ids": np.stack([ids for ids, _ in given]), "labels": np.stack([y for _, y in given])}, place / "batches"
+        {"ids": np.stack([ids for ids, _ in given]), "labels": np.stack([y for _, y in given])},
+        place / "batches",
     )
-    words = [host, folder, place / "batches", place / "adapter", "--learning-rate", "0.01", "--one-task", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment, check=False)
+    words = [
+        host,
+        folder,
+        place / "batches",
+        place / "adapter",
+        "--learning-rate",
+        "0.01",
+        "--one-task",
+        *options,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    return subprocess.run(
+        [*map(str, words)], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 @pytest.mark.slow
@@ -362,12 +420,18 @@ def test_the_cpp_host_names_what_is_wrong(host, artifact, tmp_path) -> None:
     whole = block.read_bytes()
     block.write_bytes(whole[:-10])
     done = in_cpp(host, copy, tmp_path)
-    assert done.returncode == 1 and "block-00001.safetensors is truncated" in done.stderr and not done.stdout
+    assert (
+        done.returncode == 1
+        and "block-00001.safetensors is truncated" in done.stderr
+        and not done.stdout
+    )
     block.write_bytes(whole)
     program = json.loads((copy / "program.json").read_text())
     (copy / "program.json").write_text(json.dumps(program | {"mlx_version": "0.25.1"}))
     done = in_cpp(host, copy, tmp_path)
-    assert done.returncode == 1 and "another version of MLX" in done.stderr and "0.25.1" in done.stderr
+    assert (
+        done.returncode == 1 and "another version of MLX" in done.stderr and "0.25.1" in done.stderr
+    )
     (copy / "program.json").write_text(json.dumps(program)[:-200])
     done = in_cpp(host, copy, tmp_path)
     assert done.returncode == 1 and "column" in done.stderr

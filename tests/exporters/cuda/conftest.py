@@ -39,9 +39,15 @@ def artifact_of(tmp_path_factory, source):
     def artifact(method: str = "prge", quantize: str = "nf4") -> Path:
         if (method, quantize) not in folders:
             out = tmp_path_factory.mktemp("artifact") / "a"
-            config = method_config(method, {"rank": 4, **({"queries": 2} if method == "prge" else {})})
+            config = method_config(
+                method, {"rank": 4, **({"queries": 2} if method == "prge" else {})}
+            )
             export = ExportConfig(
-                target="jetson", lengths_tokens=(16, 32), batch_size=2, check_steps=1, quantize=quantize
+                target="jetson",
+                lengths_tokens=(16, 32),
+                batch_size=2,
+                check_steps=1,
+                quantize=quantize,
             )
             job = ExportJob(ModelConfig(source=str(source), dtype="float32"), config, export, SEED)
             find_target("jetson").export(job, out)

@@ -50,9 +50,20 @@ def against_double(folder: Path, job: ExportJob) -> tuple[np.ndarray, np.ndarray
 @pytest.mark.parametrize("method", ["prge", "lora"])
 def test_it_is_the_method_in_bfloat16_and_trains(source: Path, tmp_path: Path, method: str) -> None:
     """Verified against the original model in the same precision, then run to a float32 adapter."""
-    settings = {"rank": 4, "learning_rate": RATES[method], **({"queries": 2} if method == "prge" else {})}
-    export = ExportConfig(target="jetson", lengths_tokens=(32,), batch_size=2, check_steps=1, quantize="none")
-    job = ExportJob(ModelConfig(source=str(source), dtype="bfloat16"), method_config(method, settings), export, 3)
+    settings = {
+        "rank": 4,
+        "learning_rate": RATES[method],
+        **({"queries": 2} if method == "prge" else {}),
+    }
+    export = ExportConfig(
+        target="jetson", lengths_tokens=(32,), batch_size=2, check_steps=1, quantize="none"
+    )
+    job = ExportJob(
+        ModelConfig(source=str(source), dtype="bfloat16"),
+        method_config(method, settings),
+        export,
+        3,
+    )
     find_target("jetson").export(job, folder := tmp_path / "a")
 
     assert json.loads((folder / "program.json").read_text())["dtype"] == "bfloat16"
@@ -67,7 +78,11 @@ def test_it_is_the_method_in_bfloat16_and_trains(source: Path, tmp_path: Path, m
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
     assert (losses != expected).all()  # bfloat16's own rounding is there
     trained = run_artifact(folder, configured(folder, tmp_path, **{"data.max_length_tokens": 32}))
-    assert trained.adapter is not None and trained.result.steps == 6 and trained.result.final_loss is not None
+    assert (
+        trained.adapter is not None
+        and trained.result.steps == 6
+        and trained.result.final_loss is not None
+    )
     tensors = load_adapter(trained.adapter).tensors
     assert tensors and all(str(value.dtype) == "float32" for value in tensors.values())
     assert any(value.any() for name, value in tensors.items() if "lora_B" in name)

@@ -28,15 +28,23 @@ EXPERTS = {
 
 
 def job(folder: Path, name: str, **settings: object) -> ExportJob:
-    export = ExportConfig(target="jetson", lengths_tokens=(16,), batch_size=2, check_steps=1, quantize="none")
-    return ExportJob(ModelConfig(source=str(folder), dtype="float32"), method_config(name, settings), export, 3)
+    export = ExportConfig(
+        target="jetson", lengths_tokens=(16,), batch_size=2, check_steps=1, quantize="none"
+    )
+    return ExportJob(
+        ModelConfig(source=str(folder), dtype="float32"), method_config(name, settings), export, 3
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_artifact_of_each_family_computes_what_eager_pytorch_does(family: str, tmp_path: Path) -> None:
+def test_an_artifact_of_each_family_computes_what_eager_pytorch_does(
+    family: str, tmp_path: Path
+) -> None:
     name, target = FAMILIES[family], find_target("jetson")
     model = save_tiny(tmp_path / "model", family, 2, layers=2)
-    asked = job(model, name, rank=2, **({"target_modules": EXPERTS[family]} if family in EXPERTS else {}))
+    asked = job(
+        model, name, rank=2, **({"target_modules": EXPERTS[family]} if family in EXPERTS else {})
+    )
     target.export(asked, tmp_path / "a")
     session = target.open(tmp_path / "a", read_manifest(tmp_path / "a"))
     eager = open_session(load_model(str(model)), asked.method, 3)
@@ -44,7 +52,9 @@ def test_an_artifact_of_each_family_computes_what_eager_pytorch_does(family: str
     for step in range(2):
         ours, theirs = (one.step(ids, ids, step, 1e-2).loss for one in (session, eager))
         assert ours == pytest.approx(theirs, rel=1e-5)
-    np.testing.assert_allclose(session.evaluate(ids, ids)[0], eager.evaluate(ids, ids)[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        session.evaluate(ids, ids)[0], eager.evaluate(ids, ids)[0], rtol=1e-5
+    )
     ours, theirs = session.adapter(), eager.adapter()
     assert ours is not None and theirs is not None and ours.linears == theirs.linears
     session.close()
@@ -56,5 +66,10 @@ def test_families_that_a_target_does_not_know_are_said_before(tmp_path: Path) ->
     (problem,) = find_target("jetson").check(asked)
     assert "qwen2_moe is a mixture of experts" in problem and "--quantize none" in problem
     for name in ("prge", "mesp"):
-        problems = find_target("android-npu").check(job(save_tiny(tmp_path / name, "granite"), name))
-        assert any("a factor of each branch" in one and "a program for the NPU does not do" in one for one in problems)
+        problems = find_target("android-npu").check(
+            job(save_tiny(tmp_path / name, "granite"), name)
+        )
+        assert any(
+            "a factor of each branch" in one and "a program for the NPU does not do" in one
+            for one in problems
+        )

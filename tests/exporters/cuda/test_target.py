@@ -24,7 +24,10 @@ from ondevice.exporters.cuda import target as checking
 from ondevice.exporters.cuda.session import TorchProgramSession
 from ondevice.models import save_tiny
 
-TARGETS = {"jetson": ("requirements-jetpack6.txt", "requirements-jetpack7.txt"), "cuda-server": ("requirements.txt",)}
+TARGETS = {
+    "jetson": ("requirements-jetpack6.txt", "requirements-jetpack7.txt"),
+    "cuda-server": ("requirements.txt",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +35,24 @@ def source(tmp_path_factory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("source") / "model", "llama"))
 
 
-def job(source: str, target: str = "jetson", method: str = "prge", values: Any = None, **more: Any) -> ExportJob:
-    export = {"lengths_tokens": (12, 16), "batch_size": 2, "check_steps": 2, "quantize": "nf4", "target": target}
+def job(
+    source: str, target: str = "jetson", method: str = "prge", values: Any = None, **more: Any
+) -> ExportJob:
+    export = {
+        "lengths_tokens": (12, 16),
+        "batch_size": 2,
+        "check_steps": 2,
+        "quantize": "nf4",
+        "target": target,
+    }
     outer = {key: more.pop(key) for key in ("memory_limit_bytes", "overwrite") if key in more}
     model = ModelConfig(source=source, **({"dtype": more.pop("dtype")} if "dtype" in more else {}))
-    settings = values or ({"queries": 2, "rank": 4} if method == "prge" else {"rank": 4} if method != "mezo" else {})
-    return ExportJob(model, method_config(method, settings), ExportConfig.parse({**export, **more}), 3, **outer)
+    settings = values or (
+        {"queries": 2, "rank": 4} if method == "prge" else {"rank": 4} if method != "mezo" else {}
+    )
+    return ExportJob(
+        model, method_config(method, settings), ExportConfig.parse({**export, **more}), 3, **outer
+    )
 
 
 def run(source: str, out: Path, **more: Any) -> Any:
@@ -49,12 +64,32 @@ def run(source: str, out: Path, **more: Any) -> Any:
 def test_everything_that_a_board_needs_is_written(source, tmp_path, target) -> None:
     report = run(source, tmp_path / "a", target=target)
     manifest = read_manifest(tmp_path / "a")  # checks every file's hash
-    expected = {"README.md", "program.json", "run.sh", "model/config.json", "model/model.safetensors", *TARGETS[target]}
-    assert expected <= manifest.files.keys() and any(name.startswith("tokenizer/") for name in manifest.files)
-    assert manifest.runtime.startswith("torch ") and manifest.target == target and manifest.quantize == "nf4"
+    expected = {
+        "README.md",
+        "program.json",
+        "run.sh",
+        "model/config.json",
+        "model/model.safetensors",
+        *TARGETS[target],
+    }
+    assert expected <= manifest.files.keys() and any(
+        name.startswith("tokenizer/") for name in manifest.files
+    )
+    assert (
+        manifest.runtime.startswith("torch ")
+        and manifest.target == target
+        and manifest.quantize == "nf4"
+    )
     assert sorted(manifest.program_spec.methods) == ["train_step", "train_step_12"]
-    assert [port.shape for port in manifest.program_spec.methods["train_step"].inputs] == [(2, 16), (2, 16)]
-    assert manifest.check == report.check and report.check["ok"] and report.check["max_rel_loss_error"] == 0
+    assert [port.shape for port in manifest.program_spec.methods["train_step"].inputs] == [
+        (2, 16),
+        (2, 16),
+    ]
+    assert (
+        manifest.check == report.check
+        and report.check["ok"]
+        and report.check["max_rel_loss_error"] == 0
+    )
     program = json.loads((tmp_path / "a" / "program.json").read_text())
     assert program["dtype"] == "bfloat16" and program["method"]["name"] == "prge"
     assert program["weights_sha256"] == manifest.files["model/model.safetensors"]
@@ -76,7 +111,9 @@ def test_4_bits_are_a_seventh_of_float32(source, tmp_path) -> None:
         session = TorchProgramSession(tmp_path / quantize, read_manifest(tmp_path / quantize))
         linear: Any = session.loaded.family.linear(0, "up_proj")
         tensors = {"weight": linear.weight} if quantize == "none" else linear.matrix.tensors()
-        sizes[quantize] = sum(t.nbytes for name, t in tensors.items() if "map" not in name and "state" not in name)
+        sizes[quantize] = sum(
+            t.nbytes for name, t in tensors.items() if "map" not in name and "state" not in name
+        )
     assert 3.5 < sizes["none"] / sizes["int8"] < 4 and 7 < sizes["none"] / sizes["nf4"] < 8
 
 
@@ -85,14 +122,22 @@ def test_4_bits_are_a_seventh_of_float32(source, tmp_path) -> None:
     [
         ({"method": "mezo"}, "method mezo does not export to jetson"),
         ({"quantize": "q4"}, "quantize q4 is for phones"),
-        ({"form": "stateful", "loss": "op"}, "form stateful is for ExecuTorch programs.*|.*loss op"),
+        (
+            {"form": "stateful", "loss": "op"},
+            "form stateful is for ExecuTorch programs.*|.*loss op",
+        ),
         ({"method": "mesp", "values": {"bits": 4}}, "use --quantize nf4"),
-        ({"method": "mesp", "values": {"weight_placement": "streamed"}}, "the artifact holds the weights"),
+        (
+            {"method": "mesp", "values": {"weight_placement": "streamed"}},
+            "the artifact holds the weights",
+        ),
         ({"lengths_tokens": (8, 100000)}, "exceeds the model's"),
         ({"values": {"top_layers": 9}}, "top_layers is 9"),
     ],
 )
-def test_what_cannot_be_exported_is_said_before_weights_are_loaded(source, monkeypatch, changes, words) -> None:
+def test_what_cannot_be_exported_is_said_before_weights_are_loaded(
+    source, monkeypatch, changes, words
+) -> None:
     from ondevice import models
 
     monkeypatch.setattr(models, "load_model", lambda *a, **k: pytest.fail("weights were loaded"))
@@ -106,7 +151,10 @@ def test_what_cannot_be_exported_is_said_before_weights_are_loaded(source, monke
 def test_other_families_and_missing_models_are_problems(tmp_path) -> None:
     gpt2 = str(save_tiny(tmp_path / "gpt2", "gpt2"))
     assert "gpt2 has no layers that this target packs" in find_target("jetson").check(job(gpt2))[0]
-    assert "/no/such/model" in find_target("cuda-server").check(job("/no/such/model", "cuda-server"))[0]
+    assert (
+        "/no/such/model"
+        in find_target("cuda-server").check(job("/no/such/model", "cuda-server"))[0]
+    )
 
 
 def test_a_phone_s_target_refuses_nf4(source) -> None:
@@ -114,7 +162,9 @@ def test_a_phone_s_target_refuses_nf4(source) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["other noise", "other weights"])
-def test_an_artifact_that_does_something_else_is_not_written(source, tmp_path, monkeypatch, wrong) -> None:
+def test_an_artifact_that_does_something_else_is_not_written(
+    source, tmp_path, monkeypatch, wrong
+) -> None:
     opened = TorchProgramSession._open
 
     def broken(self: Any) -> Any:
@@ -143,7 +193,9 @@ def test_losses_that_are_no_numbers_do_not_pass() -> None:
 
 
 @pytest.mark.parametrize(("limit", "given"), [(None, "6GiB"), (2 << 30, "2147483648")])
-def test_the_launcher_runs_where_it_lies_and_passes_its_limit(source, tmp_path, limit, given) -> None:
+def test_the_launcher_runs_where_it_lies_and_passes_its_limit(
+    source, tmp_path, limit, given
+) -> None:
     run(source, tmp_path / "some where", memory_limit_bytes=limit)
     fake = tmp_path / "bin" / "ondevice"
     fake.parent.mkdir()
@@ -153,19 +205,34 @@ def test_the_launcher_runs_where_it_lies_and_passes_its_limit(source, tmp_path, 
 
     def launched(*words: str, **more: str) -> list[str]:
         command = [str(tmp_path / "some where" / "run.sh"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment | more, check=True, cwd="/")
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment | more, check=True, cwd="/"
+        )
         return done.stdout.splitlines()
 
     folder = str(tmp_path / "some where")
-    assert launched("--data", "my rows.jsonl") == ["run", folder, "--memory-limit", given, "--data", "my rows.jsonl"]
+    assert launched("--data", "my rows.jsonl") == [
+        "run",
+        folder,
+        "--memory-limit",
+        given,
+        "--data",
+        "my rows.jsonl",
+    ]
     assert launched("--memory-limit", "1GiB") == ["run", folder, "--memory-limit", "1GiB"]
     assert launched(ONDEVICE_MEMORY_LIMIT="3GiB")[2:4] == ["--memory-limit", "3GiB"]
 
 
 def test_every_pin_is_a_version_that_this_project_is_tested_with(root: Path) -> None:
-    locked = dict(re.findall(r"^([\w.-]+)==([\w.+]+)", (root / "requirements/dev.txt").read_text(), re.MULTILINE))
+    locked = dict(
+        re.findall(
+            r"^([\w.-]+)==([\w.+]+)", (root / "requirements/dev.txt").read_text(), re.MULTILINE
+        )
+    )
     named = {name.lower(): version for name, version in locked.items()}
-    for name, version in (pins.PYTHON | {"torch": pins.TORCH, "bitsandbytes": pins.BITSANDBYTES}).items():
+    for name, version in (
+        pins.PYTHON | {"torch": pins.TORCH, "bitsandbytes": pins.BITSANDBYTES}
+    ).items():
         assert named[name.lower()] == version, name
 
 

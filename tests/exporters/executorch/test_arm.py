@@ -29,12 +29,19 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     (folder / "jobs").mkdir()
     give(artifacts, folder / "jobs", STEPS)
     here = run_here(folder / "jobs")
-    there = run_there(folder / "jobs", Userland(Path(os.environ["ONDEVICE_ARM_ROOT"])), "neoverse-n1")
-    return {form: difference(form, here, there, spec_of(artifact)) for form, artifact in artifacts.items()}
+    there = run_there(
+        folder / "jobs", Userland(Path(os.environ["ONDEVICE_ARM_ROOT"])), "neoverse-n1"
+    )
+    return {
+        form: difference(form, here, there, spec_of(artifact))
+        for form, artifact in artifacts.items()
+    }
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "8da8w"])
-def test_losses_and_gradients_are_those_of_this_machine(form: str, apart: dict[str, dict[str, float]]) -> None:
+def test_losses_and_gradients_are_those_of_this_machine(
+    form: str, apart: dict[str, dict[str, float]]
+) -> None:
     """AdamW divides by the gradient's own size, so an element near zero may go elsewhere: here, too."""
     found = apart[form]
     for what in ("loss", "gradient", "worst_gradient"):
@@ -42,7 +49,9 @@ def test_losses_and_gradients_are_those_of_this_machine(form: str, apart: dict[s
     assert found["adapter"] < max(APART, 2 * found["own_adapter"])
 
 
-def test_products_of_integers_differ_by_what_last_bits_do_here(apart: dict[str, dict[str, float]]) -> None:
+def test_products_of_integers_differ_by_what_last_bits_do_here(
+    apart: dict[str, dict[str, float]],
+) -> None:
     """A last bit turns an activation between two integers, and everything behind it differs: so it does here."""
     found = apart["8da8w"]
     assert found["nearest_gradient"] < APART or found["gradient"] < 2 * found["own_gradient"]

@@ -32,7 +32,9 @@ assert sys.modules["executorch.exir"] is executorch.exir and executorch.exir.to_
 
 
 @pytest.mark.parametrize(
-    "program", [RUNTIME_THEN_COMPILER, COMPILER_THEN_RUNTIME], ids=["runtime first", "compiler first"]
+    "program",
+    [RUNTIME_THEN_COMPILER, COMPILER_THEN_RUNTIME],
+    ids=["runtime first", "compiler first"],
 )
 def test_the_runtime_needs_no_compiler(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -32,7 +32,13 @@ from ondevice.exporters.executorch.session import ExecutorchSession
 torch = pytest.importorskip("torch")
 save_file: Any = pytest.importorskip("safetensors.numpy").save_file
 ENTRY = AdapterEntry(
-    linear="model.layers.0.self_attn.q_proj", layer=0, target="q_proj", offset=4, rank=2, inputs=3, outputs=2
+    linear="model.layers.0.self_attn.q_proj",
+    layer=0,
+    target="q_proj",
+    offset=4,
+    rank=2,
+    inputs=3,
+    outputs=2,
 )
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -51,8 +57,19 @@ class Runtime:
         def execute(tensors: list[Any]) -> list[Any]:
             values = [tensor.numpy().copy() for tensor in tensors]
             self.calls.append((name, values))
-            state, average, rate, rows = values[2], values[3], values[6], torch.zeros(len(values[0]))
-            return [torch.tensor([3.0, 5.0]), torch.from_numpy(state + rate), torch.from_numpy(average + 1), rows, rows]
+            state, average, rate, rows = (
+                values[2],
+                values[3],
+                values[6],
+                torch.zeros(len(values[0])),
+            )
+            return [
+                torch.tensor([3.0, 5.0]),
+                torch.from_numpy(state + rate),
+                torch.from_numpy(average + 1),
+                rows,
+                rows,
+            ]
 
         return type("Method", (), {"execute": staticmethod(execute)})
 
@@ -70,15 +87,29 @@ def manifest(folder: Path, **changes: Any) -> Manifest:
     )
     outputs = (port("losses", "losses", (2,)), *state, *row_ports(4))
     step = ProgramMethod(
-        inputs=inputs, outputs=outputs, planned_bytes=0, ops=("aten::add.out",), delegates=0, instructions=1
+        inputs=inputs,
+        outputs=outputs,
+        planned_bytes=0,
+        ops=("aten::add.out",),
+        delegates=0,
+        instructions=1,
     )
     program = ProgramSpec(
         methods={"train_step": step},
         state=(
-            StateTensor(name="vector", dtype="float32", shape=(8,), role="adapter", first="first.safetensors"),
+            StateTensor(
+                name="vector",
+                dtype="float32",
+                shape=(8,),
+                role="adapter",
+                first="first.safetensors",
+            ),
             StateTensor(name="average", dtype="float32", shape=(8,), role="optimizer"),
         ),
-        counters=(Counter(name="position", counts="run_steps"), Counter(name="done", counts="updates")),
+        counters=(
+            Counter(name="position", counts="run_steps"),
+            Counter(name="done", counts="updates"),
+        ),
         constants=(Constant(name="scale", train=0.5, evaluate=0.0),),
         batch_copies=4,
         evaluates_with="train_step",
@@ -136,16 +167,23 @@ def test_a_step_and_an_evaluation_are_bound_by_role(runtime: Runtime, tmp_path: 
     rows = np.zeros((4, 8), np.int64)
     session.evaluate(rows, rows)
     values = runtime.calls.pop()[1]
-    assert [value.tolist() for value in values[6:]] == [[0.0], [0.0]]  # the rate and the constant of an evaluation
+    assert [value.tolist() for value in values[6:]] == [
+        [0.0],
+        [0.0],
+    ]  # the rate and the constant of an evaluation
     assert session.state()["vector"].tolist() == state["vector"].tolist()
 
 
-def test_its_state_goes_out_and_in_and_another_s_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+def test_its_state_goes_out_and_in_and_another_s_is_refused(
+    runtime: Runtime, tmp_path: Path
+) -> None:
     session, ids = ExecutorchSession(tmp_path, manifest(tmp_path)), np.zeros((1, 8), np.int64)
     session.step(ids, ids, 0, 0.25)
     state = session.state()
     session.restart()
-    assert session.state()["vector"].tolist() == [2.0] * 8 and session.state()["done"].tolist() == [0]
+    assert session.state()["vector"].tolist() == [2.0] * 8 and session.state()["done"].tolist() == [
+        0
+    ]
     session.load_state(state)
     assert all(value.tolist() == state[name].tolist() for name, value in session.state().items())
     for lacking in state:
@@ -157,7 +195,11 @@ def test_the_frozen_a_is_the_file_s(runtime: Runtime, tmp_path: Path) -> None:
     session = ExecutorchSession(tmp_path, manifest(tmp_path))
     given = session.adapter()
     names = f"{ENTRY.linear}.lora_A.weight", f"{ENTRY.linear}.lora_B.weight"
-    assert given.tensors[names[0]].tolist() == A.tolist() and given.target_modules == ("q_proj",) and given.alpha == 8.0
+    assert (
+        given.tensors[names[0]].tolist() == A.tolist()
+        and given.target_modules == ("q_proj",)
+        and given.alpha == 8.0
+    )
     b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 
     def changed(a: np.ndarray = A, **more: Any) -> Adapter:
@@ -186,8 +228,12 @@ def test_an_artifact_of_the_old_schema_says_what_to_do(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"counters": ()}, {"state": ()}, {"frozen": None}, {"adapter_size": 7}])
-def test_a_program_whose_ports_nobody_feeds_is_no_manifest(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"counters": ()}, {"state": ()}, {"frozen": None}, {"adapter_size": 7}]
+)
+def test_a_program_whose_ports_nobody_feeds_is_no_manifest(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     values = manifest(tmp_path).program_spec.model_dump()
     with pytest.raises(ValueError, match=r"no counter|no state|need a file|adapter_size"):
         ProgramSpec.model_validate(values | change)

@@ -29,7 +29,9 @@ class Attention(torch.nn.Module):
         q, k, v = self.up(x).chunk(3, -1)
         y = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + mask, -1) @ v
         y = torch.cat([y[..., 4:], y[..., :4]], -1)
-        return self.down(torch.nn.functional.silu(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-5))
+        return self.down(
+            torch.nn.functional.silu(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-5)
+        )
 
 
 class Five(torch.nn.Module):

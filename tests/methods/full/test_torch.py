@@ -14,14 +14,21 @@ def full_gradients(
     family: str, sizes: dict, ids: np.ndarray, labels: np.ndarray
 ) -> tuple[float, dict[str, np.ndarray]]:
     model = in_double(tiny_model(family, **sizes).model).requires_grad_(True)
-    loss = plain_loss(model(torch.from_numpy(ids), use_cache=False).logits, torch.from_numpy(labels))
+    loss = plain_loss(
+        model(torch.from_numpy(ids), use_cache=False).logits, torch.from_numpy(labels)
+    )
     loss.backward()
     return loss.item(), {name: value.grad.numpy() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("llama", {}), ("qwen2", {"tied": False, "layers": 1, "vocab": 263}), ("gpt2", {"tied": False}), ("mistral", {})],
+    [
+        ("llama", {}),
+        ("qwen2", {"tied": False, "layers": 1, "vocab": 263}),
+        ("gpt2", {"tied": False}),
+        ("mistral", {}),
+    ],
 )
 def test_full_gradients_are_those_of_the_plain_loss(family, sizes) -> None:
     target = open_tiny("full", family, sizes)
@@ -31,4 +38,6 @@ def test_full_gradients_are_those_of_the_plain_loss(family, sizes) -> None:
     state = target.state()
     for key, gradient in expected.items():
         scale = max(np.abs(gradient).max(), 1e-6)
-        np.testing.assert_allclose(state[f"exp_avg/{key}"] / 0.1, gradient, atol=2e-4 * scale, err_msg=key)
+        np.testing.assert_allclose(
+            state[f"exp_avg/{key}"] / 0.1, gradient, atol=2e-4 * scale, err_msg=key
+        )

@@ -31,9 +31,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "family", "targets"), CASES)
-def test_experts_train_as_in_peft_and_load_there(name: str, family: str, targets: tuple, tmp_path: Path) -> None:
+def test_experts_train_as_in_peft_and_load_there(
+    name: str, family: str, targets: tuple, tmp_path: Path
+) -> None:
     loaded = load_model(str(save(tmp_path / "m", family)))
-    config = method_config(name, {"rank": 3, "alpha": 5, "loss_tiles": 3, "target_modules": targets})
+    config = method_config(
+        name, {"rank": 3, "alpha": 5, "loss_tiles": 3, "target_modules": targets}
+    )
     session = open_session(fresh(loaded), config, 7)
     start = session.adapter()
     random = np.random.default_rng(0)
@@ -42,14 +46,20 @@ def test_experts_train_as_in_peft_and_load_there(name: str, family: str, targets
             value[:] = 0.3 * random.standard_normal(value.shape)
     session.load_adapter(start)
     save_adapter(start, tmp_path / "start")
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(loaded.model), str(tmp_path / "start"), is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(
+        copy.deepcopy(loaded.model), str(tmp_path / "start"), is_trainable=True
+    )
     nll = transformers_nll(theirs, IDS, LABELS)
     np.testing.assert_allclose(session.evaluate(IDS, LABELS)[0], nll, rtol=1e-5)
     assert np.abs(nll - transformers_nll(loaded.model, IDS, LABELS)).min() > 1e-3
 
     session.step(IDS, LABELS, 0, 1e-2)
-    theirs(input_ids=torch.from_numpy(IDS), labels=torch.from_numpy(LABELS), use_cache=False).loss.backward()
-    gradients = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if ".lora_" in n}
+    theirs(
+        input_ids=torch.from_numpy(IDS), labels=torch.from_numpy(LABELS), use_cache=False
+    ).loss.backward()
+    gradients = {
+        n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if ".lora_" in n
+    }
     saved, state = load_adapter(tmp_path / "start"), session.state()
     assert saved.linears == start.linears
     compared = 0
@@ -63,7 +73,10 @@ def test_experts_train_as_in_peft_and_load_there(name: str, family: str, targets
             assert f"exp_avg/{key}" not in state
             continue
         np.testing.assert_allclose(
-            state[f"exp_avg/{key}"] / 0.1, gradient, atol=2e-5 * float(gradient.abs().max()), err_msg=key
+            state[f"exp_avg/{key}"] / 0.1,
+            gradient,
+            atol=2e-5 * float(gradient.abs().max()),
+            err_msg=key,
         )
         compared += 1
     assert compared == len(start.tensors) // (2 if name == "lora-fa" else 1)
@@ -73,7 +86,9 @@ def test_experts_train_as_in_peft_and_load_there(name: str, family: str, targets
     resumed = open_session(fresh(loaded), config, 7)
     resumed.load_state(kept)
     assert resumed.step(IDS, LABELS, 1, 1e-2).loss == last
-    assert all(np.array_equal(value, resumed.state()[key]) for key, value in session.state().items())
+    assert all(
+        np.array_equal(value, resumed.state()[key]) for key, value in session.state().items()
+    )
 
     adapter, trained = session.adapter(), session.evaluate(IDS, LABELS)[0]
     save_adapter(adapter, tmp_path / "a")
@@ -115,7 +130,10 @@ def test_an_adapter_of_experts_is_fused_and_other_forms_refuse_it(tmp_path: Path
             convert(tmp_path / "a", form, tmp_path / form, model=str(folder))
     path = tmp_path / "a" / "adapter_config.json"
     written = json.loads(path.read_text())
-    for names, words in ((["experts.weird"], "names 'experts.weird'"), (["experts.down_proj"], "is not what")):
+    for names, words in (
+        (["experts.weird"], "names 'experts.weird'"),
+        (["experts.down_proj"], "is not what"),
+    ):
         path.write_text(json.dumps(written | {"target_parameters": names}))
         with pytest.raises(ArtifactError, match=words):
             load_adapter(tmp_path / "a")

@@ -47,7 +47,9 @@ def test_lora_gradients_are_those_of_the_plain_loss(name, family, sizes) -> None
             assert after[key].tobytes() == start.tensors[key].tobytes()
             continue
         scale = np.abs(gradient).max()
-        np.testing.assert_allclose(state[f"exp_avg/{key}"] / 0.1, gradient, atol=1e-4 * scale, err_msg=key)
+        np.testing.assert_allclose(
+            state[f"exp_avg/{key}"] / 0.1, gradient, atol=1e-4 * scale, err_msg=key
+        )
         assert not np.array_equal(after[key], start.tensors[key])
     trained = [p for p in target.loaded.model.parameters() if p.requires_grad]
     assert len(trained) == len(expected) // (2 if name == "lora-fa" else 1)
@@ -75,7 +77,9 @@ def test_a_half_precision_model_trains_its_adapter_in_float32() -> None:
     target = open_session(loaded, method_config("lora", LORA), 0)
     assert {value.dtype for value in target.parameters.values()} == {torch.float32}
     result = target.step(*batch(2), 0, 1e-3)
-    assert np.isfinite(result.loss) and {v.dtype for v in target.all_tensors.values()} == {torch.float32}
+    assert np.isfinite(result.loss) and {v.dtype for v in target.all_tensors.values()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-fa"])

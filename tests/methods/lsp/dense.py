@@ -15,7 +15,9 @@ def table(side: Projector) -> torch.Tensor:
     if side.positions is None or side.values is None:
         return torch.eye(side.rows, dtype=torch.float64)
     built = np.zeros((side.rows, side.size))
-    for row, (positions, values) in enumerate(zip(side.positions.tolist(), side.values.tolist(), strict=True)):
+    for row, (positions, values) in enumerate(
+        zip(side.positions.tolist(), side.values.tolist(), strict=True)
+    ):
         for position, value in zip(positions, values, strict=True):
             built[row, position] += value
     return torch.from_numpy(built)
@@ -31,7 +33,9 @@ def off(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> torch.Tenso
     return (estimate(p, q, gradient) - gradient).square().sum() / gradient.square().sum()
 
 
-def objective(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor, gamma: float) -> torch.Tensor:
+def objective(
+    p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor, gamma: float
+) -> torch.Tensor:
     """Compute the objective that is minimised, by the formula of fit.py."""
     return off(p, q, gradient) + gamma * (p.square().sum() / len(p) + q.square().sum() / len(q))
 
@@ -42,7 +46,9 @@ def scaled(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> float:
     return float((actual * gradient).sum() / actual.square().sum())
 
 
-def pair(m: int, n: int, size: int, nonzeros: int, seed: int = 0, turn: int = 0) -> tuple[Projector, Projector]:
+def pair(
+    m: int, n: int, size: int, nonzeros: int, seed: int = 0, turn: int = 0
+) -> tuple[Projector, Projector]:
     """Drawn."""
     return draw(m, size, nonzeros, seed, turn, 0), draw(n, size, nonzeros, seed, turn, 1)
 
@@ -60,7 +66,9 @@ def low_rank(m: int, n: int, rank: int, seed: int = 0) -> torch.Tensor:
 def near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 3e-6) -> None:
     """In norm; shapes are the same."""
     assert actual.shape == wanted.shape
-    assert float((actual.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm())
+    assert float((actual.double() - wanted.double()).norm()) <= tolerance * float(
+        wanted.double().norm()
+    )
 
 
 def sides(left: Projector, right: Projector) -> tuple[Any, Any]:

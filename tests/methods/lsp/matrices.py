@@ -18,18 +18,36 @@ from ondevice.methods.lsp.matrix import (  # noqa: E402
 )
 from tests.methods.lsp.dense import normal, sides, table  # noqa: E402
 
-SHAPES = [(41, 29, 13, 4), (29, 41, 13, 3), (90, 14, 11, 11), (11, 50, 12, 5), (50, 12, 12, 1), (30, 31, 1, 1)]
+SHAPES = [
+    (41, 29, 13, 4),
+    (29, 41, 13, 3),
+    (90, 14, 11, 11),
+    (11, 50, 12, 5),
+    (50, 12, 12, 1),
+    (30, 31, 1, 1),
+]
 """Rows, columns, subspace, nonzeros; one side is exact in two."""
 each_shape = pytest.mark.parametrize(("m", "n", "size", "nonzeros"), SHAPES)
 
 
 def matrix(
-    m: int, n: int, size: int, nonzeros: int, number: int = 0, plane: Plane | None = None, **config: Any
+    m: int,
+    n: int,
+    size: int,
+    nonzeros: int,
+    number: int = 0,
+    plane: Plane | None = None,
+    **config: Any,
 ) -> Matrix:
     """In a group of its own."""
     group = Group(plane or Plane(), "cpu")
     projection = Matrix(
-        "w", (m, n), number, ProjectorConfig(subspace=size, nonzeros=nonzeros, **{"learned": True, **config}), 5, group
+        "w",
+        (m, n),
+        number,
+        ProjectorConfig(subspace=size, nonzeros=nonzeros, **{"learned": True, **config}),
+        5,
+        group,
     )
     projection.gradient = torch.zeros(projection.sizes)
     return projection
@@ -47,10 +65,17 @@ MEMBERS = [(41, 29), (11, 50), (29, 41), (50, 12), (9, 8), (90, 14), (12, 13)]
 left one of the last."""
 
 
-def members(plane: Plane, shapes: list[tuple[int, int]] = MEMBERS, first: int = 0, device: str = "cpu") -> list[Matrix]:
+def members(
+    plane: Plane, shapes: list[tuple[int, int]] = MEMBERS, first: int = 0, device: str = "cpu"
+) -> list[Matrix]:
     """Matrices of one group."""
-    group, config = Group(plane, device), ProjectorConfig(subspace=12, nonzeros=5, threshold=0.0, learned=True)
-    collected = [Matrix(f"w{i}", shape, first + i, config, 5, group) for i, shape in enumerate(shapes)]
+    group, config = (
+        Group(plane, device),
+        ProjectorConfig(subspace=12, nonzeros=5, threshold=0.0, learned=True),
+    )
+    collected = [
+        Matrix(f"w{i}", shape, first + i, config, 5, group) for i, shape in enumerate(shapes)
+    ]
     for one in collected:
         one.gradient = torch.zeros(one.sizes)
     return collected

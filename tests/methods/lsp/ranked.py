@@ -20,13 +20,33 @@ from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
 
 STEPS, ROWS = 7, 4
-PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0, "timeout_s": 30.0}
-EXACT: dict[str, Any] = {"compute": "float32", "eps": 1e-4, "weight_decay": 0.1, "threads": 1, **PROJECTORS}
+PROJECTORS: dict[str, Any] = {
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 3,
+    "threshold": 0.0,
+    "timeout_s": 30.0,
+}
+EXACT: dict[str, Any] = {
+    "compute": "float32",
+    "eps": 1e-4,
+    "weight_decay": 0.1,
+    "threads": 1,
+    **PROJECTORS,
+}
 RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "drawn": (EXACT, "llama", {"layers": 3, "tied": False}),
     "learned": ({**EXACT, "learned": True, "learn_steps": 2}, "llama", {"layers": 2}),
-    "gpt2": ({**EXACT, "micro_batch_size": 1, "learned": False, "max_grad_norm": 0.05}, "gpt2", {"layers": 2}),
-    "zero": ({**EXACT, "schedule": "zero", "project": False, "max_grad_norm": 0.05, "clip": "global"}, "llama", {}),
+    "gpt2": (
+        {**EXACT, "micro_batch_size": 1, "learned": False, "max_grad_norm": 0.05},
+        "gpt2",
+        {"layers": 2},
+    ),
+    "zero": (
+        {**EXACT, "schedule": "zero", "project": False, "max_grad_norm": 0.05, "clip": "global"},
+        "llama",
+        {},
+    ),
     "sliding": ({**EXACT, "weight_placement": "host", "window": 2}, "llama", {"layers": 4}),
     "bfloat16": ({"threads": 1, "eps": 1e-4, **PROJECTORS}, "qwen2", {"layers": 2, "tied": False}),
 }
@@ -41,15 +61,23 @@ def data(steps: int = STEPS) -> list[Any]:
 def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
     """Losses, weights, an evaluation, and host bytes of the moments."""
     settings, family, sizes = RUNS[name]
-    if ranks.single and "micro_batch_size" in settings:  # a check looks at the first micro-batch of all ranks
+    if (
+        ranks.single and "micro_batch_size" in settings
+    ):  # a check looks at the first micro-batch of all ranks
         settings = {**settings, "micro_batch_size": 2 * settings["micro_batch_size"]}
     engine = LspEngine(tiny_model(family, **sizes).family, LspConfig(**settings), device, 3, ranks)
     losses = [engine.step(ids, labels, step, 1e-3) for step, (ids, labels) in enumerate(data())]
     engine.flush()
     nll, _ = engine.evaluate(*batches(1, rows=5, seed=7)[0])
-    found = {"losses": losses, "weights": engine.weights(engine.dtype), "nll": torch.from_numpy(nll)}
+    found = {
+        "losses": losses,
+        "weights": engine.weights(engine.dtype),
+        "nll": torch.from_numpy(nll),
+    }
     found["bytes"] = engine.store.bytes + sum(part.moments.nbytes for part in engine.parts)
-    found["checks"] = {name: (check.before, check.after) for name, check in engine.bias_checks.items()}
+    found["checks"] = {
+        name: (check.before, check.after) for name, check in engine.bias_checks.items()
+    }
     engine.close()
     return found
 
@@ -85,7 +113,9 @@ def session(ranks: Ranks, device: str, folder: Path) -> Any:
 
 
 def go_on(one: LspSession, folder: Path) -> list[float]:
-    losses = [one.step(ids, labels, 5 + step, 1e-3).loss for step, (ids, labels) in enumerate(data(8)[5:])]
+    losses = [
+        one.step(ids, labels, 5 + step, 1e-3).loss for step, (ids, labels) in enumerate(data(8)[5:])
+    ]
     one.save_model(folder)
     one.finish("done")
     return losses

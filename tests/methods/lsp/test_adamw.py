@@ -72,7 +72,9 @@ def entries(model: Any, optimizer: LspAdamW) -> list[tuple[str, Any, Any, Any, A
 def test_a_subspace_that_holds_everything_is_torchs_adamw(family: str) -> None:
     plain, model = language_model(family), language_model(family)
     optimizer = LspAdamW(model, config(512), beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.1)
-    reference = torch.optim.AdamW(plain.parameters(), betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1, fused=True)
+    reference = torch.optim.AdamW(
+        plain.parameters(), betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1, fused=True
+    )
     assert optimizer.attached == [] and all(matrix is None for _, matrix, _, _ in optimizer.entries)
     for step in range(6):
         rate = 1e-2 / (1 + step)
@@ -111,7 +113,9 @@ def test_signed_permutations_are_torchs_adamw(bias: bool) -> None:
         rate = 1e-2 / (1 + step)
         reference.param_groups[0]["lr"] = rate
         for one in (plain, model):
-            (one(normal(5, size, seed=step)).tanh() * normal(5, size, seed=100 + step)).sum().backward()
+            (
+                one(normal(5, size, seed=step)).tanh() * normal(5, size, seed=100 + step)
+            ).sum().backward()
         reference.step()
         reference.zero_grad()
         optimizer.step(rate)
@@ -120,17 +124,25 @@ def test_signed_permutations_are_torchs_adamw(bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("llama", {}), ("llama", {"tied": False}), ("gpt2", {}), ("qwen2", {"intermediate": 77})]
+    ("family", "sizes"),
+    [("llama", {}), ("llama", {"tied": False}), ("gpt2", {}), ("qwen2", {"intermediate": 77})],
 )
-def test_first_moments_are_the_projected_gradients_of_autograd(family: str, sizes: dict[str, Any]) -> None:
+def test_first_moments_are_the_projected_gradients_of_autograd(
+    family: str, sizes: dict[str, Any]
+) -> None:
     """Of every parameter: attached layers, tables that are looked up in, tied ones, and what is not projected. A change
     lies in the subspace."""
     model = language_model(family, **sizes)
-    wanted, before = gradients(model, tokens()), {name: p.detach().clone() for name, p in model.named_parameters()}
+    wanted, before = (
+        gradients(model, tokens()),
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+    )
     optimizer = LspAdamW(model, config(threshold=KEEP), weight_decay=0.5)
     loss(model, tokens()).backward()
     optimizer.step(0.1)
-    assert {module for module in model.modules() if is_linear(module)} - set(optimizer.attached) <= {model.lm_head}
+    assert {module for module in model.modules() if is_linear(module)} - set(
+        optimizer.attached
+    ) <= {model.lm_head}
     assert (model.lm_head in optimizer.attached) == (sizes.get("tied") is False)
     kinds = set()
     for name, p, matrix, m, v in entries(model, optimizer):
@@ -141,7 +153,12 @@ def test_first_moments_are_the_projected_gradients_of_autograd(family: str, size
             gradient = p_table.T @ gradient @ q_table
             change = p.detach().double() - 0.95 * before[name].double()
             assert float(change.norm()) > 0.01 * float(before[name].norm())
-            inside = p_table @ torch.linalg.pinv(p_table) @ change @ (q_table @ torch.linalg.pinv(q_table)).T
+            inside = (
+                p_table
+                @ torch.linalg.pinv(p_table)
+                @ change
+                @ (q_table @ torch.linalg.pinv(q_table)).T
+            )
             near(inside, change, 1e-5)
         near(m, 0.1 * gradient, 1e-5)
         near(v, 0.001 * gradient.square(), 1e-5)
@@ -190,12 +207,18 @@ def test_looks_come_every_so_many_steps_and_carry_the_moments() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_look_at_a_gradient_that_is_not_finite_leaves_projectors_and_moments(value: float) -> None:
+def test_a_look_at_a_gradient_that_is_not_finite_leaves_projectors_and_moments(
+    value: float,
+) -> None:
     model = language_model(tied=False)
     optimizer = LspAdamW(model, config(check_every=1, threshold=0.0), seed=1)
     train(model, optimizer, 2, 1e-3)
-    projected = [(matrix, m, v) for _, _, matrix, m, v in entries(model, optimizer) if matrix is not None]
-    old = [(matrix.left, matrix.right, matrix.turn, m.clone(), v.clone()) for matrix, m, v in projected]
+    projected = [
+        (matrix, m, v) for _, _, matrix, m, v in entries(model, optimizer) if matrix is not None
+    ]
+    old = [
+        (matrix.left, matrix.right, matrix.turn, m.clone(), v.clone()) for matrix, m, v in projected
+    ]
     (loss(model, tokens()) * value).backward()
     attached = {id(module.weight) for module in optimizer.attached}
     seen = 0
@@ -222,7 +245,9 @@ def test_two_backward_passes_are_one_of_the_sum() -> None:
         (loss(models[1], first) + loss(models[1], second)).backward()
         pairs = list(zip(optimizers[0].entries, optimizers[1].entries, strict=True))
         for (p, one, _, _), (q, other, _, _) in pairs:
-            actual, wanted = (p.grad, q.grad) if one is None or other is None else (one.gradient, other.gradient)
+            actual, wanted = (
+                (p.grad, q.grad) if one is None or other is None else (one.gradient, other.gradient)
+            )
             if actual is not None and wanted is not None:
                 near(actual, wanted, 1e-4)
         for optimizer in optimizers:
@@ -268,7 +293,10 @@ def roberta() -> Any:
 def test_a_roberta_classifier_trains() -> None:
     model = roberta()
     random = torch.Generator().manual_seed(0)
-    ids, labels = torch.randint(2, 99, (12, 10), generator=random), torch.randint(0, 3, (12,), generator=random)
+    ids, labels = (
+        torch.randint(2, 99, (12, 10), generator=random),
+        torch.randint(0, 3, (12,), generator=random),
+    )
     mask = torch.ones_like(ids)
     ids[3, 6:], mask[3, 6:] = 1, 0
     optimizer = LspAdamW(model, config(16, check_every=10), weight_decay=0.01)
@@ -282,7 +310,10 @@ def test_a_roberta_classifier_trains() -> None:
         optimizer.step(3e-3)
         losses.append(float(actual.detach()))
     assert losses[-1] < 0.5 * losses[0]
-    tables = {"roberta.embeddings.word_embeddings.weight", "roberta.embeddings.position_embeddings.weight"}
+    tables = {
+        "roberta.embeddings.word_embeddings.weight",
+        "roberta.embeddings.position_embeddings.weight",
+    }
     assert tables <= set(optimizer.bias_checks) and len(optimizer.bias_checks) >= len(layers) + 2
 
 
@@ -323,7 +354,9 @@ def test_the_same_seed_gives_the_same_bits(build: Callable[[], Any]) -> None:
     collected = []
     for seed in (3, 3, 4):
         model = build()
-        losses = train(model, LspAdamW(model, config(check_every=2), seed=seed, weight_decay=0.1), 5, 1e-2)
+        losses = train(
+            model, LspAdamW(model, config(check_every=2), seed=seed, weight_decay=0.1), 5, 1e-2
+        )
         collected.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert (
         collected[0][0] == collected[1][0]

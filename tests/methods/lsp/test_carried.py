@@ -45,11 +45,16 @@ def test_moments_are_carried_by_the_old_and_new_projectors(
 
 @each_shape
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str
+)
 def test_on_the_gradient_of_the_look_the_carried_second_moment_has_the_right_sum(
     m: int, n: int, size: int, nonzeros: int, learned: bool, dtype: Any, tolerance: float
 ) -> None:
-    projection, gradient = matrix(m, n, size, nonzeros, threshold=0.0, learned=learned), low_rank(m, n, 3).to(dtype)
+    projection, gradient = (
+        matrix(m, n, size, nonzeros, threshold=0.0, learned=learned),
+        low_rank(m, n, 3).to(dtype),
+    )
     for turn in (1, 2):
         old = projected(projection, gradient)
         look = projection.refresh(gradient)
@@ -98,7 +103,9 @@ def test_the_first_moment_of_gradients_in_the_span_is_carried_exactly() -> None:
     near(carried(old[0].float(), old[1].float(), look)[0], new[0], 1e-5)
 
 
-def averaged(gradients: list[Tensor], beta1: float = 0.9, beta2: float = 0.99) -> tuple[Tensor, Tensor]:
+def averaged(
+    gradients: list[Tensor], beta1: float = 0.9, beta2: float = 0.99
+) -> tuple[Tensor, Tensor]:
     """Adam's moments."""
     m, v = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
     for gradient in gradients:
@@ -136,7 +143,8 @@ def test_how_good_the_carried_second_moment_is(
         random = torch.Generator().manual_seed(seed)
         tall, wide = torch.randn(60, 4, generator=random), torch.randn(45, 4, generator=random)
         gradients = [
-            (tall * torch.randn(4, generator=random)) @ wide.T / 2 + 0.3 * torch.randn(60, 45, generator=random)
+            (tall * torch.randn(4, generator=random)) @ wide.T / 2
+            + 0.3 * torch.randn(60, 45, generator=random)
             for _ in range(202)
         ]
         projection = matrix(60, 45, 20, 4, threshold=0.0, learned=kind.endswith("to learned"))

@@ -49,11 +49,20 @@ SAME: list[dict[str, Any]] = [
 
 
 def settings(**values: Any) -> LspConfig:
-    chosen = {"compute": "float32", "timeout_s": 120.0, "threads": 1, **PROJECTORS, **ADAM, **values}
+    chosen = {
+        "compute": "float32",
+        "timeout_s": 120.0,
+        "threads": 1,
+        **PROJECTORS,
+        **ADAM,
+        **values,
+    }
     return LspConfig(**chosen)
 
 
-def train(name: str, data: list[Any], device: str = "cpu", **values: Any) -> tuple[list[float], dict[str, Any], Any]:
+def train(
+    name: str, data: list[Any], device: str = "cpu", **values: Any
+) -> tuple[list[float], dict[str, Any], Any]:
     """Losses, weights and overlap of an engine that is opened and closed for it."""
     family, sizes = FAMILIES[name]
     engine = LspEngine(tiny_model(family, **sizes).family, settings(**values), device)
@@ -65,7 +74,9 @@ def train(name: str, data: list[Any], device: str = "cpu", **values: Any) -> tup
         engine.close()
 
 
-def in_memory(name: str, data: list[Any], projectors: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+def in_memory(
+    name: str, data: list[Any], projectors: dict[str, Any]
+) -> tuple[list[float], dict[str, Any]]:
     family, sizes = FAMILIES[name]
     model = tiny_model(family, **sizes).model.float().requires_grad_(True)
     optimizer = LspAdamW(model, ProjectorConfig(**projectors), **ADAM)
@@ -117,7 +128,9 @@ def test_schedules_and_places_change_no_bit(name: str) -> None:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "tied"])
-def test_late_copies_give_the_same_bits(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_copies_give_the_same_bits(
+    name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The events between computation, copies and updates: every copy runs as late as it may, through a refresh."""
     data = batches(7, rows=3)
     losses, weights, _ = train(name, data, **values)
@@ -128,7 +141,9 @@ def test_late_copies_give_the_same_bits(name: str, values: dict[str, Any], monke
     assert ours == losses and furthest(trained, weights) == 0
 
 
-@pytest.mark.parametrize("values", [{"schedule": "zero"}, {"max_grad_norm": 1e-2, "clip": "global"}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"schedule": "zero"}, {"max_grad_norm": 1e-2, "clip": "global"}], ids=str
+)
 def test_the_end_of_a_backward_pass_waits_for_what_is_still_computed(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +159,9 @@ def test_the_end_of_a_backward_pass_waits_for_what_is_still_computed(
 def test_without_projectors_it_is_adamw(name: str) -> None:
     data = batches(STEPS)
     losses, weights = in_memory(name, data, {**PROJECTORS, "subspace": 10_000})
-    results = [train(name, data, project=False, schedule=schedule) for schedule in ("zero", "layerwise")]
+    results = [
+        train(name, data, project=False, schedule=schedule) for schedule in ("zero", "layerwise")
+    ]
     for ours, trained, _ in results:
         np.testing.assert_allclose(ours, losses, rtol=2e-5)
         assert furthest(trained, weights) < 2e-3
@@ -163,7 +180,9 @@ def test_micro_batches_add_up() -> None:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str) -> None:
     """A step with a learning rate of almost zero that looks: what was learned before is kept, up to a rounding."""
-    engine = LspEngine(tiny_model("llama", layers=2).family, settings(**kept_as(weights), compute=compute), "cpu")
+    engine = LspEngine(
+        tiny_model("llama", layers=2).family, settings(**kept_as(weights), compute=compute), "cpu"
+    )
     data = batches(6)
     for step in range(5):
         engine.step(*data[step], step, RATE)
@@ -172,7 +191,10 @@ def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str
     engine.step(*data[5], 5, 1e-30)
     engine.flush()
     after = engine.weights()
-    assert all(m.turn == turn + 1 for turn, m in zip(turns, (m for p in engine.parts for _, m, _ in p.matrices)))
+    assert all(
+        m.turn == turn + 1
+        for turn, m in zip(turns, (m for p in engine.parts for _, m, _ in p.matrices))
+    )
     engine.close()
     exact = compute == "float32" or weights == "float32"
     table = {"model.embed_tokens.weight"} if compute == "bfloat16" else set()
@@ -223,7 +245,9 @@ def test_few_bytes_cross_the_bus() -> None:
     assert crossed() < 0.35 * crossed(project=False, activations="device")
 
 
-def test_sliding_weights_come_once_up_and_once_down_but_for_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_weights_come_once_up_and_once_down_but_for_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sliding = settings(weight_placement="host", window=2)
     engine = LspEngine(tiny_model("llama", layers=6).family, sliding, "cpu")
     fetched, copy, size = list[str](), engine.device.copy, engine.units.layers[0].numel
@@ -284,8 +308,12 @@ def test_a_thread_that_hangs_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("schedule", ["zero", "layerwise"])
-def test_a_step_that_ended_half_done_is_not_gone_on_with(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LspEngine(tiny_model("llama", layers=3).family, settings(schedule=schedule, timeout_s=20.0), "cpu")
+def test_a_step_that_ended_half_done_is_not_gone_on_with(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LspEngine(
+        tiny_model("llama", layers=3).family, settings(schedule=schedule, timeout_s=20.0), "cpu"
+    )
     backward = engine.passes.backward
 
     def interrupted(*rest: Any) -> None:
@@ -311,7 +339,9 @@ def test_a_batch_without_labels_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "values", [{}, {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"project": False}], ids=str
+    "values",
+    [{}, {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"project": False}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_gpu_follows_the_cpu(name: str, values: dict[str, Any]) -> None:
@@ -331,14 +361,20 @@ def test_graphs_on_a_gpu_change_little(compute: str) -> None:
     for graphs in (False, True):
         family, sizes = FAMILIES["llama"]
         engine = LspEngine(
-            tiny_model(family, **sizes).family, settings(compute=compute, check_every=6, cuda_graphs=graphs), "cuda"
+            tiny_model(family, **sizes).family,
+            settings(compute=compute, check_every=6, cuda_graphs=graphs),
+            "cuda",
         )
         try:
-            results.append([engine.step(ids, labels, step, RATE) for step, (ids, labels) in enumerate(data)])
+            results.append(
+                [engine.step(ids, labels, step, RATE) for step, (ids, labels) in enumerate(data)]
+            )
             assert bool(engine.graphs.made) == graphs
         finally:
             engine.close()
-    np.testing.assert_allclose(results[1][:7], results[0][:7], rtol=1e-3 if compute == "float32" else 2e-2)
+    np.testing.assert_allclose(
+        results[1][:7], results[0][:7], rtol=1e-3 if compute == "float32" else 2e-2
+    )
     np.testing.assert_allclose(results[1], results[0], rtol=5e-2)
 
 

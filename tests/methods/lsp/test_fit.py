@@ -44,12 +44,18 @@ GRADIENTS = {
     "left exact": (low_rank(11, 60, 4), 13, 4),
     "right exact": (normal(61, 7), 9, 3),
     "one row": (torch.zeros(21, 25).index_fill_(0, torch.tensor(5), 1.0), 7, 2),
-    "one element": (torch.zeros(21, 25).index_put_((torch.tensor(5), torch.tensor(9)), torch.tensor(-2.0)), 7, 2),
+    "one element": (
+        torch.zeros(21, 25).index_put_((torch.tensor(5), torch.tensor(9)), torch.tensor(-2.0)),
+        7,
+        2,
+    ),
     "small": (1e-12 * low_rank(45, 33, 3), 14, 4),
     "large": (1e12 * low_rank(45, 33, 3), 14, 4),
 }
 """Gradient, size, nonzeros."""
-each_gradient = pytest.mark.parametrize(("gradient", "size", "nonzeros"), GRADIENTS.values(), ids=list(GRADIENTS))
+each_gradient = pytest.mark.parametrize(
+    ("gradient", "size", "nonzeros"), GRADIENTS.values(), ids=list(GRADIENTS)
+)
 
 
 def start(gradient: Tensor, size: int, nonzeros: int, seed: int = 0) -> tuple[Projector, Projector]:
@@ -73,7 +79,9 @@ def slope(p: Tensor, q: Tensor, gradient: Tensor, gamma: float) -> tuple[Tensor,
 
 @each_gradient
 @pytest.mark.parametrize("seed", [0, 1])
-def test_bias_is_that_of_the_dense_formula(gradient: Tensor, size: int, nonzeros: int, seed: int) -> None:
+def test_bias_is_that_of_the_dense_formula(
+    gradient: Tensor, size: int, nonzeros: int, seed: int
+) -> None:
     drawn = start(gradient, size, nonzeros, seed)
     learned = fit(*drawn, gradient)
     for left, right in [drawn, (learned.left, learned.right)]:
@@ -84,7 +92,9 @@ def test_bias_is_that_of_the_dense_formula(gradient: Tensor, size: int, nonzeros
 
 @each_gradient
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.3])
-def test_objective_is_that_of_the_dense_formula(gradient: Tensor, size: int, nonzeros: int, gamma: float) -> None:
+def test_objective_is_that_of_the_dense_formula(
+    gradient: Tensor, size: int, nonzeros: int, gamma: float
+) -> None:
     left, right = start(gradient, size, nonzeros)
     wide = gradient.double()
     first = float(objective(*tables_at_start(left, right, wide), wide, gamma))
@@ -110,9 +120,13 @@ def test_every_recorded_objective_is_that_of_its_step(name: str) -> None:
         assert fitted.losses[-1] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["random", "low-rank", "tall", "wide", "left exact", "right exact"])
+@pytest.mark.parametrize(
+    "name", ["random", "low-rank", "tall", "wide", "left exact", "right exact"]
+)
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.3])
-def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(name: str, gamma: float) -> None:
+def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(
+    name: str, gamma: float
+) -> None:
     """One step of the left side, then one of the right: each along minus the gradient at its side's positions, to
     where the slope along it is zero and no point on the way is lower."""
     gradient, size, nonzeros = GRADIENTS[name]
@@ -124,11 +138,16 @@ def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(name: str
         if drawn[side].exact:
             continue
         there = table(drawn[side]) != 0
-        downhill, step = -slope(before[0], before[1], wide, gamma)[side] * there, after[side] - before[side]
+        downhill, step = (
+            -slope(before[0], before[1], wide, gamma)[side] * there,
+            after[side] - before[side],
+        )
         assert float(downhill.norm()) > 0 and float(step.norm()) > 0
         near(step / step.norm(), downhill / downhill.norm(), 1e-4)
         left_over = float((slope(after[0], after[1], wide, gamma)[side] * step).sum())
-        assert abs(left_over) <= 1e-3 * abs(float((slope(before[0], before[1], wide, gamma)[side] * step).sum()))
+        assert abs(left_over) <= 1e-3 * abs(
+            float((slope(before[0], before[1], wide, gamma)[side] * step).sum())
+        )
         lowest = float(objective(after[0], after[1], wide, gamma))
         for length in torch.linspace(0, 3, 61).tolist():
             tables = list(before)
@@ -137,7 +156,8 @@ def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(name: str
 
 
 @pytest.mark.parametrize(
-    ("roots", "wanted"), [((1, 2, 4), 4.0), ((1, 3, 4), 1.0), ((-3, -2, -1), 0.0), ((-3, -1, 2), 2.0)]
+    ("roots", "wanted"),
+    [((1, 2, 4), 4.0), ((1, 3, 4), 1.0), ((-3, -2, -1), 0.0), ((-3, -1, 2), 2.0)],
 )
 def test_of_two_valleys_ahead_the_lower_one_is_found(roots: tuple[int, ...], wanted: float) -> None:
     """`roots` are the slope's; where all are behind, the start is the lowest point."""
@@ -154,17 +174,23 @@ def test_no_point_ahead_is_lower(numbers: list[float], scale: float) -> None:
     length, reached = map(float, lowest(torch.from_numpy(poly)))
     roots = np.roots((poly[1:] * [1, 2, 3, 4])[::-1])
     points = np.concatenate([[0.0], roots.real[roots.real > 0], np.linspace(0, 20, 101)])
-    assert length >= 0 and reached == pytest.approx(float(np.polyval(poly[::-1], length)), rel=1e-9, abs=1e-9 * scale)
+    assert length >= 0 and reached == pytest.approx(
+        float(np.polyval(poly[::-1], length)), rel=1e-9, abs=1e-9 * scale
+    )
     assert reached <= np.polyval(poly[::-1], points).min() + 1e-9 * max(scale, abs(reached))
 
 
-@pytest.mark.parametrize("poly", [[1.0, 0, 0, 0, 0], [1.0, -1, np.nan, 0, 1], [2.0, 1, np.inf, 1, 1]])
+@pytest.mark.parametrize(
+    "poly", [[1.0, 0, 0, 0, 0], [1.0, -1, np.nan, 0, 1], [2.0, 1, np.inf, 1, 1]]
+)
 def test_without_a_lowest_point_it_stays(poly: list[float]) -> None:
     length, reached = map(float, lowest(torch.tensor(poly, dtype=torch.float64)))
     assert (length, reached) == (0.0, poly[0])
 
 
-def conjugate_gradients(gradient: Tensor, drawn: tuple[Projector, Projector], steps: int) -> list[float]:
+def conjugate_gradients(
+    gradient: Tensor, drawn: tuple[Projector, Projector], steps: int
+) -> list[float]:
     """Objectives of a round on the one side that is not exact, in float64."""
     side, gamma = int(drawn[0].exact), 1e-3
     tables = list(tables_at_start(*drawn, gradient))
@@ -189,7 +215,11 @@ def conjugate_gradients(gradient: Tensor, drawn: tuple[Projector, Projector], st
 
 def test_steps_are_those_of_conjugate_gradients() -> None:
     for seed in range(6):
-        for gradient in (low_rank(11, 60, 4, seed), normal(61, 7, seed=seed), low_rank(40, 9, 1, seed)):
+        for gradient in (
+            low_rank(11, 60, 4, seed),
+            normal(61, 7, seed=seed),
+            low_rank(40, 9, 1, seed),
+        ):
             drawn = start(gradient, 13, 4, seed)
             assert drawn[0].exact != drawn[1].exact
             losses = conjugate_gradients(gradient.double(), drawn, 8)
@@ -228,7 +258,9 @@ def test_learning_lowers_the_bias_of_a_low_rank_gradient(seed: int) -> None:
     fitted = fit(*drawn, gradient)
     assert fitted.bias <= 0.32 * best
     assert fit(*drawn, gradient, 4).bias <= 0.12 * best
-    assert float(off(*sides(fitted.left, fitted.right), wide)) ** 0.5 == pytest.approx(fitted.bias, abs=1e-3)
+    assert float(off(*sides(fitted.left, fitted.right), wide)) ** 0.5 == pytest.approx(
+        fitted.bias, abs=1e-3
+    )
     for old, new in zip(drawn, (fitted.left, fitted.right), strict=True):
         assert old.positions is not None and new.positions is not None
         assert torch.equal(old.positions, new.positions)
@@ -280,7 +312,12 @@ class Waits(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
+        self.count += func.overloadpacket.__name__ in (
+            "_local_scalar_dense",
+            "is_nonzero",
+            "nonzero",
+            "equal",
+        )
         return func(*args, **(kwargs or {}))
 
 

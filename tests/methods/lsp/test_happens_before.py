@@ -18,7 +18,13 @@ from ondevice.offload.ranks import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.happens_before import CheckedRanks, checking, leave_out_hold, names  # noqa: E402
 
-PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 2, "threshold": 0.0, "learn_steps": 2}
+PROJECTORS: dict[str, Any] = {
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 2,
+    "threshold": 0.0,
+    "learn_steps": 2,
+}
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"gradient_buffers": 2, "compute": "float32", "optimizer": "torch"},
@@ -33,12 +39,18 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_touches_memory_too_early(
+    config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert races(config, tied, monkeypatch) == []
 
 
-@pytest.mark.parametrize("config", [{"learned": True, "max_grad_norm": 0.1}, {"project": False}], ids=str)
-def test_ranks_do_one_thing_after_the_other(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "config", [{"learned": True, "max_grad_norm": 0.1}, {"project": False}], ids=str
+)
+def test_ranks_do_one_thing_after_the_other(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert races({"micro_batch_size": 1, **config}, False, monkeypatch, ranked=True) == []
 
 
@@ -61,14 +73,18 @@ def test_a_lane_that_does_not_wait_is_noticed(
     assert races(config, False, monkeypatch)
 
 
-def races(config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch, ranked: bool = False) -> list[Any]:
+def races(
+    config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch, ranked: bool = False
+) -> list[Any]:
     """Return the races of steps with and without a check of the bias, an evaluation and another step."""
     with checking(monkeypatch, updates) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         model = tiny_model("llama", layers=4, tied=tied).family
         settings = LspConfig(timeout_s=20.0, threads=1, **PROJECTORS, **config)
         with checker.quiet():
-            engine = LspEngine(model, settings, "cpu", ranks=CheckedRanks(checker) if ranked else SINGLE)
+            engine = LspEngine(
+                model, settings, "cpu", ranks=CheckedRanks(checker) if ranked else SINGLE
+            )
         for part in engine.parts:
             checker.on_host(*part.moments.tensors().values())
         names(checker, engine, "engine")

@@ -137,7 +137,11 @@ def test_detach_restores_the_layer(make: Any) -> None:
     detach(module)
     module.weight.requires_grad_(True)
     passes(module, x, back)
-    assert module.weight.grad is not None and projection.gradient is not None and not bool(projection.gradient.any())
+    assert (
+        module.weight.grad is not None
+        and projection.gradient is not None
+        and not bool(projection.gradient.any())
+    )
 
 
 def test_only_layers_whose_forward_pass_is_known_are_attached() -> None:
@@ -147,5 +151,11 @@ def test_only_layers_whose_forward_pass_is_known_are_attached() -> None:
 
     assert is_linear(nn.Linear(3, 4)) and is_linear(Conv1D(3, 4))
     attention = nn.MultiheadAttention(4, 2)
-    for other in (Doubled(3, 4), attention.out_proj, nn.Embedding(3, 4), nn.Conv1d(3, 4, 1), nn.LayerNorm(4)):
+    for other in (
+        Doubled(3, 4),
+        attention.out_proj,
+        nn.Embedding(3, 4),
+        nn.Conv1d(3, 4, 1),
+        nn.LayerNorm(4),
+    ):
         assert not is_linear(other)

@@ -23,14 +23,18 @@ from tests.methods.lsp.matrices import changed, each_shape, larger, matrix, proj
 
 
 @each_shape
-def test_factors_of_two_micro_batches_give_the_projected_gradient(m: int, n: int, size: int, nonzeros: int) -> None:
+def test_factors_of_two_micro_batches_give_the_projected_gradient(
+    m: int, n: int, size: int, nonzeros: int
+) -> None:
     projection = matrix(m, n, size, nonzeros, plane=larger())
     whole = torch.zeros(m, n)
     for tokens in (17, 5):
         rows, columns = normal(tokens, m, seed=tokens), normal(tokens, n, seed=tokens + 1)
         projection.collect(rows, columns)
         whole += rows.T @ columns
-    assert projection.sizes == (min(size, m), min(size, n)) and projection.numel == min(size, m) * min(size, n)
+    assert projection.sizes == (min(size, m), min(size, n)) and projection.numel == min(
+        size, m
+    ) * min(size, n)
     assert projection.gradient is not None
     near(projection.gradient, projected(projection, whole))
 
@@ -49,9 +53,15 @@ def test_whole_gradients_and_rows_give_the_same(m: int, n: int, size: int, nonze
 @pytest.mark.parametrize("how", ["factors", "whole", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("m", "n"), [(41, 29), (11, 29), (41, 12), (11, 12)])
-def test_bfloat16_is_collected_in_the_dtype_of_the_memory(m: int, n: int, dtype: Any, how: str) -> None:
+def test_bfloat16_is_collected_in_the_dtype_of_the_memory(
+    m: int, n: int, dtype: Any, how: str
+) -> None:
     """Beside 4096 bfloat16 keeps no number below 8; float32 keeps what was computed in bfloat16."""
-    projection, rows, columns = matrix(m, n, 13, 4), normal(17, m).bfloat16(), normal(17, n, seed=1).bfloat16()
+    projection, rows, columns = (
+        matrix(m, n, 13, 4),
+        normal(17, m).bfloat16(),
+        normal(17, n, seed=1).bfloat16(),
+    )
     whole = (rows.float().T @ columns.float()).bfloat16()
     memory = projection.gradient = torch.zeros(projection.sizes, dtype=dtype)
 
@@ -129,7 +139,9 @@ def test_without_memory_nothing_is_collected() -> None:
 @each_shape
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 @pytest.mark.parametrize("learned", [False, True])
-def test_effective_weights(m: int, n: int, size: int, nonzeros: int, decay: float, learned: bool) -> None:
+def test_effective_weights(
+    m: int, n: int, size: int, nonzeros: int, decay: float, learned: bool
+) -> None:
     projection = matrix(m, n, size, nonzeros, plane=larger(), threshold=0.0)
     if learned:
         assert projection.refresh(low_rank(m, n, 3)).after is not None
@@ -153,7 +165,9 @@ def test_effective_weights(m: int, n: int, size: int, nonzeros: int, decay: floa
 
 @each_shape
 @pytest.mark.parametrize("learned", [False, True])
-def test_a_change_comes_back_as_large_as_it_is(m: int, n: int, size: int, nonzeros: int, learned: bool) -> None:
+def test_a_change_comes_back_as_large_as_it_is(
+    m: int, n: int, size: int, nonzeros: int, learned: bool
+) -> None:
     """The mean of 400 random ones, by the square; 5 standard errors and 2%, for the mean is not over projectors."""
     projection = matrix(m, n, size, nonzeros, threshold=0.0)
     if learned:
@@ -169,11 +183,21 @@ def test_projectors_below_the_threshold_stay() -> None:
     gradient = low_rank(41, 29, 2)
     projection = matrix(41, 29, 13, 4, threshold=0.3)
     first = projection.refresh(gradient)
-    assert first.before > 0.3 and first.after is not None and first.after < 0.3 and projection.turn == 1
+    assert (
+        first.before > 0.3
+        and first.after is not None
+        and first.after < 0.3
+        and projection.turn == 1
+    )
     left, right, gain = projection.left, projection.right, projection.gain
     second = projection.refresh(gradient)
     assert second == BiasCheck(first.after)
-    assert projection.left is left and projection.right is right and projection.gain == gain and projection.turn == 1
+    assert (
+        projection.left is left
+        and projection.right is right
+        and projection.gain == gain
+        and projection.turn == 1
+    )
     assert projection.refresh(normal(41, 29)).after is not None
     assert projection.turn == 2 and projection.left is not left
     positions = [side.positions for side in (projection.left, left, projection.drawn(2)[0])]
@@ -191,7 +215,9 @@ def test_the_threshold_itself_is_too_large() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("learned", [False, True])
-def test_a_gradient_that_is_not_finite_leaves_projectors_as_they_are(value: float, learned: bool) -> None:
+def test_a_gradient_that_is_not_finite_leaves_projectors_as_they_are(
+    value: float, learned: bool
+) -> None:
     plane, gradient = Plane(), low_rank(41, 29, 2)
     projection = matrix(41, 29, 13, 4, plane=plane, threshold=0.0, learned=learned)
     projection.refresh(gradient)
@@ -199,7 +225,12 @@ def test_a_gradient_that_is_not_finite_leaves_projectors_as_they_are(value: floa
     tables = sides(left, right)
     gradient[3, 5] = value
     look = projection.refresh(gradient)
-    assert math.isnan(look.before) and look.after is None and look.carry is None and look.momentum == look.energy == 1
+    assert (
+        math.isnan(look.before)
+        and look.after is None
+        and look.carry is None
+        and look.momentum == look.energy == 1
+    )
     assert (
         projection.left is left
         and projection.right is right
@@ -227,20 +258,30 @@ def test_exact_pairs_are_never_drawn_again() -> None:
 def test_drawn_projectors_are_drawn_again_and_not_learned() -> None:
     projection, gradient = matrix(41, 29, 13, 4, learned=False), low_rank(41, 29, 2)
     look = projection.refresh(gradient)
-    for actual, drawn in zip(sides(projection.left, projection.right), sides(*projection.drawn(1)), strict=True):
+    for actual, drawn in zip(
+        sides(projection.left, projection.right), sides(*projection.drawn(1)), strict=True
+    ):
         assert torch.equal(actual, drawn)
     assert look.after == relative_bias(projection.left, projection.right, gradient)
 
 
 def test_matrices_and_turns_have_their_own_random_numbers() -> None:
-    tables = [table(side) for number in (0, 1) for turn in (0, 1) for side in matrix(40, 40, 13, 4, number).drawn(turn)]
+    tables = [
+        table(side)
+        for number in (0, 1)
+        for turn in (0, 1)
+        for side in matrix(40, 40, 13, 4, number).drawn(turn)
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
 
 
 def test_learning_that_does_not_help_leaves_projectors_as_they_are() -> None:
     projection, gradient = matrix(60, 45, 20, 4, threshold=0.0), low_rank(60, 45, 2)
     projection.put(
-        *[getattr(fit(projection.left, projection.right, gradient, rounds=12), side) for side in ("left", "right")]
+        *[
+            getattr(fit(projection.left, projection.right, gradient, rounds=12), side)
+            for side in ("left", "right")
+        ]
     )
     left, before = projection.left, relative_bias(projection.left, projection.right, gradient)
     look = projection.refresh(gradient)

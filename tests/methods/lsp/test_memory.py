@@ -38,7 +38,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "sizes"), CASES, ids=str)
-def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: dict[str, Any]) -> None:
+def test_planned_bytes_are_those_of_the_engine(
+    config: dict[str, Any], sizes: dict[str, Any]
+) -> None:
     if config.get("weight_dtype") in ("nf4", "int8"):
         pytest.importorskip("bitsandbytes")
     loaded = tiny_model(**{**SIZES, **sizes})
@@ -54,11 +56,16 @@ def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: di
             assert sum(host.values()) == pytest.approx(engine.host_bytes, rel=0.1), host
             planned = memory(loaded.dims, settings, ROWS, LENGTH)
             stays = sum(size for part, size in planned.items() if part not in STEP)
-            total = sum(storage.nbytes() for address, storage in live().items() if address not in model)
-            inputs = [*engine.activations.kept.values(), *(memory for memory, _ in engine.activations.ring)]
-            assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(stays, rel=0.1), (
-                planned
+            total = sum(
+                storage.nbytes() for address, storage in live().items() if address not in model
             )
+            inputs = [
+                *engine.activations.kept.values(),
+                *(memory for memory, _ in engine.activations.ring),
+            ]
+            assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(
+                stays, rel=0.1
+            ), planned
             assert narrow(loaded.dims, settings) == sum(part.narrow for part in engine.parts)
             whole = sum(piece.numel for part in engine.parts for piece in part.exact.pieces)
             assert exact(loaded.dims, settings) == whole
@@ -67,8 +74,12 @@ def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: di
             for step in (2, 3):  # the second one takes the spans of the first
                 engine.step(*batches(1, ROWS, LENGTH)[0], step, 0.0)
                 engine.flush()
-            moved = bus_bytes(loaded.dims, settings, ROWS, LENGTH, 2 if settings.compute == "bfloat16" else 4)
+            moved = bus_bytes(
+                loaded.dims, settings, ROWS, LENGTH, 2 if settings.compute == "bfloat16" else 4
+            )
             assert engine.overlap is not None
-            assert (engine.overlap.d2h_bytes, engine.overlap.h2d_bytes) == pytest.approx(moved, rel=0.05)
+            assert (engine.overlap.d2h_bytes, engine.overlap.h2d_bytes) == pytest.approx(
+                moved, rel=0.05
+            )
         finally:
             engine.close()

@@ -36,7 +36,9 @@ def test_a_group_shows_the_dense_projectors_of_each_member(dtype: Any) -> None:
 def test_a_group_shows_its_projectors_in_two_dtypes_at_once() -> None:
     plane = Plane()
     group, other = members(plane), members(plane, [(120, 61)], first=len(MEMBERS))
-    for turn, dtypes in enumerate([(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]):
+    for turn, dtypes in enumerate(
+        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ):
         rough, fine = [[one.dense_projectors(dtype)[1] for one in group[:3]] for dtype in dtypes]
         shows(group, dtypes[0])
         for actual, dtype in ((rough, dtypes[0]), (fine, dtypes[1])):
@@ -61,7 +63,9 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
     for dtype in dtypes:
         shows(group, dtype)
     memory = dict(plane.memory)
-    sizes = [side.rows * side.size for one in group for side in (one.left, one.right) if not side.exact]
+    sizes = [
+        side.rows * side.size for one in group for side in (one.left, one.right) if not side.exact
+    ]
     assert {dtype: (actual.dtype, actual.numel()) for dtype, actual in memory.items()} == {
         dtype: (dtype, sum(sizes)) for dtype in dtypes
     }
@@ -77,10 +81,14 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
     before = {dtype: [x.data_ptr() for x in group[0].group.flat(dtype)] for dtype in dtypes}
     group[0].put(*group[0].drawn(1))
     for dtype in dtypes:
-        for side, pair in zip((group[0].left, group[0].right), group[0].dense_projectors(dtype), strict=True):
+        for side, pair in zip(
+            (group[0].left, group[0].right), group[0].dense_projectors(dtype), strict=True
+        ):
             assert side.exact if pair is None else torch.equal(pair, table(side).to(dtype))
         assert bool((group[-1].dense_projectors(dtype)[1] == 7).all())
-        assert before[dtype] == [x.data_ptr() for x in group[0].group.flat(dtype)], "a graph reads it"
+        assert before[dtype] == [x.data_ptr() for x in group[0].group.flat(dtype)], (
+            "a graph reads it"
+        )
         del plane.shown[dtype]
         shows(group, dtype)
     assert made_anew(other[0]) and not made_anew(other[0])
@@ -100,7 +108,11 @@ def test_members_of_a_group_collect_and_change_as_they_do_alone() -> None:
     group[3].watch = lambda who, gradient: who.put(*who.drawn(9))
     wanted = dict[str, Tensor]()
     for step, one in enumerate([*group[:2:-1], other[0], *group[2::-1]]):
-        rows, columns, gradient = normal(5, one.shape[0], seed=step), normal(5, one.shape[1]), normal(*one.shape)
+        rows, columns, gradient = (
+            normal(5, one.shape[0], seed=step),
+            normal(5, one.shape[1]),
+            normal(*one.shape),
+        )
         one.collect(rows, columns)
         one.collect_whole(gradient)
         wanted[one.name if one is not other[0] else "other"] = rows.T @ columns + gradient
@@ -108,7 +120,10 @@ def test_members_of_a_group_collect_and_change_as_they_do_alone() -> None:
         assert one.gradient is not None
         near(one.gradient, projected(one, wanted[one.name if one is not other[0] else "other"]))
         base, change = normal(*one.shape), normal(*one.sizes, seed=1)
-        near(one.effective(base, change, 0.9, torch.empty_like(base)), changed_weight(one, base, change, 0.9))
+        near(
+            one.effective(base, change, 0.9, torch.empty_like(base)),
+            changed_weight(one, base, change, 0.9),
+        )
 
 
 def test_a_group_of_exact_matrices_needs_no_memory() -> None:
@@ -119,6 +134,9 @@ def test_a_group_of_exact_matrices_needs_no_memory() -> None:
     built.collect_whole(gradient)
     built.collect_rows(torch.tensor([8, 3]), gradient[:2])
     assert built.gradient is not None
-    near(built.gradient, (normal(5, 9).T @ normal(5, 8) + gradient).index_add(0, torch.tensor([8, 3]), gradient[:2]))
+    near(
+        built.gradient,
+        (normal(5, 9).T @ normal(5, 8) + gradient).index_add(0, torch.tensor([8, 3]), gradient[:2]),
+    )
     near(built.effective(base, change, 0.9, torch.empty_like(base)), 0.9 * base + change)
     assert not plane.memory and built.dense_projectors(torch.float32) == (None, None)

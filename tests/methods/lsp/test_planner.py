@@ -31,7 +31,9 @@ CARD = replace(
 
 def planned(rows: int = 4, length: int = 512, device: Device = CARD, **settings: object) -> Plan:
     method = method_config("lsp", settings)
-    return plan(LLAMA_7B, method, batch_size=rows, length_tokens=length, dtype="bfloat16", device=device)
+    return plan(
+        LLAMA_7B, method, batch_size=rows, length_tokens=length, dtype="bfloat16", device=device
+    )
 
 
 def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
@@ -39,9 +41,15 @@ def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
     norms, tables = 65 * 4096, 2
     assert advice["given"]["to_host_bytes"] == 2 * ((len(MATRICES) + tables) * 512**2 + norms)
     assert advice["given"]["to_device_bytes"] == advice["given"]["to_host_bytes"]
-    assert advice["zero"]["to_host_bytes"] == advice["zero"]["to_device_bytes"] == 2 * LLAMA_7B.parameters
+    assert (
+        advice["zero"]["to_host_bytes"]
+        == advice["zero"]["to_device_bytes"]
+        == 2 * LLAMA_7B.parameters
+    )
     assert advice["given"]["to_host_s"] == pytest.approx(advice["given"]["to_host_bytes"] / 15e9)
-    window = method_config("lsp", {}).window  # the uppermost layers are there when the backward pass begins
+    window = method_config(
+        "lsp", {}
+    ).window  # the uppermost layers are there when the backward pass begins
     layers = 2 * (2 * 32 - window) * LLAMA_7B.block_parameters
     sliding = recommend(planned(subspace=512, weight_placement="host"))["given"]
     assert sliding["to_device_bytes"] - sliding["to_host_bytes"] == layers
@@ -54,7 +62,9 @@ def test_multiplications_of_the_projection() -> None:
     head = vocab * hidden * s + vocab * s * s  # P^T G Q of a gradient that is there
     embedding = tokens * hidden * s + tokens * s * s
     assert cost.collecting == collecting + head + embedding
-    once = sum(m * s * s + m * s * n for m, n in SIDES)  # of a layer; the last two are made in one pass alone
+    once = sum(
+        m * s * s + m * s * n for m, n in SIDES
+    )  # of a layer; the last two are made in one pass alone
     tables = (vocab + tokens) * (s * s + s * hidden)
     assert cost.making == (2 * 32 - 2) * once + tables
     assert cost.saved == sum(tokens * m * n for m, n in MATRICES)
@@ -62,8 +72,14 @@ def test_multiplications_of_the_projection() -> None:
     none = extra(LLAMA_7B, method_config("lsp", {"project": False}), 4, 512)
     assert (none.making, none.collecting, none.saved) == (0, 0, 0)
     native = recomputed_flops(LLAMA_7B, 4, 512)
-    layers = sum(8 * tokens * m * n for m, n in MATRICES)  # forward twice, and gradients of inputs and weights
-    assert layers + 6 * tokens * vocab * hidden <= native <= 1.05 * (layers + 6 * tokens * vocab * hidden)
+    layers = sum(
+        8 * tokens * m * n for m, n in MATRICES
+    )  # forward twice, and gradients of inputs and weights
+    assert (
+        layers + 6 * tokens * vocab * hidden
+        <= native
+        <= 1.05 * (layers + 6 * tokens * vocab * hidden)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
@@ -85,20 +101,30 @@ def test_a_bus_that_is_too_slow_wants_a_larger_batch() -> None:
     rows = advice["settings"]["batch_size"]
     assert advice["settings"]["subspace"] == 512 and 1 < rows <= LARGEST_BATCH
     assert advice["recommended"]["unhidden"] <= 1.1
-    assert recommend(planned(rows - 1, bus_limit_gb_per_s=0.1, subspace=512))["given"]["unhidden"] > 1.1
+    assert (
+        recommend(planned(rows - 1, bus_limit_gb_per_s=0.1, subspace=512))["given"]["unhidden"]
+        > 1.1
+    )
     text = " ".join(advice["sentences"])
     assert "simulated bus of 0.1 GB/s" in text and "smallest batch at which 512 does" in text
     never = recommend(planned(1, 16, bus_limit_gb_per_s=1e-5))
-    assert "no batch up to 1024" in " ".join(never["sentences"]) and never["settings"]["batch_size"] == 1
+    assert (
+        "no batch up to 1024" in " ".join(never["sentences"])
+        and never["settings"]["batch_size"] == 1
+    )
 
 
 def test_projectors_take_at_most_a_twentieth_of_the_weights() -> None:
     for rows, bus in ((1, 50.0), (16, 50.0)):
         actual = recommend(planned(rows, bus_limit_gb_per_s=bus))["settings"]
-        used = planned(rows, subspace=actual["subspace"], nonzeros=actual["nonzeros"]).parts["projectors"]
+        used = planned(rows, subspace=actual["subspace"], nonzeros=actual["nonzeros"]).parts[
+            "projectors"
+        ]
         assert used <= 0.05 * 2 * LLAMA_7B.parameters or actual["nonzeros"] == 4
         if actual["nonzeros"] < 16 and actual["subspace"] >= 512:
-            more = planned(rows, subspace=actual["subspace"], nonzeros=2 * actual["nonzeros"]).parts["projectors"]
+            more = planned(
+                rows, subspace=actual["subspace"], nonzeros=2 * actual["nonzeros"]
+            ).parts["projectors"]
             assert more > 0.05 * 2 * LLAMA_7B.parameters
     few = recommend(planned(1, bus_limit_gb_per_s=15.0))["settings"]
     assert few["subspace"] >= 512 or few["nonzeros"] <= 8
@@ -108,7 +134,11 @@ def test_what_does_not_fit_gets_smaller_weights() -> None:
     roomy = recommend(planned())
     assert roomy["fits"] and roomy["settings"]["weight_dtype"] == "compute"
     tight = recommend(planned(device=replace(CARD, usable_bytes=12 << 30)))
-    assert tight["fits"] and tight["settings"]["weight_dtype"] == "nf4" and "with weights nf4" in tight["sentences"][-1]
+    assert (
+        tight["fits"]
+        and tight["settings"]["weight_dtype"] == "nf4"
+        and "with weights nf4" in tight["sentences"][-1]
+    )
     tighter = recommend(planned(1, device=replace(CARD, usable_bytes=7 << 30)))
     assert tighter["settings"]["weight_placement"] == "host" and tighter["fits"]
     none = recommend(planned(device=replace(CARD, usable_bytes=1 << 30)))

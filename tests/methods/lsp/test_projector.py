@@ -44,7 +44,11 @@ def test_every_position_is_as_likely_as_the_others_of_its_block(size: int, nonze
     for block in range(nonzeros):
         low, high = block * size // nonzeros, (block + 1) * size // nonzeros
         share = 1 / (high - low)
-        assert bool(((counts[low:high] / rows - share).abs() <= 5 * (share * (1 - share) / rows) ** 0.5).all())
+        assert bool(
+            (
+                (counts[low:high] / rows - share).abs() <= 5 * (share * (1 - share) / rows) ** 0.5
+            ).all()
+        )
 
 
 @pytest.mark.parametrize("nonzeros", [1, 4, 7])
@@ -121,7 +125,9 @@ def test_the_estimate_begins_without_bias(m: int, n: int, size: int, nonzeros: i
         p, q = (side.dense(torch.float64) for side in pair(m, n, size, nonzeros, seed))
         actual.append((p @ (p.T @ gradient @ q) @ q.T).flatten())
     estimates, wanted = torch.stack(actual), gradient.flatten()
-    directions = torch.cat([torch.eye(m * n), wanted[None].float(), normal(30, m * n, seed=1)]).double()
+    directions = torch.cat(
+        [torch.eye(m * n), wanted[None].float(), normal(30, m * n, seed=1)]
+    ).double()
     along = estimates @ directions.T
     error = along.std(0) / count**0.5
     assert bool(((along.mean(0) - directions @ wanted).abs() <= 5 * error).all())

@@ -48,7 +48,9 @@ def ranks(folder: Path, single: list[float], warm: Warm) -> list[dict[str, Any]]
     processes = [
         subprocess.Popen(
             [str(warm.python), "-m", "tests.methods.lsp.ranked", str(folder), DEVICE],
-            env=environment(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            env=environment(
+                RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -63,15 +65,29 @@ def ranks(folder: Path, single: list[float], warm: Warm) -> list[dict[str, Any]]
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     """Only the order of additions differs: over the rows of a batch, then over the ranks."""
-    exact, (first, second) = RUNS[name][0].get("compute") == "float32", (rank[name] for rank in ranks)
+    exact, (first, second) = (
+        RUNS[name][0].get("compute") == "float32",
+        (rank[name] for rank in ranks),
+    )
     expected = compute(name, device=DEVICE)
     assert first["losses"] == second["losses"] and torch.equal(first["nll"], second["nll"])
-    assert first["checks"] == second["checks"] and first["checks"].keys() == expected["checks"].keys()
-    assert all(torch.equal(value, second["weights"][key]) for key, value in first["weights"].items())
+    assert (
+        first["checks"] == second["checks"] and first["checks"].keys() == expected["checks"].keys()
+    )
+    assert all(
+        torch.equal(value, second["weights"][key]) for key, value in first["weights"].items()
+    )
     assert first["losses"] == pytest.approx(expected["losses"], rel=1e-5 if exact else 1e-2)
-    torch.testing.assert_close(first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5)
-    assert [rank[name]["bytes"] / expected["bytes"] for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.1)
-    start = {key: value.detach() for key, value in tiny_model(RUNS[name][1], **RUNS[name][2]).model.named_parameters()}
+    torch.testing.assert_close(
+        first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5
+    )
+    assert [rank[name]["bytes"] / expected["bytes"] for rank in ranks] == pytest.approx(
+        [0.5, 0.5], abs=0.1
+    )
+    start = {
+        key: value.detach()
+        for key, value in tiny_model(RUNS[name][1], **RUNS[name][2]).model.named_parameters()
+    }
     assert first["weights"].keys() == expected["weights"].keys()
     for key, value in expected["weights"].items():
         difference = (first["weights"][key].float() - value.float()).abs()
@@ -88,7 +104,9 @@ def test_ranks_go_on_from_their_own_checkpoint_and_from_one_process_s(
     losses = ranks[0]["session"]
     assert losses["resumed"] == losses["straight"]
     assert losses["from one"] == pytest.approx(single, rel=1e-2)
-    models = [(folder / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
+    models = [
+        (folder / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")
+    ]
     assert models[0] == models[1]
     assert len(list((folder / "two" / "checkpoint-00000005").glob("state*.safetensors"))) == 2
     loaded = checkpoints(folder / "two").newest(lambda _: None)

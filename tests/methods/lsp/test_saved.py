@@ -19,7 +19,14 @@ from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
 
-SMALL = {"learned": True, "subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
+SMALL = {
+    "learned": True,
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 3,
+    "learn_rounds": 1,
+    "learn_steps": 2,
+}
 BEFORE, AFTER = 5, 6
 """Steps before the state is taken, of which two look, and after, of which two look again."""
 DATA = batches(BEFORE + AFTER, rows=3)
@@ -49,7 +56,9 @@ def opened() -> Iterator[Callable[..., LspEngine]]:
         if config.get("weight_dtype") in ("nf4", "int8"):
             pytest.importorskip("bitsandbytes")
         settings = {**SMALL, "threshold": 0.0, "timeout_s": 120.0, "threads": 1, **config}
-        collected.append(LspEngine(tiny_model(tied=tied).family, LspConfig(**settings), "cpu", seed=3))
+        collected.append(
+            LspEngine(tiny_model(tied=tied).family, LspConfig(**settings), "cpu", seed=3)
+        )
         return collected[-1]
 
     yield make
@@ -73,7 +82,9 @@ def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> No
     run(straight, 0, BEFORE)
     kept = state(straight)
     losses = run(straight, BEFORE, AFTER)
-    assert kept.keys() == {name for name in kept if not np.shares_memory(kept[name], kept[name].copy())}
+    assert kept.keys() == {
+        name for name in kept if not np.shares_memory(kept[name], kept[name].copy())
+    }
     saved.load_arrays(resumed, kept)
     resumed.put_exact()
     assert run(resumed, BEFORE, AFTER) == losses
@@ -83,10 +94,14 @@ def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> No
     for name, value in straight.weights().items():
         assert torch.equal(value, resumed.weights()[name]), name
     projected = config.get("project", True)
-    assert any(name.startswith("turn/") and value[0] > 2 for name, value in ours.items()) == projected
+    assert (
+        any(name.startswith("turn/") and value[0] > 2 for name, value in ours.items()) == projected
+    )
     layers = [name for name in ours if name.startswith("base/layer")]
     assert bool(layers) == (projected and config.get("weight_dtype") not in ("nf4", "int8"))
-    assert any(name.startswith("older/1/") for name in ours) == (config.get("weight_dtype") in ("nf4", "int8"))
+    assert any(name.startswith("older/1/") for name in ours) == (
+        config.get("weight_dtype") in ("nf4", "int8")
+    )
 
 
 def test_what_is_taken_does_not_change_with_the_next_step(opened) -> None:
@@ -105,7 +120,9 @@ def test_every_array_is_missed_and_checked(weights, opened) -> None:
     kept, fresh = state(engine), opened({"weight_dtype": weights})
     for name in kept:
         with pytest.raises(CheckpointError, match=name.replace("/", ".")):
-            saved.load_arrays(fresh, {other: value for other, value in kept.items() if other != name})
+            saved.load_arrays(
+                fresh, {other: value for other, value in kept.items() if other != name}
+            )
         for foreign in (kept[name].reshape(-1)[:-1], kept[name].astype(np.int8)):
             with pytest.raises(CheckpointError, match=name.replace("/", ".")) as caught:
                 saved.load_arrays(fresh, {**kept, name: foreign})

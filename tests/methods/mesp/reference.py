@@ -12,7 +12,13 @@ from tests.methods.reference import in_double, plain_loss
 from tests.methods.rounding import modelled_errors
 
 
-def session(loaded: Any, seed: int = 3, device: str | None = None, gradients: str = "manual", **settings: Any) -> Any:
+def session(
+    loaded: Any,
+    seed: int = 3,
+    device: str | None = None,
+    gradients: str = "manual",
+    **settings: Any,
+) -> Any:
     """A session of mesp whose B matrices are not zero, so that A has gradients.
 
     Args:
@@ -27,16 +33,24 @@ def session(loaded: Any, seed: int = 3, device: str | None = None, gradients: st
     return opened
 
 
-def opened_with(gradients: str, loaded: Any, config: Any, seed: int, device: str | None = None) -> Any:
+def opened_with(
+    gradients: str, loaded: Any, config: Any, seed: int, device: str | None = None
+) -> Any:
     """A session of mesp, or one that computes its steps by automatic differentiation."""
     from benchmarks.mesp.baselines_torch import autodiff_session, blockwise_session
     from ondevice.methods.mesp.torch.reference import reference_session
 
-    sessions = {"autodiff": autodiff_session, "blockwise": blockwise_session, "checkpoint": reference_session}
+    sessions = {
+        "autodiff": autodiff_session,
+        "blockwise": blockwise_session,
+        "checkpoint": reference_session,
+    }
     return sessions.get(gradients, open_session)(loaded, config, seed, device)
 
 
-def learned(opened: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+def learned(
+    opened: Any, ids: np.ndarray, labels: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
     """The loss of one step and every gradient that was applied in it, summed over micro-batches."""
     by_name: dict[str, np.ndarray] = {}
     apply = opened.optimizer.apply
@@ -57,7 +71,10 @@ def exact(
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients of every A and B; `loaded` becomes a float64 model."""
     model = in_double(loaded.model)
-    leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
+    leaves = {
+        name: torch.from_numpy(value).double().requires_grad_(True)
+        for name, value in tensors.items()
+    }
     weights = {}
     for name in tensors:
         if name.endswith(".lora_A.weight"):
@@ -71,10 +88,14 @@ def exact(
                 weights[linear] = weight + scale * delta
                 continue
             weights[f"{linear}.weight"] = model.get_parameter(f"{linear}.weight") + scale * (b @ a)
-    output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
+    output = torch.func.functional_call(
+        model, weights, (torch.from_numpy(ids),), {"use_cache": False}
+    )
     loss = plain_loss(output.logits, torch.from_numpy(labels))
     loss.backward()
-    return loss.item(), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+    return loss.item(), {
+        name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None
+    }
 
 
 def exact_and_rounding(
@@ -102,7 +123,10 @@ def errors(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[s
     assert ours.keys() == theirs.keys()
     norms = {name: float(np.linalg.norm(value)) for name, value in theirs.items()}
     least = FLOOR * max(norms.values()) + 1e-30
-    return {name: float(np.linalg.norm(ours[name] - theirs[name])) / max(norms[name], least) for name in theirs}
+    return {
+        name: float(np.linalg.norm(ours[name] - theirs[name])) / max(norms[name], least)
+        for name in theirs
+    }
 
 
 def rows(count: int, length: int, seed: int, vocab: int = 256) -> tuple[np.ndarray, np.ndarray]:

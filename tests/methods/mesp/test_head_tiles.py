@@ -22,7 +22,10 @@ def test_every_label_counts_once_in_tiles_that_overlap(tiles: int) -> None:
     """Of 260 rows in 3 tiles of 87, or 7 of 38, the last tile begins inside the one before."""
     loaded = tiny_model("llama", hidden=32, heads=2, kv_heads=1, layers=1)
     functions = BlockFunctions(loaded, method_config("mesp", {"loss_tiles": tiles}))
-    head, norm = loaded.family.head_weight.detach(), loaded.model.get_parameter("model.norm.weight").detach()
+    head, norm = (
+        loaded.family.head_weight.detach(),
+        loaded.model.get_parameter("model.norm.weight").detach(),
+    )
     vocab, rows = head.shape[0], functions.tile_rows
     assert (vocab % rows != 0) == (tiles > 1)
     starts = [min(low, vocab - rows) for low in range(0, vocab, rows)]
@@ -44,5 +47,7 @@ def test_every_label_counts_once_in_tiles_that_overlap(tiles: int) -> None:
         nll = functional.cross_entropy(normed @ head.double().T, targets, reduction="none")
         (nll * scale.double()).sum().backward()
         maximum, total, wanted = sums
-        torch.testing.assert_close((maximum + total.log() - wanted).double(), nll.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            (maximum + total.log() - wanted).double(), nll.detach(), rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close(gradient.double(), leaf.grad, rtol=1e-4, atol=1e-6)

@@ -29,7 +29,9 @@ def directions(target: MezoSession, step: int, query: int) -> dict[str, np.ndarr
     draw = generator.normal if target.config.noise == "gaussian" else generator.rademacher
     number = step * target.config.queries + query
     return {
-        name: draw(SEED, number, tensor, 1, 0, value.numel())[0].reshape(value.shape).astype(np.float64)
+        name: draw(SEED, number, tensor, 1, 0, value.numel())[0]
+        .reshape(value.shape)
+        .astype(np.float64)
         for tensor, (name, value) in enumerate(target.parameters.items())
     }
 
@@ -38,7 +40,9 @@ def parameters(target: MezoSession) -> dict[str, np.ndarray]:
     return {name: value.numpy().copy() for name, value in target.parameters.items()}
 
 
-def reference_loss(family: str, sizes: dict, values: dict, ids: np.ndarray, labels: np.ndarray) -> float:
+def reference_loss(
+    family: str, sizes: dict, values: dict, ids: np.ndarray, labels: np.ndarray
+) -> float:
     model = in_double(tiny_model(family, **sizes).model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,14 +54,18 @@ def reference_loss(family: str, sizes: dict, values: dict, ids: np.ndarray, labe
 @pytest.mark.parametrize(("family", "sizes"), MODELS)
 @pytest.mark.parametrize("noise", ["gaussian", "rademacher"])
 def test_a_step_is_the_algorithm(family, sizes, noise) -> None:
-    config = MezoConfig(queries=3, perturbation_scale=1e-2, noise=noise)  # no power of two: ranges of steps overlap
+    config = MezoConfig(
+        queries=3, perturbation_scale=1e-2, noise=noise
+    )  # no power of two: ranges of steps overlap
     target = session(config, family, **sizes)
     before = parameters(target)
     ids, labels = batch(3)
     result = target.step(ids, labels, 7, 1e-3)
     zs = [directions(target, 7, query) for query in range(3)]
     expected = [
-        reference_loss(family, sizes, {n: before[n] + sign * 1e-2 * z[n] for n in before}, ids, labels)
+        reference_loss(
+            family, sizes, {n: before[n] + sign * 1e-2 * z[n] for n in before}, ids, labels
+        )
         for sign in (1, -1)
         for z in zs
     ]
@@ -100,9 +108,14 @@ def test_a_projected_gradient_is_the_derivative_along_its_direction() -> None:
     target = session(MezoConfig(queries=4, perturbation_scale=1e-3))
     model = in_double(tiny_model("llama").model).requires_grad_(True)
     ids, labels = batch(2)
-    plain_loss(model(torch.from_numpy(ids), use_cache=False).logits, torch.from_numpy(labels)).backward()
+    plain_loss(
+        model(torch.from_numpy(ids), use_cache=False).logits, torch.from_numpy(labels)
+    ).backward()
     gradient = {name: value.grad.numpy() for name, value in model.named_parameters()}
-    exact = [sum((z[name] * gradient[name]).sum() for name in z) for z in (directions(target, 0, i) for i in range(4))]
+    exact = [
+        sum((z[name] * gradient[name]).sum() for name in z)
+        for z in (directions(target, 0, i) for i in range(4))
+    ]
     received = target.step(ids, labels, 0, 0.0).projected_gradients
     np.testing.assert_allclose(received, exact, atol=0.02 * np.abs(exact).max())
 
@@ -114,7 +127,9 @@ def test_each_query_has_a_batch_of_its_own() -> None:
     numbers = session(config).step(ids, labels, 3, 0.0).projected_gradients
     for query in range(2):
         rows = slice(2 * query, 2 * query + 2)
-        alone = session(config.model_copy(update={"fresh_batches": False})).step(ids[rows], labels[rows], 3, 0.0)
+        alone = session(config.model_copy(update={"fresh_batches": False})).step(
+            ids[rows], labels[rows], 3, 0.0
+        )
         assert alone.projected_gradients[query] == pytest.approx(numbers[query], abs=2e-3)
     with pytest.raises(ConfigError, match="there are too few"):
         session(config).step(ids[:1], labels[:1], 0, 0.0)
@@ -126,7 +141,10 @@ def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
     one.step(ids, labels, 3, 1e-3)
     monkeypatch.setitem(mezo_torch.CHUNK, "cpu", 1 << 9)
     many.step(ids, labels, 3, 1e-3)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(parameters(one).values(), parameters(many).values()))
+    assert all(
+        a.tobytes() == b.tobytes()
+        for a, b in zip(parameters(one).values(), parameters(many).values())
+    )
 
 
 def test_resumed_it_has_the_same_bits_and_a_replay_the_same_parameters() -> None:
@@ -169,8 +187,12 @@ def test_an_update_below_the_last_bit_of_bfloat16_is_kept_on_average() -> None:
         for step in range(40):
             target.apply_update((1.0,), step, 1e-5)
         after = target.state()
-        return np.concatenate([(after[name] - before[name]).ravel() for name in before if name != "seed"])
+        return np.concatenate(
+            [(after[name] - before[name]).ravel() for name in before if name != "seed"]
+        )
 
     wide, narrow = moved(torch.float32), moved(torch.bfloat16)
     assert narrow @ wide / (wide @ wide) == pytest.approx(1.0, abs=0.1)
-    np.testing.assert_array_equal(narrow, moved(torch.bfloat16))  # a function of seed, step and element
+    np.testing.assert_array_equal(
+        narrow, moved(torch.bfloat16)
+    )  # a function of seed, step and element

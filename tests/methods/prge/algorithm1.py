@@ -22,11 +22,19 @@ class CopiesState:
         self.learning_rate = torch.zeros(1, device=adapter_P.device)
 
     def step(
-        self, program: PrgeProgram, ids_BT: Tensor, labels_BT: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        program: PrgeProgram,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Lines 2 to 7: recover the last noise, restore, update, perturb anew, run. Losses [2q] and gradients [q]."""
         self.perturb(program, seed, step)
-        losses = program.losses(ids_BT, labels_BT, lambda start, count: self.copies[:, start : start + count])
+        losses = program.losses(
+            ids_BT, labels_BT, lambda start, count: self.copies[:, start : start + count]
+        )
         self.pending, self.learning_rate = program.projected_gradients(losses), learning_rate
         return losses, self.pending
 

@@ -51,16 +51,22 @@ class Reference:
     def loss(self, flat: torch.Tensor, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
         """Mean negative log likelihood a labelled token, float64, differentiable in `flat`."""
         tokens = torch.from_numpy(ids)
-        output = torch.func.functional_call(self.model, self.merged(flat), (tokens,), {"use_cache": False})
+        output = torch.func.functional_call(
+            self.model, self.merged(flat), (tokens,), {"use_cache": False}
+        )
         return plain_loss(output.logits, torch.from_numpy(labels))
 
-    def losses(self, flat: np.ndarray, z: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    def losses(
+        self, flat: np.ndarray, z: np.ndarray, ids: np.ndarray, labels: np.ndarray
+    ) -> np.ndarray:
         """Of every copy, in the program's order: plus then minus, or unperturbed then plus."""
         moved = self.config.perturbation_scale * z
         central = self.config.estimator == "central"
         copies = [*(flat + moved), *(flat - moved)] if central else [flat, *(flat + moved)]
         with torch.no_grad():
-            return np.array([float(self.loss(torch.from_numpy(copy), ids, labels)) for copy in copies])
+            return np.array(
+                [float(self.loss(torch.from_numpy(copy), ids, labels)) for copy in copies]
+            )
 
     def step(
         self, flat: np.ndarray, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
@@ -75,7 +81,9 @@ class Reference:
             gradients = (losses[1:] - losses[0]) / np.std(losses[1:], ddof=1)
         return losses, gradients, flat - learning_rate / q * (gradients[:, None] * z).sum(0)
 
-    def directional(self, flat: np.ndarray, z: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    def directional(
+        self, flat: np.ndarray, z: np.ndarray, ids: np.ndarray, labels: np.ndarray
+    ) -> np.ndarray:
         """The exact derivative of the loss along each z, by autograd."""
         point = torch.from_numpy(flat).requires_grad_(True)
         (gradient,) = torch.autograd.grad(self.loss(point, ids, labels), point)

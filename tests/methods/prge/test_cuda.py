@@ -20,7 +20,11 @@ CASES = (
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_fused_kernels_make_the_same_step(root: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when a kernel is decorated
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # read when a kernel is decorated
     done = subprocess.run(
         [sys.executable, "-m", "tests.methods.prge.test_cuda"],
         capture_output=True,
@@ -56,7 +60,9 @@ def main() -> None:
             ids, labels = (torch.from_numpy(values) for values in batch(2, seed=step))
             scalars = torch.tensor([4]), torch.tensor([step]), torch.tensor([0.05])
             with torch.no_grad():
-                plain, fused = (p.train_step(ids, labels, adapter.clone(), *scalars) for p in programs)
+                plain, fused = (
+                    p.train_step(ids, labels, adapter.clone(), *scalars) for p in programs
+                )
             for ours, theirs in zip(fused, plain, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
             adapter = plain[2]

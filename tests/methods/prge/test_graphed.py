@@ -30,7 +30,9 @@ def config(**values):
      ({"batch_signs": False, "batch_queries": False}, 6), ({"estimator": "one_sided"}, 1),
      ({"noise": "rademacher", "queries": 8}, 1)],
 )  # fmt: skip
-def test_a_matrix_is_dequantised_once_for_both_signs_and_all_queries(settings, passes, monkeypatch) -> None:
+def test_a_matrix_is_dequantised_once_for_both_signs_and_all_queries(
+    settings, passes, monkeypatch
+) -> None:
     counts: Counter[int] = Counter()
     dense = Int8Matrix.dense
     monkeypatch.setattr(Int8Matrix, "dense", lambda self: counts.update([id(self)]) or dense(self))
@@ -42,10 +44,15 @@ def test_a_matrix_is_dequantised_once_for_both_signs_and_all_queries(settings, p
     assert set(counts.values()) == {passes}
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch_signs": False}, {"estimator": "one_sided"}, {"top_layers": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_signs": False}, {"estimator": "one_sided"}, {"top_layers": 1}]
+)
 def test_fixed_shapes_give_the_same_steps(settings) -> None:
     """Without a GPU the graph is the function itself; the loss of fixed shape rounds in another order."""
-    plain, fixed = (kind(tiny_model("llama"), config(**settings), SEED) for kind in (PrgeSession, GraphedPrgeSession))
+    plain, fixed = (
+        kind(tiny_model("llama"), config(**settings), SEED)
+        for kind in (PrgeSession, GraphedPrgeSession)
+    )
     for step in range(4):
         given = batch(2, 12 if step % 2 else 16, seed=step)
         fixed.load_state(plain.state())
@@ -59,8 +66,16 @@ def test_fixed_shapes_give_the_same_steps(settings) -> None:
 
 def test_fixed_shapes_go_on_in_a_new_subspace(tmp_path) -> None:
     """What a graph has captured of the old one is captured again; the state stays at its place."""
-    values = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 3, "refresh_every": 2}
-    plain, fixed = (kind(tiny_model("llama"), config(**values), SEED) for kind in (PrgeSession, GraphedPrgeSession))
+    values = {
+        "subspace": "gradient",
+        "optimizer": "adam",
+        "calibration_rows": 3,
+        "refresh_every": 2,
+    }
+    plain, fixed = (
+        kind(tiny_model("llama"), config(**values), SEED)
+        for kind in (PrgeSession, GraphedPrgeSession)
+    )
     place = fixed._adapter.data_ptr()
     for step in range(4):
         plain.before_step(step, lambda number: Batch(*batch(2, seed=number)), tmp_path)
@@ -95,7 +110,9 @@ def test_the_adapter_stays_where_the_graphs_look_for_it(tmp_path) -> None:
     assert session._adapter.data_ptr() == place and all(
         int(graph.seed) == SEED + 1 for graph in another.graphs.values()
     )
-    assert another.step(*batch(2, seed=3), 4, RATE) != session.step(*batch(2, seed=3), 4, RATE)  # other noise
+    assert another.step(*batch(2, seed=3), 4, RATE) != session.step(
+        *batch(2, seed=3), 4, RATE
+    )  # other noise
 
 
 @pytest.mark.gpu

@@ -35,7 +35,14 @@ SEED = 3
 
 
 def settings(**more: Any) -> PrgeConfig:
-    values = {"subspace": "gradient", "rank": 1, "alpha": 2.0, "queries": 2, "calibration_rows": 5, "refresh_every": 2}
+    values = {
+        "subspace": "gradient",
+        "rank": 1,
+        "alpha": 2.0,
+        "queries": 2,
+        "calibration_rows": 5,
+        "refresh_every": 2,
+    }
     return PrgeConfig(**(values | more))
 
 
@@ -45,16 +52,24 @@ def batch_at(step: int) -> Batch:
 
 def test_leading_vectors_are_the_svd_s() -> None:
     random = torch.Generator().manual_seed(1)
-    matrix = torch.randn(21, 17, generator=random) * 0.6 ** torch.arange(17) @ torch.randn(17, 17, generator=random)
+    matrix = (
+        torch.randn(21, 17, generator=random)
+        * 0.6 ** torch.arange(17)
+        @ torch.randn(17, 17, generator=random)
+    )
     left, right = leading_vectors(matrix, 4)
     values = torch.linalg.svdvals(matrix.double())
-    np.testing.assert_allclose((left.t() @ matrix @ right).numpy(), torch.diag(values[:4]).numpy(), atol=2e-5)
+    np.testing.assert_allclose(
+        (left.t() @ matrix @ right).numpy(), torch.diag(values[:4]).numpy(), atol=2e-5
+    )
     np.testing.assert_allclose((left.t() @ left).numpy(), np.eye(4), atol=1e-6)
 
 
 def test_a_sum_of_products_is_exact_up_to_its_rank() -> None:
     random = torch.Generator().manual_seed(2)
-    parts = [(torch.randn(9, 2, generator=random), torch.randn(2, 7, generator=random)) for _ in range(3)]
+    parts = [
+        (torch.randn(9, 2, generator=random), torch.randn(2, 7, generator=random)) for _ in range(3)
+    ]
     whole = sum(a @ b for a, b in parts)
     a, b = joined(parts, 6)
     assert a.shape == (9, 6)
@@ -67,11 +82,16 @@ def test_a_sum_of_products_is_exact_up_to_its_rank() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optimizer: str) -> None:
     """Factors span the plain model's gradient; losses are of W + scale A (R + e Z) C; the update is the rule's."""
-    session = PrgeSession(tiny_model(), settings(optimizer=optimizer, perturbation_scale=1e-2), SEED)
+    session = PrgeSession(
+        tiny_model(), settings(optimizer=optimizer, perturbation_scale=1e-2), SEED
+    )
     path = session.before_step(0, batch_at, tmp_path)
     assert path == tmp_path / "subspace-00000000.safetensors" and path.is_file()
     plain = tiny_model()
-    weights = {entry: plain.family.linear(entry.layer, entry.target).weight for entry in session.program.linears}
+    weights = {
+        entry: plain.family.linear(entry.layer, entry.target).weight
+        for entry in session.program.linears
+    }
     for weight in weights.values():
         weight.requires_grad_(True)
     left = 5
@@ -98,20 +118,29 @@ def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optim
         moved = tiny_model()
         for entry, factors in session.subspace.factors.items():
             r = np.diag(sign * 1e-2 * z[query, entry.offset : entry.offset + entry.count])
-            change = 2.0 * factors.a.double().numpy() @ r @ factors.c.double().numpy()  # alpha / rank = 2
+            change = (
+                2.0 * factors.a.double().numpy() @ r @ factors.c.double().numpy()
+            )  # alpha / rank = 2
             weight = moved.family.linear(entry.layer, entry.target).weight
             weight.data += torch.from_numpy(change.T).float()
         with torch.no_grad():
-            expected = moved.model(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss
+            expected = moved.model(
+                input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)
+            ).loss
         assert result.losses[copy] == pytest.approx(expected.item(), rel=1e-5)
     estimate = np.array(result.projected_gradients) @ z.astype(np.float64) / 2
     step = estimate if optimizer == "sgd" else np.sign(estimate)  # Adam's first step is the sign
-    np.testing.assert_allclose(session.flat()[:size], before[:size] - 1e-2 * step, rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        session.flat()[:size], before[:size] - 1e-2 * step, rtol=2e-4, atol=1e-6
+    )
 
 
 def test_adam_s_second_step_is_torch_s(tmp_path: Path) -> None:
     session = PrgeSession(tiny_model(), settings(optimizer="adam", refresh_every=3), SEED)
-    size, reference = session.program.layout.size, torch.nn.Parameter(torch.zeros(session.program.layout.size))
+    size, reference = (
+        session.program.layout.size,
+        torch.nn.Parameter(torch.zeros(session.program.layout.size)),
+    )
     adam = torch.optim.Adam([reference])
     session.before_step(0, batch_at, tmp_path)
     for step in range(5):
@@ -124,14 +153,18 @@ def test_adam_s_second_step_is_torch_s(tmp_path: Path) -> None:
         reference.grad = torch.tensor(result.projected_gradients) @ z / 2
         adam.param_groups[0]["lr"] = 1e-2 / (step + 1)
         adam.step()
-        np.testing.assert_allclose(session.flat()[:size], reference.detach().numpy(), rtol=2e-4, atol=2e-6)
+        np.testing.assert_allclose(
+            session.flat()[:size], reference.detach().numpy(), rtol=2e-4, atol=2e-6
+        )
 
 
 def test_adam_in_a_random_subspace_is_torch_s_in_a_session_and_in_a_program() -> None:
     """Its moments never begin anew there, and they begin at 0 beside an adapter that is loaded."""
     config = settings(subspace="random", optimizer="adam", refresh_every=2, rank=4)
     session, seed = PrgeSession(tiny_model(), config, SEED), torch.tensor([SEED])
-    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    program = build_program(
+        tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
+    )
     size = session.program.layout.size
     reference = torch.nn.Parameter(torch.zeros(size))
     adam = torch.optim.Adam([reference], lr=1e-2)
@@ -145,7 +178,11 @@ def test_adam_in_a_random_subspace_is_torch_s_in_a_session_and_in_a_program() ->
         adam.step()
         with torch.no_grad():
             losses = program.stepped(
-                *map(torch.from_numpy, (ids, labels)), state, seed, torch.tensor([step]), torch.zeros(1)
+                *map(torch.from_numpy, (ids, labels)),
+                state,
+                seed,
+                torch.tensor([step]),
+                torch.zeros(1),
             )[0]
             state = program.update(state, numbers, seed, torch.tensor([step]), torch.tensor([1e-2]))
         np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
@@ -154,7 +191,9 @@ def test_adam_in_a_random_subspace_is_torch_s_in_a_session_and_in_a_program() ->
     np.testing.assert_array_equal(state[1][: 2 * size].numpy(), session.flat()[size:])
     other = PrgeSession(tiny_model(), config, SEED)
     other.load_adapter(session.adapter())
-    assert not other.flat()[size:].any() and np.array_equal(other.flat()[:size], session.flat()[:size])
+    assert not other.flat()[size:].any() and np.array_equal(
+        other.flat()[:size], session.flat()[:size]
+    )
     other.step(*batch(2), 0, 1e-2)
 
 
@@ -177,7 +216,10 @@ def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_
     own = session.evaluate(ids, labels)[0]
     other = PrgeSession(merged, settings(), SEED).evaluate(ids, labels)[0]
     np.testing.assert_allclose(own, other, rtol=1e-5)
-    assert np.abs(own - PrgeSession(tiny_model(), settings(), SEED).evaluate(ids, labels)[0]).max() > 1e-3
+    assert (
+        np.abs(own - PrgeSession(tiny_model(), settings(), SEED).evaluate(ids, labels)[0]).max()
+        > 1e-3
+    )
     started = PrgeSession(tiny_model(), settings(), SEED)
     started.load_adapter(adapter)
     np.testing.assert_allclose(started.evaluate(ids, labels)[0], own, rtol=1e-5)
@@ -188,8 +230,12 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
     session = PrgeSession(tiny_model(), settings(answers=(70, 9), optimizer="adam"), SEED)
     path = session.before_step(0, batch_at, tmp_path)
     config = settings(subspace="auto", factors=path, answers=(70, 9), refresh_every=None)
-    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
-    assert isinstance(program, InformedProgram) and path is not None and session.subspace is not None
+    program = build_program(
+        tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
+    )
+    assert (
+        isinstance(program, InformedProgram) and path is not None and session.subspace is not None
+    )
     places = program.places
     begun = places.begun(read_factors(path, places.small.entries))
     first = [torch.from_numpy(begun[name]) for name in ("adapter", "subspace")]
@@ -201,9 +247,13 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
         result = session.step(ids, labels, step, 0.05)
         with torch.inference_mode():
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-            losses, gradients, *state = program.stepped(*tokens, state, seed, torch.tensor([step]), rate)
+            losses, gradients, *state = program.stepped(
+                *tokens, state, seed, torch.tensor([step]), rate
+            )
         np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
-        np.testing.assert_allclose(result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3)
+        np.testing.assert_allclose(
+            result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3
+        )
     size = places.small.size
     np.testing.assert_allclose(session.flat()[size:], state[2][:-1].numpy(), rtol=2e-2, atol=1e-4)
     assert state[2][-1] == 2
@@ -228,16 +278,23 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
 
 def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
     """Its first state is the session's subspace of the same rows, and the model is as it was."""
-    rows = [Example(tuple(ids), tuple(labels)) for ids, labels in zip(*(x.tolist() for x in batch(4, seed=0)))]
+    rows = [
+        Example(tuple(ids), tuple(labels))
+        for ids, labels in zip(*(x.tolist() for x in batch(4, seed=0)))
+    ]
     dataset = SimpleNamespace(items=[SimpleNamespace(example=row) for row in rows])
     config, loaded = settings(subspace="auto", calibration_rows=4), tiny_model()
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
     found = calibrate(loaded, config, dataset, SEED)  # type: ignore[arg-type]
     assert found is not None
     after = loaded.model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in after
+    )
     recorded, state = found
-    program = build_program(loaded, recorded, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    program = build_program(
+        loaded, recorded, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
+    )
     assert isinstance(program, InformedProgram) and program.config.optimizer == "adam"
     exact = gradient_factors(
         PrgeSession(tiny_model(), settings(), SEED).program,
@@ -246,13 +303,18 @@ def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
     for value, entry in zip(exact.values(), program.places.trained.entries, strict=True):
         a = program.places.a(torch.from_numpy(state["adapter"]), entry)[: entry.rank].t()
         cosines = (a * value.a).sum(0).abs() / (a.norm(dim=0) * value.a.norm(dim=0))
-        assert cosines[0] > 0.999 and not program.places.b(torch.from_numpy(state["adapter"]), entry).any()
+        assert (
+            cosines[0] > 0.999
+            and not program.places.b(torch.from_numpy(state["adapter"]), entry).any()
+        )
     assert calibrate(tiny_model(), settings(subspace="random"), dataset, SEED) is None  # type: ignore[arg-type]
 
 
 def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:
     config = PrgeConfig(rank=4, queries=1, labelled_tokens=2)
-    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    program = build_program(
+        tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
+    )
     ids = torch.from_numpy(batch(3)[0])
     labels = torch.where(torch.arange(12) < 9, -100, ids)
     hidden = program.hidden(ids, torch.zeros(program.state_size))
@@ -269,7 +331,10 @@ def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "train.jsonl"
-    lines = [json.dumps({"prompt": f"row {i} ", "completion": "yes" if i % 2 else "no"}) for i in range(12)]
+    lines = [
+        json.dumps({"prompt": f"row {i} ", "completion": "yes" if i % 2 else "no"})
+        for i in range(12)
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -278,26 +343,45 @@ def run(rows: Path, out: Path, steps: int, resume: bool = False, **more: Any) ->
     values = {
         "model": {"source": "tiny:llama"},
         "data": {"path": str(rows)},
-        "method": {"name": "prge", "rank": 2, "queries": 2, "calibration_rows": 3, "refresh_every": 2} | more,
-        "train": {"steps": steps, "batch_size": 2, "out": str(out), "checkpoint_every": 3, "schedule": "constant"},
+        "method": {
+            "name": "prge",
+            "rank": 2,
+            "queries": 2,
+            "calibration_rows": 3,
+            "refresh_every": 2,
+        }
+        | more,
+        "train": {
+            "steps": steps,
+            "batch_size": 2,
+            "out": str(out),
+            "checkpoint_every": 3,
+            "schedule": "constant",
+        },
     }
     return train(RunConfig.parse(values), resume=resume, force=True)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_run_resumes_and_replays_to_the_same_bits(rows: Path, tmp_path: Path, optimizer: str) -> None:
+def test_a_run_resumes_and_replays_to_the_same_bits(
+    rows: Path, tmp_path: Path, optimizer: str
+) -> None:
     whole = run(rows, tmp_path / "whole", 5, optimizer=optimizer)
     run(rows, tmp_path / "cut", 3, optimizer=optimizer)
     cut = run(rows, tmp_path / "cut", 5, resume=True, optimizer=optimizer)
     expected, resumed = load_adapter(whole.adapter), load_adapter(cut.adapter)
-    assert all(np.array_equal(value, resumed.tensors[name]) for name, value in expected.tensors.items())
+    assert all(
+        np.array_equal(value, resumed.tensors[name]) for name, value in expected.tensors.items()
+    )
     log = read_run(tmp_path / "whole")
     config = RunConfig.parse(log.header.config)
     assert config.method.subspace == "gradient" and config.method.optimizer == optimizer
     session = PrgeSession(tiny_model(), config.method, log.header.seed)
     replayed = replay(log, session)
     assert replayed is not None
-    assert all(np.array_equal(value, replayed.tensors[name]) for name, value in expected.tensors.items())
+    assert all(
+        np.array_equal(value, replayed.tensors[name]) for name, value in expected.tensors.items()
+    )
     second = tmp_path / "whole" / "subspace-00000002.safetensors"
     second.write_bytes((tmp_path / "whole" / "subspace-00000000.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="not the file that the run wrote"):
@@ -311,13 +395,26 @@ def test_the_paper_s_settings_are_one_flag(rows: Path, tmp_path: Path) -> None:
     done = run(rows, tmp_path / "paper", 2, paper=True)
     assert load_adapter(done.adapter).rank == 2
     head = read_run(tmp_path / "paper").header.config
-    chosen = {key: head["method"][key] for key in ("subspace", "optimizer", "loss", "learning_rate")}
-    assert chosen == {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary", "learning_rate": 5e-3}
+    chosen = {
+        key: head["method"][key] for key in ("subspace", "optimizer", "loss", "learning_rate")
+    }
+    assert chosen == {
+        "subspace": "random",
+        "optimizer": "sgd",
+        "loss": "vocabulary",
+        "learning_rate": 5e-3,
+    }
     with pytest.raises(ConfigError, match="paper sets subspace to random"):
         RunConfig.parse(
-            {"model": {"source": "tiny:llama"}, "method": {"name": "prge", "paper": True, "subspace": "gradient"}}
+            {
+                "model": {"source": "tiny:llama"},
+                "method": {"name": "prge", "paper": True, "subspace": "gradient"},
+            }
         )
     with pytest.raises(ConfigError, match="top_layers goes with subspace random"):
         RunConfig.parse(
-            {"model": {"source": "tiny:llama"}, "method": {"name": "prge", "top_layers": 1, "subspace": "gradient"}}
+            {
+                "model": {"source": "tiny:llama"},
+                "method": {"name": "prge", "top_layers": 1, "subspace": "gradient"},
+            }
         )

@@ -20,7 +20,9 @@ from tests.methods.reference import batch
 SEED = 11
 
 
-def session(config: PrgeConfig, family: str = "llama", seed: int = SEED, **sizes: Any) -> PrgeSession:
+def session(
+    config: PrgeConfig, family: str = "llama", seed: int = SEED, **sizes: Any
+) -> PrgeSession:
     return PrgeSession(tiny_model(family, **sizes), config, seed)
 
 
@@ -29,7 +31,9 @@ def start_from(target: PrgeSession, reference: Reference, scale: float = 0.05) -
     random = np.random.default_rng(3)
     flat = np.zeros(reference.layout.size, np.float32)
     for entry in reference.layout.entries:
-        flat[entry.offset : entry.offset + entry.count] = scale * random.standard_normal(entry.count)
+        flat[entry.offset : entry.offset + entry.count] = scale * random.standard_normal(
+            entry.count
+        )
     target.load_state({**target.state(), "adapter": flat})
     return flat.astype(np.float64)
 
@@ -44,9 +48,24 @@ def used(reference: Reference) -> np.ndarray:
 
 CASES = {
     "paper": ({}, "llama", {}, 2),
-    "bias": ({"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}, "qwen2", {"tied": False}, 2),
-    "every linear": ({"target_modules": ("down_proj", "up_proj", "gate_proj", "o_proj")}, "llama", {"layers": 1}, 1),
-    "odd sizes": ({"rank": 3, "alpha": 7.0, "queries": 3}, "llama", {"layers": 3, "vocab": 263, "heads": 2}, 3),
+    "bias": (
+        {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")},
+        "qwen2",
+        {"tied": False},
+        2,
+    ),
+    "every linear": (
+        {"target_modules": ("down_proj", "up_proj", "gate_proj", "o_proj")},
+        "llama",
+        {"layers": 1},
+        1,
+    ),
+    "odd sizes": (
+        {"rank": 3, "alpha": 7.0, "queries": 3},
+        "llama",
+        {"layers": 3, "vocab": 263, "heads": 2},
+        3,
+    ),
     "one row": ({"queries": 1}, "qwen2", {}, 1),
     "four rows": ({"queries": 2}, "llama", {}, 4),
     "five rows": ({"queries": 5, "rank": 1}, "qwen2", {"layers": 1}, 5),
@@ -55,7 +74,12 @@ CASES = {
     "more than all layers": ({"top_layers": 9}, "llama", {}, 2),
     "one tile": ({"loss_tiles": 1}, "llama", {}, 2),
     "fzoo": ({"estimator": "one_sided", "queries": 6, "noise": "rademacher"}, "llama", {}, 2),
-    "fzoo in sequence": ({"estimator": "one_sided", "queries": 3, "batch_queries": False}, "llama", {}, 2),
+    "fzoo in sequence": (
+        {"estimator": "one_sided", "queries": 3, "batch_queries": False},
+        "llama",
+        {},
+        2,
+    ),
 }
 
 
@@ -66,13 +90,17 @@ def test_a_step_is_equation_1(case) -> None:
     target, reference = session(config, family, **sizes), Reference(config, SEED, family, **sizes)
     flat, mask = start_from(target, reference), used(reference)
     # a one-sided gradient divides by the losses' deviation, so the rounding of a loss weighs more
-    gradient_error = 2e-3 if config.estimator == "one_sided" else 3e-7 / config.perturbation_scale * 10
+    gradient_error = (
+        2e-3 if config.estimator == "one_sided" else 3e-7 / config.perturbation_scale * 10
+    )
     for step in range(2):
         ids, labels = batch(rows, seed=step)
         losses, gradients, flat = reference.step(flat, ids, labels, step, 0.1)
         result = target.step(ids, labels, step, 0.1)
         np.testing.assert_allclose(result.losses, losses, rtol=2e-6)
-        np.testing.assert_allclose(result.projected_gradients, gradients, atol=gradient_error, rtol=1e-3)
+        np.testing.assert_allclose(
+            result.projected_gradients, gradients, atol=gradient_error, rtol=1e-3
+        )
         assert result.loss == pytest.approx(losses.mean(), rel=2e-6)
         np.testing.assert_allclose(target.flat()[mask], flat[mask], atol=0.1 * gradient_error)
         target.load_state({**target.state(), "adapter": flat.astype(np.float32)})
@@ -106,7 +134,13 @@ def test_algorithm_1_with_stored_copies_is_the_master_form(noise_kind) -> None:
     copies, free = (CopiesState(torch.zeros(program.layout.size), config.queries) for _ in range(2))
     for step in range(10):
         ids, labels = batch(2, seed=step)
-        given = program, torch.from_numpy(ids), torch.from_numpy(labels), torch.tensor([SEED]), torch.tensor([step])
+        given = (
+            program,
+            torch.from_numpy(ids),
+            torch.from_numpy(labels),
+            torch.tensor([SEED]),
+            torch.tensor([step]),
+        )
         ours = master.step(ids, labels, step, 0.05)
         with torch.no_grad():
             losses, gradients = copies.step(*given, torch.tensor([0.05]))
@@ -115,7 +149,9 @@ def test_algorithm_1_with_stored_copies_is_the_master_form(noise_kind) -> None:
         np.testing.assert_allclose(free_losses, ours.losses, rtol=1e-4)
         np.testing.assert_allclose(gradients, ours.projected_gradients, atol=3e-4)
         copies.pending = torch.tensor(ours.projected_gradients)
-        np.testing.assert_allclose(copies.master(config.perturbation_scale), master.flat(), atol=1e-6)
+        np.testing.assert_allclose(
+            copies.master(config.perturbation_scale), master.flat(), atol=1e-6
+        )
     assert np.abs(master.flat()).max() > 1e-2 and copies.copies.shape == (6, master.flat().size)
 
 
@@ -141,12 +177,18 @@ def test_the_shared_prefix_changes_nothing() -> None:
     wide = torch.zeros(6, full.program.layout.size)
     # the frozen A is drawn by position in the layout, so give both sides the same
     for entry in limited.program.layout.entries:
-        there = next(e for e in full.program.layout.entries if (e.layer, e.target) == (entry.layer, entry.target))
+        there = next(
+            e
+            for e in full.program.layout.entries
+            if (e.layer, e.target) == (entry.layer, entry.target)
+        )
         wide[:, there.offset : there.offset + there.count] = copies_of(entry.offset, entry.count)
         full.program.linears[there].lora_a.copy_(limited.program.linears[entry].lora_a)
     tokens = torch.from_numpy(ids), torch.from_numpy(labels)
     expected = full.program.losses(*tokens, lambda start, count: wide[:, start : start + count])
-    torch.testing.assert_close(limited.program.losses(*tokens, copies_of), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        limited.program.losses(*tokens, copies_of), expected, rtol=1e-6, atol=1e-6
+    )
     assert {entry.layer for entry in limited.program.layout.entries} == {2}
     assert sorted(limited.adapter().tensors)[0].startswith("model.layers.2.")
 
@@ -173,11 +215,15 @@ def test_explicit_masks_change_nothing(family) -> None:
     flat = torch.from_numpy(target.flat())
 
     def losses() -> torch.Tensor:
-        return program.losses(ids, labels, program.perturbed(flat, torch.tensor([SEED]), torch.tensor([0])))
+        return program.losses(
+            ids, labels, program.perturbed(flat, torch.tensor([SEED]), torch.tensor([0]))
+        )
 
     implicit = losses()
     program.use_explicit_masks((ids.shape[1], 8))
-    assert program.causal_mask_8[0, 0].tolist() == [[-1e9 if k > q else 0.0 for k in range(8)] for q in range(8)]
+    assert program.causal_mask_8[0, 0].tolist() == [
+        [-1e9 if k > q else 0.0 for k in range(8)] for q in range(8)
+    ]
     torch.testing.assert_close(losses(), implicit, rtol=1e-6, atol=1e-6)
     getattr(program, f"causal_mask_{ids.shape[1]}").zero_()
     assert (losses() - implicit).abs().max() > 1e-4  # the mask is what the blocks see
@@ -196,20 +242,27 @@ def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
 def test_a_seed_a_step_and_a_query_have_noise_of_their_own() -> None:
     ids, labels = batch(2)
     config = PrgeConfig(queries=2, rank=4)
-    same, other = session(config).step(ids, labels, 0, 0.1), session(config, seed=12).step(ids, labels, 0, 0.1)
+    same, other = (
+        session(config).step(ids, labels, 0, 0.1),
+        session(config, seed=12).step(ids, labels, 0, 0.1),
+    )
     later = session(config).step(ids, labels, 1, 0.1)
     assert same == session(config).step(ids, labels, 0, 0.1)
     assert len({same.losses, other.losses, later.losses}) == 3 and len(set(same.losses)) == 4
 
 
 def test_training_lowers_the_loss() -> None:
-    target = session(PrgeConfig(queries=8, rank=8, target_modules=("q_proj", "v_proj", "up_proj", "down_proj")))
+    target = session(
+        PrgeConfig(queries=8, rank=8, target_modules=("q_proj", "v_proj", "up_proj", "down_proj"))
+    )
     ids, labels = batch(4)
     losses = [target.step(ids, labels, step, 0.02).loss for step in range(60)]
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
 
 
-def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_seed_s_is_not() -> None:
+def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_seed_s_is_not() -> (
+    None
+):
     """The last bits of A depend on a machine's logarithm and sine; a phone's adapter must load here."""
     trained, fresh = session(PrgeConfig(queries=2, rank=4)), session(PrgeConfig(queries=2, rank=4))
     trained.step(*batch(2), 0, 0.05)

@@ -16,7 +16,11 @@ SMALL: dict[str, Any] = {"hidden": 32, "heads": 2, "kv_heads": 1, "intermediate"
 
 
 def network(
-    family: str | Family = "llama", *, sizes: dict[str, Any] | None = None, dtype: str = "float32", **settings: Any
+    family: str | Family = "llama",
+    *,
+    sizes: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    **settings: Any,
 ) -> Reversible:
     """A network whose parameters all require gradients; settings are `RevffnConfig`'s."""
     if isinstance(family, str):
@@ -31,7 +35,9 @@ def network(
 
 def random_ids(built: Reversible, rows: int = 2, length: int = 7, seed: int = 3) -> Tensor:
     vocabulary = built.family.embedding.weight.shape[0]
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def direction(hidden: Tensor) -> Tensor:
@@ -44,7 +50,9 @@ def rebuilt(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
     saved = built.forward(ids)
     hidden = built.hidden(saved)
     by_name: Gradients = {}
-    by_name["embedding"] = built.backward(saved, direction(hidden), lambda _, grads: by_name.update(grads))
+    by_name["embedding"] = built.backward(
+        saved, direction(hidden), lambda _, grads: by_name.update(grads)
+    )
     return hidden, by_name
 
 
@@ -62,7 +70,11 @@ def stored(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
     built.family.embed = embed  # type: ignore[method-assign]
     named = {name: p for i in range(built.blocks) for name, p in built.block_parameters(i).items()}
     grads = torch.autograd.grad(
-        hidden, [seen[0], *named.values()], direction(hidden), materialize_grads=True, retain_graph=True
+        hidden,
+        [seen[0], *named.values()],
+        direction(hidden),
+        materialize_grads=True,
+        retain_graph=True,
     )
     return hidden.detach(), {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))}
 
@@ -70,11 +82,17 @@ def stored(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
 def relative_error(actual: Gradients, expected: Gradients) -> float:
     """Norm of the difference of all gradients, as a part of the norm of `expected`."""
     assert actual.keys() == expected.keys()
-    difference = sum(float((actual[name].double() - expected[name].double()).square().sum()) for name in expected)
-    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+    difference = sum(
+        float((actual[name].double() - expected[name].double()).square().sum()) for name in expected
+    )
+    return (
+        difference / sum(float(value.double().square().sum()) for value in expected.values())
+    ) ** 0.5
 
 
 def same_bits(actual: Gradients, expected: Gradients) -> bool:
     """True where all gradients are the same; a gradient of the embedding's output comes in float32."""
     assert actual.keys() == expected.keys()
-    return all(torch.equal(actual[name].to(expected[name].dtype), expected[name]) for name in expected)
+    return all(
+        torch.equal(actual[name].to(expected[name].dtype), expected[name]) for name in expected
+    )

@@ -44,9 +44,13 @@ def opened(loaded: Any, **settings: Any) -> Any:
     return open_session(loaded, method_config("revffn", {"skip_stage1": True, **settings}), 3)
 
 
-def after(session: Any, steps: int = 3, first: int = 0) -> tuple[list[float], dict[str, np.ndarray]]:
+def after(
+    session: Any, steps: int = 3, first: int = 0
+) -> tuple[list[float], dict[str, np.ndarray]]:
     rows = batch(4, 96)
-    return [session.step(*rows, step, RATE).loss for step in range(first, first + steps)], session.state()
+    return [
+        session.step(*rows, step, RATE).loss for step in range(first, first + steps)
+    ], session.state()
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
@@ -59,7 +63,9 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("family", ["qwen2_moe", "llama"])
 def test_a_fused_walk_has_the_bits_of_stored_activations(family, coupling, same_order) -> None:
     fused = after(opened(on_gpu(family), coupling=coupling))
-    stored = after(opened(on_gpu(family), coupling=coupling, recompute="stored", fused_update=False))
+    stored = after(
+        opened(on_gpu(family), coupling=coupling, recompute="stored", fused_update=False)
+    )
     assert fused[0] == stored[0] and fused[0][-1] < fused[0][0]
     same(fused[1], stored[1])
 
@@ -68,7 +74,12 @@ def test_a_fused_walk_has_the_bits_of_stored_activations(family, coupling, same_
 def test_a_resume_has_the_same_bits(optimizer, same_order) -> None:
     if optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    settings = {"coupling": "exact", "optimizer": optimizer, "micro_batch_size": 3, "max_grad_norm": 1.0}
+    settings = {
+        "coupling": "exact",
+        "optimizer": optimizer,
+        "micro_batch_size": 3,
+        "max_grad_norm": 1.0,
+    }
     straight = opened(on_gpu(), **settings)
     _, state = after(straight)
     losses, expected = after(straight, 2, 3)
@@ -94,7 +105,9 @@ def test_updates_on_a_gpu_are_the_libraries(optimizer) -> None:
         bitsandbytes = pytest.importorskip("bitsandbytes")
         peer = bitsandbytes.optim.AdamW8bit([leaf], lr=RATE, weight_decay=0.1)
     ours = {"w": start.clone()}
-    updates = Updates(method_config("revffn", {"optimizer": optimizer, "weight_decay": 0.1}), ours, 0)
+    updates = Updates(
+        method_config("revffn", {"optimizer": optimizer, "weight_decay": 0.1}), ours, 0
+    )
     for step, gradient in enumerate(grads):
         leaf.grad = gradient.clone()
         peer.step()
@@ -109,9 +122,15 @@ def test_memory_does_not_grow_with_depth() -> None:
     for name in ("ours", "checkpoint"):
         for layers in (6, 24):
             loaded = on_gpu(layers=layers)
-            way = opened(loaded, coupling="exact") if name == "ours" else Ordinary(loaded, "sft-fused", "adamw")
+            way = (
+                opened(loaded, coupling="exact")
+                if name == "ours"
+                else Ordinary(loaded, "sft-fused", "adamw")
+            )
             way.step(ids, ids, 0, RATE)
-            by_name.setdefault(name, []).append(peak_bytes(partial(way.step, ids, ids, 1, RATE), "cuda"))
+            by_name.setdefault(name, []).append(
+                peak_bytes(partial(way.step, ids, ids, 1, RATE), "cuda")
+            )
             way.close()
             torch.cuda.empty_cache()
     ours, checkpoint = by_name["ours"], by_name["checkpoint"]

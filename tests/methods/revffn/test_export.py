@@ -49,7 +49,9 @@ print(json.dumps({"logits": output.logits.tolist(), "loss": output.loss.item(), 
 """
 
 
-def trained(family: str, coupling: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def trained(
+    family: str, coupling: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Any:
     loaded = tiny_model(family, **sizes)
     for parameter in loaded.model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -85,7 +87,9 @@ def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path
     assert loaded["kind"] == "RevffnForCausalLM" and loaded["tokens"] == 4
     assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
     logits, left = np.array(loaded["logits"]), np.array(loaded["left"])
-    np.testing.assert_allclose(logits, left, atol=1e-4 * np.abs(logits).max())  # padding on the left changes nothing
+    np.testing.assert_allclose(
+        logits, left, atol=1e-4 * np.abs(logits).max()
+    )  # padding on the left changes nothing
 
 
 def test_bfloat16_and_a_tied_head_come_back(tmp_path, warm) -> None:
@@ -99,8 +103,12 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path, warm) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("granite", "exact", {})])
-def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, sizes, dtype, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("granite", "exact", {})]
+)
+def test_the_folder_opens_again_with_the_bits_of_training(
+    family, coupling, sizes, dtype, tmp_path
+) -> None:
     session = trained(family, coupling, sizes, dtype)
     session.save_model(tmp_path / "model")
     assert network_method(tmp_path / "model") is METHOD and network_method(tmp_path) is None
@@ -111,14 +119,20 @@ def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, size
 
 
 @pytest.mark.parametrize("fraction_bits", [None, 20])
-def test_data_that_overflows_is_evaluated_in_the_folder_as_in_training(fraction_bits, tmp_path) -> None:
-    session = open_session(tiny_model("llama"), method_config("revffn", {"fraction_bits": fraction_bits}), 3)
+def test_data_that_overflows_is_evaluated_in_the_folder_as_in_training(
+    fraction_bits, tmp_path
+) -> None:
+    session = open_session(
+        tiny_model("llama"), method_config("revffn", {"fraction_bits": fraction_bits}), 3
+    )
     with torch.no_grad():
         session.family.embedding.weight.mul_(2.0**14)
     session.save_model(tmp_path / "model")
     again, (ids, labels) = open_reversible(tmp_path / "model"), batch(3)
     if fraction_bits is None:
-        assert session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
+        assert (
+            session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
+        )
     else:
         with pytest.raises(TrainingError, match="overflow"):
             again.evaluate(ids, labels)

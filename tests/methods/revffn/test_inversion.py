@@ -32,21 +32,29 @@ def test_attention_between_a_stream_and_itself_is_the_familys(family: str) -> No
     source = tiny_model(family, 2, tied=False).family
     h, other = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(1))
     position = source.positions(9, "cpu", torch.float32)
-    torch.testing.assert_close(attention_between(source, 1, h, h, position), source.attention_branch(1, h, position))
+    torch.testing.assert_close(
+        attention_between(source, 1, h, h, position), source.attention_branch(1, h, position)
+    )
     crossed = attention_between(source, 1, h, other, position)
     changed = other.clone()
     changed[:, 5] += 1.0
     seen = attention_between(source, 1, h, changed, position) - crossed
-    assert seen[:, 5:].abs().amax(-1).min() > 1e-4 and not seen[:, :5].any()  # keys and values, causally
+    assert (
+        seen[:, 5:].abs().amax(-1).min() > 1e-4 and not seen[:, :5].any()
+    )  # keys and values, causally
     changed = h.clone()
     changed[:, 5] += 1.0
     seen = attention_between(source, 1, changed, other, position) - crossed
-    assert seen[:, 5].abs().max() > 1e-4 and not seen[:, 6:].any() and not seen[:, :5].any()  # queries: this token's
+    assert (
+        seen[:, 5].abs().max() > 1e-4 and not seen[:, 6:].any() and not seen[:, :5].any()
+    )  # queries: this token's
 
 
 def test_gpt2_has_no_separate_queries() -> None:
     with pytest.raises(ModelError, match="separate queries"):
-        network("gpt2", coupling="paper", streams="float32").forward(torch.zeros(1, 3, dtype=torch.int64))
+        network("gpt2", coupling="paper", streams="float32").forward(
+            torch.zeros(1, 3, dtype=torch.int64)
+        )
 
 
 def test_an_odd_width_cannot_be_halved() -> None:
@@ -54,7 +62,9 @@ def test_an_odd_width_cannot_be_halved() -> None:
 
     from ondevice.models.gpt2 import Gpt2
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=33, n_head=3, n_layer=1, vocab_size=260, n_positions=16))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=33, n_head=3, n_layer=1, vocab_size=260, n_positions=16)
+    )
     with pytest.raises(ModelError, match="even width"):
         network(Gpt2(model), coupling="exact")
 
@@ -78,7 +88,11 @@ def test_one_iteration_as_in_the_paper_is_not_enough() -> None:
     one, many = (measure(weak(max_iterations=limit, tolerance=1e-6), ids) for limit in (1, 50))
     for few, enough in zip(one, many, strict=True):
         if few.part == "attention":
-            assert few.iteration is not None and few.iteration.iterations == 1 and few.iteration.contraction is None
+            assert (
+                few.iteration is not None
+                and few.iteration.iterations == 1
+                and few.iteration.contraction is None
+            )
             assert few.error > 1e-3 > 100 * enough.error
     assert all(layer.error == layer.mismatched == 0 for layer in one if layer.part == "mlp")
 
@@ -86,10 +100,17 @@ def test_one_iteration_as_in_the_paper_is_not_enough() -> None:
 def test_what_does_not_converge_is_refused_with_layer_and_numbers() -> None:
     reversible = weak(1.0, streams="float32", max_iterations=20)
     ids = random_ids(reversible)
-    failing = [layer.block for layer in measure(reversible, ids) if layer.iteration and not layer.iteration.converged]
+    failing = [
+        layer.block
+        for layer in measure(reversible, ids)
+        if layer.iteration and not layer.iteration.converged
+    ]
     with pytest.raises(TrainingError, match=f"layer {max(failing)} cannot be inverted") as caught:
         rebuilt(reversible, ids)
-    assert "after 20 iterations, norm off by" in caught.value.received and "contraction" in caught.value.received
+    assert (
+        "after 20 iterations, norm off by" in caught.value.received
+        and "contraction" in caught.value.received
+    )
     assert "not_converged: store" in (caught.value.hint or "")
 
 
@@ -101,7 +122,12 @@ def test_another_root_is_no_inverse() -> None:
     assert wrong
     for layer in wrong:
         went = layer.iteration
-        assert went is not None and went.movement <= 1e-6 and went.norm_error > 1e-3 and not went.converged
+        assert (
+            went is not None
+            and went.movement <= 1e-6
+            and went.norm_error > 1e-3
+            and not went.converged
+        )
     with pytest.raises(TrainingError, match=f"layer {wrong[-1].block} cannot be inverted"):
         rebuilt(reversible, ids)
 
@@ -112,7 +138,9 @@ def test_or_its_input_is_stored() -> None:
     saved = reversible.forward(ids)
     kept = len(saved.stored)
     assert kept >= 3 and kept == sum(not went.converged for went in reversible.iterations.values())
-    assert saved.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7  # streams and inputs; a norm a token and block
+    assert (
+        saved.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7
+    )  # streams and inputs; a norm a token and block
     assert relative_error(rebuilt(reversible, ids)[1], stored(reversible, ids)[1]) < 1e-4
     with torch.no_grad():
         for i in range(4):
@@ -127,12 +155,17 @@ def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "ondevice"):
         passes.row_nll(ids, ids)
         passes.row_nll(ids, ids)
-    records = [record for record in caplog.records if record.name.startswith("ondevice.methods.revffn")]
+    records = [
+        record for record in caplog.records if record.name.startswith("ondevice.methods.revffn")
+    ]
     lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
     assert [line.partition(":")[0] for line in lines] == [f"layer {i}" for i in range(4)]
     went = [layer.iteration for layer in measure(reversible, ids[:1]) if layer.iteration]
     for line, each in zip(lines, went, strict=True):
-        assert f"contraction factor {each.contraction:.3g}," in line and f"after {each.iterations} iter" in line
+        assert (
+            f"contraction factor {each.contraction:.3g}," in line
+            and f"after {each.iterations} iter" in line
+        )
     failed = ", ".join(str(block) for block, each in enumerate(went) if not each.converged)
     (warning,) = (record.getMessage() for record in records if record.levelno == logging.WARNING)
     assert failed and f"layers {failed}: their inputs are stored" in warning
@@ -143,7 +176,10 @@ def test_measured_errors_of_the_closed_forms() -> None:
         reversible = network("qwen2_moe", sizes={"layers": 3}, **settings)
         measured = measure(reversible, random_ids(reversible))
         assert len(measured) == len(reversible.steps)
-        assert all(layer.mismatched == layer.chained_mismatched == 0 and layer.chained == 0.0 for layer in measured)
+        assert all(
+            layer.mismatched == layer.chained_mismatched == 0 and layer.chained == 0.0
+            for layer in measured
+        )
         assert all(layer.iteration is None for layer in measured)
     rounded = network(sizes={"layers": 3}, coupling="exact", streams="bfloat16")
     measured = measure(rounded, random_ids(rounded))

@@ -39,7 +39,9 @@ def test_a_step_needs_what_the_plan_says(shape, layers, settings) -> None:
     states = [value for actual in way.session.updates.states.values() for value in actual.values()]
     kept = sum(value.numel() * value.element_size() for value in states)
     config = method_config("revffn", {"skip_stage1": True, **settings})
-    parts = memory(loaded.dims, config, ROWS, LENGTH) | host_memory(loaded.dims, config, ROWS, LENGTH)
+    parts = memory(loaded.dims, config, ROWS, LENGTH) | host_memory(
+        loaded.dims, config, ROWS, LENGTH
+    )
     planned = sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
     assert 0.75 * measured <= planned <= 1.4 * measured, parts
     assert parts["optimizer"] == pytest.approx(kept, rel=0.3)
@@ -60,7 +62,9 @@ def test_bits_beside_the_streams_are_where_they_wait() -> None:
         for place in ("host", "device")
     )  # fmt: skip
     (beside,) = on_host.host_parts.values()
-    assert on_host.parts["streams"] + beside == on_device.parts["streams"] and not on_device.host_parts
+    assert (
+        on_host.parts["streams"] + beside == on_device.parts["streams"] and not on_device.host_parts
+    )
 
 
 def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
@@ -70,7 +74,8 @@ def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
     assert dims.parameters == pytest.approx(14.3e9, rel=5e-3)
     weights = 2 * dims.parameters
     needs = {
-        optimizer: weights + sum(memory(dims, method_config("revffn", {"optimizer": optimizer}), 8, 512, 2).values())
+        optimizer: weights
+        + sum(memory(dims, method_config("revffn", {"optimizer": optimizer}), 8, 512, 2).values())
         for optimizer in ("adafactor", "sgd", "adamw8bit", "adamw")
     }
     assert needs["sgd"] <= needs["adafactor"] < 39.5e9 < needs["adamw8bit"] < 80e9 < needs["adamw"]

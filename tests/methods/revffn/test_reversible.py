@@ -37,10 +37,14 @@ COUPLINGS = ({"coupling": "exact"}, {"coupling": "full"}, {"coupling": "full", "
 
 
 @pytest.mark.parametrize(
-    ("layers", "settings"), [*((n, c) for n in DEPTHS for c in COUPLINGS[:3]), (12, COUPLINGS[3])], ids=str
+    ("layers", "settings"),
+    [*((n, c) for n in DEPTHS for c in COUPLINGS[:3]), (12, COUPLINGS[3])],
+    ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-def test_int32_gradients_are_the_stored_networks_bit_for_bit(family: str, layers: int, settings: dict) -> None:
+def test_int32_gradients_are_the_stored_networks_bit_for_bit(
+    family: str, layers: int, settings: dict
+) -> None:
     reversible = network(family, sizes={"layers": layers}, **settings)
     ids = random_ids(reversible)
     (hidden, actual), (reference, expected) = rebuilt(reversible, ids), stored(reversible, ids)
@@ -59,7 +63,11 @@ def test_a_branch_with_other_bits_is_an_error_with_its_layer(
 
     def other(step: Any, position: Any, *inputs: Tensor) -> Tensor:
         out = branch(step, position, *inputs)
-        return out + torch.zeros_like(out).index_fill_(1, torch.tensor([2]), unit) if step.block == block else out
+        return (
+            out + torch.zeros_like(out).index_fill_(1, torch.tensor([2]), unit)
+            if step.block == block
+            else out
+        )
 
     ids = random_ids(reversible)
     saved = reversible.forward(ids)
@@ -88,7 +96,15 @@ def test_bfloat16_streams_lose_the_gradients() -> None:
 @pytest.mark.parametrize("settings", COUPLINGS[:2], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_and_compute_dtype(family: str, settings: dict, dtype: str) -> None:
-    sizes = {"layers": 3, "tied": False, "vocab": 263, "hidden": 96, "heads": 3, "kv_heads": 3, "intermediate": 77}
+    sizes = {
+        "layers": 3,
+        "tied": False,
+        "vocab": 263,
+        "hidden": 96,
+        "heads": 3,
+        "kv_heads": 3,
+        "intermediate": 77,
+    }
     reversible = network(family, sizes=sizes, dtype=dtype, **settings)
     ids = random_ids(reversible, 3, 5)
     (hidden, actual), (reference, expected) = rebuilt(reversible, ids), stored(reversible, ids)
@@ -108,7 +124,11 @@ def test_any_batch_and_length(rows: int, length: int, coupling: dict, layers: in
 def test_full_is_its_formula(gamma_bits: int) -> None:
     """The stored network against h[k+1] written out, with nothing of this package in it but the family's blocks."""
     reversible = network(
-        sizes={"layers": 5}, coupling="full", gamma_bits=gamma_bits, streams="float32", recompute="stored"
+        sizes={"layers": 5},
+        coupling="full",
+        gamma_bits=gamma_bits,
+        streams="float32",
+        recompute="stored",
     )
     ids, family = random_ids(reversible), reversible.family
     hidden, actual = stored(reversible, ids)
@@ -125,11 +145,16 @@ def test_full_is_its_formula(gamma_bits: int) -> None:
     if gamma_bits:  # with what is on its way: the embedding and every block's whole change
         last = last + g / (1 - g) * (last - states[-2])
         changes = [family.block(i, h, position) - h for i, h in enumerate(states[:-1])]
-        torch.testing.assert_close(last, torch.stack([first, *changes]).sum(0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            last, torch.stack([first, *changes]).sum(0), atol=1e-4, rtol=1e-4
+        )
     torch.testing.assert_close(hidden, last, atol=1e-4, rtol=1e-4)
     named = {name: p for i in range(5) for name, p in reversible.block_parameters(i).items()}
     grads = torch.autograd.grad(last, [first, *named.values()], direction(hidden))
-    assert relative_error(actual, {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))}) < 1e-5
+    assert (
+        relative_error(actual, {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))})
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("settings", COUPLINGS, ids=str)
@@ -139,8 +164,12 @@ def test_gradients_at_both_ends_are_the_transposes(settings: dict) -> None:
     h, g = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         u, v = coupling.split(h)
-        du, dv = torch.randn(2, *u.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        torch.testing.assert_close((h * coupling.split_back(du, dv)).sum(), (u * du).sum() + (v * dv).sum())
+        du, dv = torch.randn(
+            2, *u.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        torch.testing.assert_close(
+            (h * coupling.split_back(du, dv)).sum(), (u * du).sum() + (v * dv).sum()
+        )
         torch.testing.assert_close((h * coupling.split_back(None, dv)).sum(), (v * dv).sum())
         eu, ev = coupling.merge_back(g)
         left = (coupling.merge(du, dv) * g).sum()
@@ -177,7 +206,10 @@ def test_exact_is_its_formula() -> None:
     named = {name: p for i in range(3) for name, p in reversible.block_parameters(i).items()}
     assert sum(".revffn." in name for name in named) == 12
     grads = torch.autograd.grad(expected, [first, *named.values()], direction(hidden))
-    assert relative_error(actual, {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))}) < 1e-5
+    assert (
+        relative_error(actual, {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))})
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("coupling", ["exact", "full"])
@@ -217,7 +249,10 @@ def test_padding_on_the_right_changes_no_other_token(coupling: str) -> None:
     reversible = network(sizes={"layers": 4}, coupling=coupling, streams="int32")
     ids = random_ids(reversible, 2, 6)
     padded = torch.cat((ids, torch.full((2, 5), 256)), 1)
-    hidden, longer = reversible.hidden(reversible.forward(ids)), reversible.hidden(reversible.forward(padded))
+    hidden, longer = (
+        reversible.hidden(reversible.forward(ids)),
+        reversible.hidden(reversible.forward(padded)),
+    )
     torch.testing.assert_close(longer[:, :6], hidden, atol=1e-4, rtol=1e-4)
     saved, by_name = reversible.forward(padded), {}
     grad = torch.zeros_like(longer)
@@ -295,5 +330,8 @@ def test_full_starts_at_the_pretrained_function() -> None:
     plain = built.family.model(ids).logits
     assert (logits.argmax(-1) == plain.argmax(-1)).float().mean() > 0.75
     assert logits[0, -1].argmax() == plain[0, -1].argmax()
-    loss = [torch.nn.functional.cross_entropy(each[0, :-1].float(), ids[0, 1:]).item() for each in (logits, plain)]
+    loss = [
+        torch.nn.functional.cross_entropy(each[0, :-1].float(), ids[0, 1:]).item()
+        for each in (logits, plain)
+    ]
     assert loss[0] < loss[1] * 1.1

@@ -18,14 +18,21 @@ RATE = 1e-3
 MODELS = [("llama", {}), ("qwen2", {"tied": False, "layers": 3}), ("qwen2_moe", {})]
 
 
-def opened(family: str = "llama", sizes: dict[str, Any] | None = None, dtype: str = "float32", **settings: Any) -> Any:
+def opened(
+    family: str = "llama",
+    sizes: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    **settings: Any,
+) -> Any:
     loaded = tiny_model(family, **(sizes or {}))
     for parameter in loaded.model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     return open_session(loaded, method_config("revffn", {"skip_stage1": True, **settings}), 3)
 
 
-def after(session: RevffnSession, steps: int = 3, rows: int = 4, first: int = 0) -> tuple[list[float], dict[str, Any]]:
+def after(
+    session: RevffnSession, steps: int = 3, rows: int = 4, first: int = 0
+) -> tuple[list[float], dict[str, Any]]:
     """Losses of some steps on the same rows, and the state after them."""
     losses = [session.step(*batch(rows), step, RATE).loss for step in range(first, first + steps)]
     return losses, session.state()
@@ -59,12 +66,15 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(family, sizes, recomput
     """Three parts, the last of another size, rows with different numbers of labelled tokens."""
     ids, labels = batch(5)
     whole, parts = (
-        opened(family, sizes, recompute=recompute, micro_batch_size=size).gradients(ids, labels) for size in (None, 2)
+        opened(family, sizes, recompute=recompute, micro_batch_size=size).gradients(ids, labels)
+        for size in (None, 2)
     )
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
     assert parts[1].keys() == whole[1].keys()
     for name, gradient in whole[1].items():
-        torch.testing.assert_close(parts[1][name], gradient, rtol=0, atol=2e-5 * float(gradient.abs().max() + 1e-3))
+        torch.testing.assert_close(
+            parts[1][name], gradient, rtol=0, atol=2e-5 * float(gradient.abs().max() + 1e-3)
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor", "sgd"])
@@ -86,7 +96,9 @@ def test_global_clipping_is_torchs_clip_grad_norm() -> None:
     assert float(torch.nn.utils.clip_grad_norm_(leaves, limit)) > limit
     assert model.step(*batch(4, seed=0), 0, RATE).loss == pytest.approx(loss, rel=1e-6)
     for name, leaf in zip(gradients, leaves, strict=True):
-        torch.testing.assert_close(model.parameters[name], start[name] - RATE * leaf.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            model.parameters[name], start[name] - RATE * leaf.grad, rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("parts", [None, 2])
@@ -113,7 +125,9 @@ def test_stage_1_trains_adapters_then_everything_but_the_router() -> None:
     values = {**dict(session.loaded.model.named_parameters()), **session.adapters}
     before = {name: value.detach().clone() for name, value in values.items()}
     after(session, steps=2)
-    assert {name for name, value in values.items() if not torch.equal(value, before[name])} == set(session.adapters)
+    assert {name for name, value in values.items() if not torch.equal(value, before[name])} == set(
+        session.adapters
+    )
     after(session, steps=1, first=2)
     still = {name for name, value in values.items() if torch.equal(value, before[name])}
     assert still == {name for name in values if ROUTER in name} and len(still) == 2
@@ -121,7 +135,9 @@ def test_stage_1_trains_adapters_then_everything_but_the_router() -> None:
 
 def test_the_first_step_of_stage_2_is_adamws_first() -> None:
     """Its moments begin there: the step's size is the learning rate, as AdamW's first always is."""
-    session = opened("qwen2_moe", coupling="exact", skip_stage1=False, stage1_steps=3, learning_rate=RATE)
+    session = opened(
+        "qwen2_moe", coupling="exact", skip_stage1=False, stage1_steps=3, learning_rate=RATE
+    )
     after(session, steps=3)
     name = "model.layers.1.mlp.shared_expert.up_proj.weight"
     before = session.parameters[name].detach().clone()
@@ -133,7 +149,9 @@ def test_the_first_step_of_stage_2_is_adamws_first() -> None:
 def test_ablations_train_what_they_say() -> None:
     only = opened("qwen2", coupling="exact", skip_stage1=False, stage1_only=True)
     losses, state = after(only, steps=4)
-    assert losses[-1] < losses[0] and all("revffn" in name for name in state if name != "fraction_bits")
+    assert losses[-1] < losses[0] and all(
+        "revffn" in name for name in state if name != "fraction_bits"
+    )
     both = opened("qwen2_moe", coupling="exact", train_router=True)
     router = next(name for name in both.parameters if ROUTER in name)
     before = both.parameters[router].detach().clone()
@@ -158,7 +176,13 @@ def test_settings_that_contradict_are_refused(settings, message) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor", "sgd"])
 def test_a_resumed_run_has_the_same_bits(optimizer, dtype) -> None:
-    settings = {"coupling": "exact", "skip_stage1": False, "stage1_steps": 2, "optimizer": optimizer, "dtype": dtype}
+    settings = {
+        "coupling": "exact",
+        "skip_stage1": False,
+        "stage1_steps": 2,
+        "optimizer": optimizer,
+        "dtype": dtype,
+    }
     straight = opened("qwen2_moe", **settings)
     _, first = after(straight, steps=3)
     losses, expected = after(straight, steps=2, first=3)
@@ -187,7 +211,9 @@ def test_a_scale_is_kept_over_a_resume() -> None:
     assert session.network.fraction_bits == 14
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}, {"recompute": "stored"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batch_size": 1}, {"recompute": "stored"}], ids=str
+)
 def test_a_step_that_overflows_begins_again_with_a_coarser_scale(settings) -> None:
     session, other = opened(coupling="exact", **settings), opened(coupling="exact", **settings)
     with torch.no_grad():
@@ -225,8 +251,12 @@ def test_evaluation_is_the_training_loss() -> None:
 def test_full_is_near_the_ordinary_model_and_converts_back() -> None:
     session = opened("qwen2_moe")
     ids, labels = batch(3)
-    ours, ordinary = (part.evaluate(ids, labels)[0].sum() for part in (session, session.ordinary_session))
-    assert ours == pytest.approx(ordinary, rel=0.2)  # random weights; real ones are held to 1% elsewhere
+    ours, ordinary = (
+        part.evaluate(ids, labels)[0].sum() for part in (session, session.ordinary_session)
+    )
+    assert ours == pytest.approx(
+        ordinary, rel=0.2
+    )  # random weights; real ones are held to 1% elsewhere
     assert opened(coupling="exact").ordinary_session is None
 
 

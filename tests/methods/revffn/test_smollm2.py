@@ -23,10 +23,14 @@ def test_full_begins_within_one_percent_of_the_ordinary_model(root) -> None:
     session = open_session(loaded, method_config("revffn", {"optimizer": "sgd"}), 0)
     lines = (root / "examples/data/reviews_valid.jsonl").read_text().splitlines()[:48]
     rows = [loaded.tokenizer(json.loads(line)["sentence"])["input_ids"] for line in lines]
-    ids, labels = (np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64) for fill in (0, -100))
+    ids, labels = (
+        np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64) for fill in (0, -100)
+    )
     for number, row in enumerate(rows):
         ids[number, : len(row)] = labels[number, : len(row)] = row
-    ours, ordinary = (one.evaluate(ids, labels)[0].sum() for one in (session, session.ordinary_session))
+    ours, ordinary = (
+        one.evaluate(ids, labels)[0].sum() for one in (session, session.ordinary_session)
+    )
     session.close()
     assert ours == pytest.approx(ordinary, rel=0.01)
 
@@ -41,7 +45,9 @@ def test_full_learns_as_ordinary_full_fine_tuning_does() -> None:
         losses[name] = [session.step(ids, ids, step, RATE).loss for step in range(STEPS)]
         if name == "revffn":
             nll, count = session.ordinary_session.evaluate(ids, ids)
-            assert nll.sum() / count.sum() < 0.8 * losses["full"][0]  # what was learned goes along, back to Llama
+            assert (
+                nll.sum() / count.sum() < 0.8 * losses["full"][0]
+            )  # what was learned goes along, back to Llama
         session.close()
     ordinary, ours = (np.array(losses[name]) for name in ("full", "revffn"))
     assert ours[0] == pytest.approx(ordinary[0], rel=0.03)  # of 26 tokens; many are within 1%

@@ -27,7 +27,13 @@ def integers(seed: int, shape: tuple[int, ...], high: int = ROOM) -> Tensor:
     return torch.randint(-high, high + 1, shape, generator=generator, dtype=torch.int32)
 
 
-@given(SHAPES, MIXES, st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 24))
+@given(
+    SHAPES,
+    MIXES,
+    st.integers(0, 2**32),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 24),
+)
 def test_a_fixed_point_step_inverts_bit_for_bit(
     shape: tuple[int, ...], mix: Mix, seed: int, dtype: torch.dtype, bits: int
 ) -> None:
@@ -67,7 +73,9 @@ def test_low_bits_are_packed_in_so_many_bits(shape: tuple[int, ...], bits: int, 
     assert torch.equal(unpack(packed, bits, stream), stream & (2**bits - 1))
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
 def test_floating_point_inverts_to_its_rounding(dtype: torch.dtype, error: float) -> None:
     streams, generator = FloatStreams(dtype), torch.Generator().manual_seed(0)
     u, v, branch = (torch.randn(3, 5, 8, generator=generator) for _ in range(3))
@@ -84,8 +92,22 @@ def test_floating_point_inverts_to_its_rounding(dtype: torch.dtype, error: float
 def test_values_of_a_fixed_point_stream() -> None:
     streams = FixedStreams(10)
     values = torch.tensor([0.0, 1.0, -1.5, 2.0**-11, 3 * 2.0**-11, 100.25])
-    assert streams.from_float(values).tolist() == [0, 1024, -1536, 0, 2, 102656]  # halves go to the even neighbour
-    assert streams.to_float(streams.from_float(values)).tolist() == [0.0, 1.0, -1.5, 0.0, 2.0**-9, 100.25]
+    assert streams.from_float(values).tolist() == [
+        0,
+        1024,
+        -1536,
+        0,
+        2,
+        102656,
+    ]  # halves go to the even neighbour
+    assert streams.to_float(streams.from_float(values)).tolist() == [
+        0.0,
+        1.0,
+        -1.5,
+        0.0,
+        2.0**-9,
+        100.25,
+    ]
     assert streams.to_float(streams.from_float(values), torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -93,17 +115,28 @@ def test_values_of_a_fixed_point_stream() -> None:
 def test_peaks_are_the_largest_magnitudes_of_what_is_added_and_of_the_sum(mix: Mix) -> None:
     branch = torch.tensor([[0.25, -3.0], [2.5, 0.0]])
     fixed, floats = FixedStreams(10), FloatStreams()
-    for stream, largest in (([-700, 5, 699, 0], 700.0), ([-699, 5, 700, 0], 700.0), ([-(2**31), 0, 1, 2], 2.0**31)):
+    for stream, largest in (
+        ([-700, 5, 699, 0], 700.0),
+        ([-699, 5, 700, 0], 700.0),
+        ([-(2**31), 0, 1, 2], 2.0**31),
+    ):
         w = torch.tensor(stream, dtype=torch.int32)
         assert fixed.peaks(w, branch, mix).tolist() == [3.0 * mix.branch * 1024, largest]
-        assert floats.peaks(w.double() / 1024, branch, mix).tolist() == [3.0 * mix.branch, largest / 1024]
+        assert floats.peaks(w.double() / 1024, branch, mix).tolist() == [
+            3.0 * mix.branch,
+            largest / 1024,
+        ]
 
 
-@pytest.mark.parametrize("mix", [Mix(), Mix(1.0, 2.0), Mix(-0.5, 0.5, 1), Mix(-0.125, 0.875, 3), Mix(0.5, 1.5, 1)])
+@pytest.mark.parametrize(
+    "mix", [Mix(), Mix(1.0, 2.0), Mix(-0.5, 0.5, 1), Mix(-0.125, 0.875, 3), Mix(0.5, 1.5, 1)]
+)
 def test_every_overflow_shows(mix: Mix) -> None:
     """The peaks reach `ROOM` whenever the true sum is, even where it has come round to a small number."""
     streams = FixedStreams(0)
-    grid = torch.tensor([-ROOM, -ROOM + 1, -ROOM // 2, -1, 0, 1, ROOM // 2, ROOM - 1, ROOM], dtype=torch.int64)
+    grid = torch.tensor(
+        [-ROOM, -ROOM + 1, -ROOM // 2, -1, 0, 1, ROOM // 2, ROOM - 1, ROOM], dtype=torch.int64
+    )
     u, v, q = (x.reshape(-1) for x in torch.meshgrid(grid, grid, grid, indexing="ij"))
     branch = q.double() / mix.branch
     true = mix.past * u.double() + mix.present * v.double() + q.double()

@@ -27,17 +27,26 @@ def opened(optimizer: str, parameters: dict[str, torch.Tensor], **settings: Any)
     return Updates(method_config("revffn", {"optimizer": optimizer, **settings}), parameters, SEED)
 
 
-def tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def tensors(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
-    return {f"w{i}": torch.randn(shape, generator=random).to(dtype) for i, shape in enumerate(shapes)}
+    return {
+        f"w{i}": torch.randn(shape, generator=random).to(dtype) for i, shape in enumerate(shapes)
+    }
 
 
 def gradients(of: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(value.shape, generator=random).to(value.dtype) for name, value in of.items()}
+    return {
+        name: torch.randn(value.shape, generator=random).to(value.dtype)
+        for name, value in of.items()
+    }
 
 
-def peer_steps(make: Any, start: dict[str, torch.Tensor], steps: int = STEPS) -> dict[str, torch.Tensor]:
+def peer_steps(
+    make: Any, start: dict[str, torch.Tensor], steps: int = STEPS
+) -> dict[str, torch.Tensor]:
     leaves = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     optimizer = make(list(leaves.values()))
     for step in range(steps):
@@ -49,7 +58,9 @@ def peer_steps(make: Any, start: dict[str, torch.Tensor], steps: int = STEPS) ->
 
 @pytest.mark.parametrize("chunk", [updates.CHUNK, 256])
 @pytest.mark.parametrize("name", list(PEERS))
-def test_float32_updates_are_those_of_torch(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_updates_are_those_of_torch(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(updates, "CHUNK", chunk)
     start = tensors(SHAPES)
     expected = peer_steps(PEERS[name], start)
@@ -71,12 +82,16 @@ def test_float32_updates_are_those_of_torch(name: str, chunk: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("chunk", [updates.CHUNK, 512])
-def test_8_bit_updates_are_those_of_bitsandbytes(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_updates_are_those_of_bitsandbytes(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import bitsandbytes
 
     monkeypatch.setattr(updates, "CHUNK", chunk)
     start = tensors([*SHAPES, (70, 100), (3, 1451)])  # the last is 17 blocks of 256 and one element
-    expected = peer_steps(lambda p: bitsandbytes.optim.AdamW8bit(p, lr=RATE, weight_decay=0.1), start)
+    expected = peer_steps(
+        lambda p: bitsandbytes.optim.AdamW8bit(p, lr=RATE, weight_decay=0.1), start
+    )
     ours = {key: value.clone() for key, value in start.items()}
     run = opened("adamw8bit", ours, weight_decay=0.1)
     for step in range(STEPS):
@@ -96,7 +111,9 @@ def test_8_bit_updates_are_those_of_bitsandbytes(chunk: int, monkeypatch: pytest
     st.lists(st.integers(1, 70), min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_a_resumed_update_has_the_same_bits(name: str, shape: list[int], dtype: torch.dtype) -> None:
+def test_a_resumed_update_has_the_same_bits(
+    name: str, shape: list[int], dtype: torch.dtype
+) -> None:
     whole = tensors([tuple(shape)], dtype)
     run = opened(name, whole)
     parts: dict[str, torch.Tensor] = {}
@@ -121,7 +138,9 @@ def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
         weight = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
         run = opened("sgd", weight, rounding=rounding)
         for step in range(32):
-            run.apply("w", torch.full((64, 64), -1.0), step + 1, 2.0**-11)  # ulp of [1, 2) is 2^-7: a sixteenth
+            run.apply(
+                "w", torch.full((64, 64), -1.0), step + 1, 2.0**-11
+            )  # ulp of [1, 2) is 2^-7: a sixteenth
         moved = float((weight["w"].float() - 1).mean())
         assert moved == pytest.approx(expected, rel=0.05), rounding
 
@@ -135,13 +154,25 @@ def test_rounding_is_a_function_of_seed_step_and_tensor() -> None:
 
     first = moved(0, 1, "a")
     assert torch.equal(first, moved(0, 1, "a"))
-    assert not any(torch.equal(first, moved(*other)) for other in ((1, 1, "a"), (0, 2, "a"), (0, 1, "b")))
+    assert not any(
+        torch.equal(first, moved(*other)) for other in ((1, 1, "a"), (0, 2, "a"), (0, 1, "b"))
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 256, 1000])
-def test_chunks_of_a_stack_cover_it_once_and_are_small(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_stack_cover_it_once_and_are_small(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(updates, "CHUNK", chunk)
-    for shape in [(1, 1, 33), (3, 20, 12), (5, 8, 4), (1, 100, 3), (40, 1, 1), (2, 16, 16), (4, 6, 9)]:
+    for shape in [
+        (1, 1, 33),
+        (3, 20, 12),
+        (5, 8, 4),
+        (1, 100, 3),
+        (40, 1, 1),
+        (2, 16, 16),
+        (4, 6, 9),
+    ]:
         covered = torch.zeros(shape, dtype=torch.int64)
         for part in updates._chunks(covered.shape):
             covered[part] += 1

@@ -54,8 +54,16 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"layers": 3},
     ),
     "resident": ({**EXACT, "resident_layers": 2}, "llama", {"layers": 4}),
-    "resident clipped": ({**EXACT, **SMALL, "resident_layers": 1}, "llama", {"layers": 3, "tied": False}),
-    "resident tables": ({**EXACT, **SMALL, "resident_layers": 1, "resident_tables": True}, "llama", {"layers": 3}),
+    "resident clipped": (
+        {**EXACT, **SMALL, "resident_layers": 1},
+        "llama",
+        {"layers": 3, "tied": False},
+    ),
+    "resident tables": (
+        {**EXACT, **SMALL, "resident_layers": 1, "resident_tables": True},
+        "llama",
+        {"layers": 3},
+    ),
     "resident untied tables": (
         {**EXACT, **SMALL, "resident_tables": True, "loss_tiles": 3, "micro_batch_size": 1},
         "qwen2",
@@ -74,7 +82,9 @@ THREE = (
 def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
     """Masters that this rank keeps, flat, by parameter and the first element that is here."""
     masters = engine.store.masters()
-    pieces = [p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces]
+    pieces = [
+        p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces
+    ]
     return {(piece.name, piece.start): masters[piece.name].reshape(-1) for piece in pieces}
 
 
@@ -98,7 +108,9 @@ def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -
         "losses": losses,
         "masters": parts(engine),
         "nll": torch.from_numpy(nll),
-        "window": [slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)],
+        "window": [
+            slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)
+        ],
         "bytes": engine.store.bytes,
         "segments": engine.device.segments(),
     }
@@ -106,12 +118,23 @@ def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -
     return by_name
 
 
-SESSION = {"timeout_s": 30.0, "threads": 1, "resident_layers": 1, "moments": "int8", "max_grad_norm": 0.5}
+SESSION = {
+    "timeout_s": 30.0,
+    "threads": 1,
+    "resident_layers": 1,
+    "moments": "int8",
+    "max_grad_norm": 0.5,
+}
 SESSION |= {"resident_tables": True}
 
 
 def opened(kind: Any, layers: int, ranks: Ranks, device: str, seed: int = 0) -> Any:
-    return kind(tiny_model("llama", seed, layers=layers), method_config("slideformer", SESSION), device, ranks)
+    return kind(
+        tiny_model("llama", seed, layers=layers),
+        method_config("slideformer", SESSION),
+        device,
+        ranks,
+    )
 
 
 def checkpoints(folder: Path) -> CheckpointStore:
@@ -204,7 +227,10 @@ def silent(ranks: Ranks, device: str) -> dict[str, Any]:
 
 def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
     """Rank 1 is killed in the midst of the second checkpoint."""
-    one, store = opened(Follower if ranks.rank else Leader, 2, ranks, device), checkpoints(folder / "killed")
+    one, store = (
+        opened(Follower if ranks.rank else Leader, 2, ranks, device),
+        checkpoints(folder / "killed"),
+    )
     if isinstance(one, Follower):
         write = ranked_session.write_tensors
         calls: list[Path] = []
@@ -227,7 +253,11 @@ def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str,
             message = error.message
         one.written(None)
     newest = store.newest(lambda _: None)
-    return {"message": message, "newest": newest and newest.meta.step, "left": len(list(store.folder.iterdir()))}
+    return {
+        "message": message,
+        "newest": newest and newest.meta.step,
+        "left": len(list(store.folder.iterdir())),
+    }
 
 
 def main(case: str, folder: Path, device: str) -> None:

@@ -30,10 +30,14 @@ LEARNING_RATE = 1e-2
 def open_engine(config: dict[str, Any], family: str = "llama", **sizes: Any) -> SlideformerEngine:
     """An engine over a tiny model; its threads wait so long that only a hang is given up, on a busy machine too."""
     settings = {"timeout_s": 120.0, "threads": 1, **config}
-    return SlideformerEngine(tiny_model(family, **sizes).family, SlideformerConfig(**settings), "cpu")
+    return SlideformerEngine(
+        tiny_model(family, **sizes).family, SlideformerConfig(**settings), "cpu"
+    )
 
 
-def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: int = 0) -> list[Batch]:
+def batches(
+    count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: int = 0
+) -> list[Batch]:
     """Random ids with repeats; the prompt's labels are -100, and those of padded ends, of other lengths each row. The
     last row begins with padding, too, and so that has a gradient."""
     random = np.random.default_rng(seed)
@@ -53,7 +57,10 @@ def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: 
 
 def run(engine: Any, data: Iterable[Batch], learning_rate: float = LEARNING_RATE) -> list[float]:
     """Losses of one step a batch, the learning rate falling; the state is at rest after."""
-    losses = [engine.step(*batch, step, learning_rate / (1 + step / 10)) for step, batch in enumerate(data)]
+    losses = [
+        engine.step(*batch, step, learning_rate / (1 + step / 10))
+        for step, batch in enumerate(data)
+    ]
     engine.flush()
     return losses
 
@@ -80,7 +87,11 @@ class InMemory:
     multiple of 128 as in the engine: what a vectorised kernel does with the tail of an array depends on that."""
 
     def __init__(
-        self, config: dict[str, Any], family: str = "llama", units: list[list[str]] | None = None, **sizes: Any
+        self,
+        config: dict[str, Any],
+        family: str = "llama",
+        units: list[list[str]] | None = None,
+        **sizes: Any,
     ) -> None:
         self.config = SlideformerConfig(**config)
         self.family = tiny_model(family, **sizes).family
@@ -96,7 +107,9 @@ class InMemory:
             self.flat, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
 
-    def _lay_out(self, units: list[list[str]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def _lay_out(
+        self, units: list[list[str]]
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         flat, masters = [], {}
         for names in units:
             offsets, end = [], 0
@@ -109,7 +122,9 @@ class InMemory:
                 parameter = self.parameters[name]
                 masters[name] = flat[-1][offset : offset + parameter.numel()].view(parameter.shape)
                 masters[name].copy_(parameter)
-                masters[name].grad = flat[-1].grad[offset : offset + parameter.numel()].view(parameter.shape)
+                masters[name].grad = (
+                    flat[-1].grad[offset : offset + parameter.numel()].view(parameter.shape)
+                )
         return flat, masters
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
@@ -117,7 +132,9 @@ class InMemory:
         self.update({name: gradient.float() for name, gradient in gradients.items()}, learning_rate)
         return loss
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(
+        self, ids: np.ndarray, labels: np.ndarray
+    ) -> tuple[float, dict[str, torch.Tensor]]:
         """The mean loss, and every gradient in the compute dtype."""
         for name, parameter in self.parameters.items():
             parameter.data, parameter.grad = self.masters[name].to(self.dtype), None
@@ -127,7 +144,9 @@ class InMemory:
         heads = torch.zeros_like(self.parameters[self.head], dtype=torch.float32)
         for low in range(0, len(ids), size):
             part, head = slice(low, low + size), torch.zeros_like(self.parameters[self.head])
-            losses.append(self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head))
+            losses.append(
+                self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head)
+            )
             heads += head
             for name, parameter in self.parameters.items():
                 if parameter.grad is not None:
@@ -148,7 +167,9 @@ class InMemory:
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
 
-    def _micro_batch(self, ids: torch.Tensor, labels: np.ndarray, scale: float, head: torch.Tensor) -> torch.Tensor:
+    def _micro_batch(
+        self, ids: torch.Tensor, labels: np.ndarray, scale: float, head: torch.Tensor
+    ) -> torch.Tensor:
         """Forward and backward; the head's gradient is added to `head`."""
         h = self.family.embed(ids)
         position = self.family.positions(ids.shape[1], "cpu", self.dtype)

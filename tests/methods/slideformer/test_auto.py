@@ -22,9 +22,13 @@ RATES = Rates(700e12, 54e9, 54e9, 5.2e9, 3e9)
 HOST = 120 * 10**9
 
 
-def chosen(gpu_gb: float, rows: int, host: int | None = HOST, world: int = 1, **settings: Any) -> SlideformerConfig:
+def chosen(
+    gpu_gb: float, rows: int, host: int | None = HOST, world: int = 1, **settings: Any
+) -> SlideformerConfig:
     room = Room(int(gpu_gb * 1e9), host)
-    resolved, why = resolve(SlideformerConfig(**settings), DIMS, Work(rows, 1024, world), room, RATES)
+    resolved, why = resolve(
+        SlideformerConfig(**settings), DIMS, Work(rows, 1024, world), room, RATES
+    )
     assert not resolved.is_auto and why
     return resolved
 
@@ -71,7 +75,11 @@ def test_ranks_have_a_share_of_the_states_that_stay() -> None:
     four, one = chosen(60, 4, world=4), chosen(60, 4)
     assert four.keeps_tables and four.kept_layers > one.kept_layers
     work = Work(4, 1024, 4)
-    assert needed_bytes(four, DIMS, work) <= SHARE * 60e9 < sum(MEMORY.step(DIMS, four, 4, 1024, 4).values())
+    assert (
+        needed_bytes(four, DIMS, work)
+        <= SHARE * 60e9
+        < sum(MEMORY.step(DIMS, four, 4, 1024, 4).values())
+    )
     stays = resident_parameters(DIMS, four)
     alone, shared = (needed_bytes(four, DIMS, Work(4, 1024, world)) for world in (1, 4))
     assert alone - shared == pytest.approx(10 * stays * 3 / 4)
@@ -84,4 +92,8 @@ def test_ranks_have_a_share_of_the_states_that_stay() -> None:
 
 def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:
     resolved = chosen(4, 8)
-    assert (resolved.window, resolved.resident_layers, resolved.gradient_buffers) == (WINDOW, 0, BUFFERS)
+    assert (resolved.window, resolved.resident_layers, resolved.gradient_buffers) == (
+        WINDOW,
+        0,
+        BUFFERS,
+    )

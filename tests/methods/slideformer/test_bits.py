@@ -37,12 +37,17 @@ MODELS = [
     ("qwen2", {"layers": 2, "tied": False, **ODD}, {"micro_batch_size": 2, "weight_decay": 0.01}),
     ("qwen2", {"layers": 7}, {"compute": "float32"}),
     ("gpt2", {"layers": 2, **ODD}, {"micro_batch_size": 1}),
-    ("gpt2", {"layers": 3, "tied": False, **ODD}, {"compute": "float32", "micro_batch_size": 2, "weight_decay": 0.1}),
+    (
+        "gpt2",
+        {"layers": 3, "tied": False, **ODD},
+        {"compute": "float32", "micro_batch_size": 2, "weight_decay": 0.1},
+    ),
     ("mistral", {"layers": 7, "tied": False}, {}),
     ("mistral", {"layers": 1, **ODD}, {"compute": "float32", "micro_batch_size": 2}),
 ]
 aligned_rounding = pytest.mark.skipif(
-    os.environ.get("MKL_CBWR") == "COMPATIBLE", reason="MKL's COMPATIBLE branch rounds by its operands' alignment"
+    os.environ.get("MKL_CBWR") == "COMPATIBLE",
+    reason="MKL's COMPATIBLE branch rounds by its operands' alignment",
 )
 needs_compiler = pytest.mark.skipif(not layer_adam.available(), reason="no C++ compiler")
 
@@ -56,7 +61,9 @@ def in_memory(config: dict[str, Any], family: str, sizes: dict[str, Any]) -> InM
     return InMemory(config, family, units, **sizes)
 
 
-def held_against(config: dict[str, Any], family: str, sizes: dict[str, Any], data: list[Batch]) -> None:
+def held_against(
+    config: dict[str, Any], family: str, sizes: dict[str, Any], data: list[Batch]
+) -> None:
     """Every loss and every master of an engine with torch's optimizer, bit for bit."""
     reference = in_memory(config, family, sizes)
     expected = run_reference(reference, data)
@@ -66,12 +73,17 @@ def held_against(config: dict[str, Any], family: str, sizes: dict[str, Any], dat
 
 
 def run_reference(reference: InMemory, data: list[Batch]) -> list[float]:
-    return [reference.step(*batch, step, LEARNING_RATE / (1 + step / 10)) for step, batch in enumerate(data)]
+    return [
+        reference.step(*batch, step, LEARNING_RATE / (1 + step / 10))
+        for step, batch in enumerate(data)
+    ]
 
 
 @aligned_rounding
 @pytest.mark.parametrize(("family", "sizes", "config"), MODELS)
-def test_50_steps_are_those_of_adamw_in_memory(family: str, sizes: dict[str, Any], config: dict[str, Any]) -> None:
+def test_50_steps_are_those_of_adamw_in_memory(
+    family: str, sizes: dict[str, Any], config: dict[str, Any]
+) -> None:
     held_against(config, family, sizes, batches(50, rows=3))
 
 
@@ -116,10 +128,16 @@ def test_random_settings_and_batches_of_changing_shape(
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_padding_row_learns_from_the_head_alone(tied: bool) -> None:
     """As `nn.Embedding` with a `padding_idx` does, which `load_model` takes away; the last row begins with it."""
-    reference, loaded, data = InMemory({}, layers=2, tied=tied), tiny_model(layers=2, tied=tied), batches(3)
+    reference, loaded, data = (
+        InMemory({}, layers=2, tied=tied),
+        tiny_model(layers=2, tied=tied),
+        batches(3),
+    )
     start = reference.masters["model.embed_tokens.weight"][256].clone()
     reference.family.embedding.padding_idx = loaded.family.embedding.padding_idx = 256
-    engine = SlideformerEngine(loaded.family, SlideformerConfig(optimizer="torch", timeout_s=120), "cpu")
+    engine = SlideformerEngine(
+        loaded.family, SlideformerConfig(optimizer="torch", timeout_s=120), "cpu"
+    )
     assert run(engine, data) == run_reference(reference, data)
     assert differing(engine.store.masters(), reference.masters) == []
     assert torch.equal(reference.masters["model.embed_tokens.weight"][256], start) != tied
@@ -131,7 +149,10 @@ def test_the_layout_of_adamw_shows_in_the_tails_alone() -> None:
     its own and a place in a flat one may differ in the last bit; all other elements are the same."""
     sizes = {"layers": 1, **ODD}
     (ids, labels), *_ = batches(1)
-    alone, flat = InMemory({"compute": "float32"}, "gpt2", **sizes), in_memory({"compute": "float32"}, "gpt2", sizes)
+    alone, flat = (
+        InMemory({"compute": "float32"}, "gpt2", **sizes),
+        in_memory({"compute": "float32"}, "gpt2", sizes),
+    )
     for reference in (alone, flat):
         reference.step(ids, labels, 0, LEARNING_RATE)
     for name, value in alone.masters.items():
@@ -152,10 +173,14 @@ def test_each_native_step_is_torchs(family: str, compute: str) -> None:
     engine = open_engine({"optimizer": "native", **config}, family, **sizes)
     for step, batch in enumerate(batches(12)):
         take_state(engine, reference, step)
-        assert reference.step(*batch, step, LEARNING_RATE) == engine.step(*batch, step, LEARNING_RATE)
+        assert reference.step(*batch, step, LEARNING_RATE) == engine.step(
+            *batch, step, LEARNING_RATE
+        )
         engine.flush()
         for name, value in engine.store.masters().items():
-            torch.testing.assert_close(value, reference.masters[name], rtol=1e-6, atol=1e-6 * LEARNING_RATE)
+            torch.testing.assert_close(
+                value, reference.masters[name], rtol=1e-6, atol=1e-6 * LEARNING_RATE
+            )
     engine.close()
 
 
@@ -166,7 +191,11 @@ def take_state(engine: Any, reference: InMemory, step: int) -> None:
     for unit, flat in zip(engine.units.all, reference.flat, strict=True):
         moments = engine.store.moments(unit)
         assert moments.m.shape == flat.shape  # torch's kernel does not look
-        state = {"exp_avg": moments.m, "exp_avg_sq": moments.v.abs(), "step": torch.tensor(float(step))}
+        state = {
+            "exp_avg": moments.m,
+            "exp_avg_sq": moments.v.abs(),
+            "step": torch.tensor(float(step)),
+        }
         reference.optimizer.state[flat] = {name: value.clone() for name, value in state.items()}
 
 
@@ -177,9 +206,9 @@ def test_50_native_steps_stay_with_torchs(compute: str, tolerance: float) -> Non
     reference = InMemory({"compute": compute}, layers=2)
     expected = [reference.step(*batch, step, LEARNING_RATE / 10) for step, batch in enumerate(data)]
     engine = open_engine({"optimizer": "native", "compute": compute}, layers=2)
-    assert [engine.step(*batch, step, LEARNING_RATE / 10) for step, batch in enumerate(data)] == pytest.approx(
-        expected, rel=tolerance
-    )
+    assert [
+        engine.step(*batch, step, LEARNING_RATE / 10) for step, batch in enumerate(data)
+    ] == pytest.approx(expected, rel=tolerance)
     engine.close()
 
 
@@ -193,13 +222,19 @@ def test_the_reference_is_transformers_and_cross_entropy(family: str) -> None:
     engine = open_engine(config, family, **sizes)
     for step, (ids, labels) in enumerate(data):
         logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels[:, 1:]).flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(labels[:, 1:]).flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         assert engine.step(ids, labels, step, 1e-3) == pytest.approx(loss.item(), rel=1e-5)
     run(engine, [])
     for name, value in model.named_parameters():
-        if not name.endswith("attn.c_attn.bias"):  # the keys' gradient is zero but for rounding, the step is not
-            torch.testing.assert_close(engine.store.masters()[name], value.detach(), rtol=1e-3, atol=2e-5)
+        if not name.endswith(
+            "attn.c_attn.bias"
+        ):  # the keys' gradient is zero but for rounding, the step is not
+            torch.testing.assert_close(
+                engine.store.masters()[name], value.detach(), rtol=1e-3, atol=2e-5
+            )
     engine.close()

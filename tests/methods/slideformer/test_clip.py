@@ -39,13 +39,18 @@ class Clipped:
 
     def __init__(self, config: dict[str, Any], rule: str, tied: bool) -> None:
         self.reference = InMemory(config, layers=3, tied=tied)
-        self.units = [[piece.name for piece in unit.pieces] for unit in cut(self.reference.family).all]
+        self.units = [
+            [piece.name for piece in unit.pieces] for unit in cut(self.reference.family).all
+        ]
         self.start = {name: value.clone() for name, value in self.reference.masters.items()}
         self.rule, self.last = rule, 0.0
 
     def scales(self, gradients: dict[str, torch.Tensor]) -> list[float]:
         """By unit, as the docstring of `SlideformerConfig.clip` says."""
-        own = [math.sqrt(sum(float(gradients[name].double().square().sum()) for name in unit)) for unit in self.units]
+        own = [
+            math.sqrt(sum(float(gradients[name].double().square().sum()) for name in unit))
+            for unit in self.units
+        ]
         whole = math.sqrt(sum(norm**2 for norm in own))
         if self.rule == "layer":
             norms = own
@@ -71,7 +76,9 @@ class Clipped:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rule", ["previous", "layer", "global"])
-def test_each_rule_is_what_the_configuration_says(rule: str, tied: bool, options: dict[str, Any]) -> None:
+def test_each_rule_is_what_the_configuration_says(
+    rule: str, tied: bool, options: dict[str, Any]
+) -> None:
     config = {"eps": 0.05, **options}
     data, plain = batches(STEPS), Clipped(config, rule, tied)
     expected = [plain.step(*batch) for batch in data]
@@ -81,7 +88,10 @@ def test_each_rule_is_what_the_configuration_says(rule: str, tied: bool, options
     assert losses == pytest.approx(expected, rel=1e-3 if coarse else 2e-6)
     for name, value in masters.items():
         moved, wanted = value - plain.start[name], plain.reference.masters[name] - plain.start[name]
-        assert float((moved - wanted).norm()) <= (0.02 if coarse else 1e-4) * float(wanted.norm()) + 1e-7, name
+        assert (
+            float((moved - wanted).norm())
+            <= (0.02 if coarse else 1e-4) * float(wanted.norm()) + 1e-7
+        ), name
 
 
 def run_at(config: dict[str, Any], tied: bool, data: list[Any]) -> Any:
@@ -105,10 +115,14 @@ def test_a_scale_on_the_accelerator_is_the_host_s(rule: str) -> None:
     clipping = opened(rule)
     for step in range(3):
         clipping.begin(step, RATE)
-        for unit, square in zip(clipping.units.all, (1e-4, 0.09, 0.36, 4.0, 0.01 * step), strict=True):
+        for unit, square in zip(
+            clipping.units.all, (1e-4, 0.09, 0.36, 4.0, 0.01 * step), strict=True
+        ):
             clipping.now.squares[unit.index] = square
             host = clipping.apply(clipping.now, unit)
-            assert float(clipping.scale(torch.tensor(square))) == pytest.approx(host.grad_scale, rel=1e-6)
+            assert float(clipping.scale(torch.tensor(square))) == pytest.approx(
+                host.grad_scale, rel=1e-6
+            )
             assert host.step == step + 1 and host.learning_rate == RATE
 
 
@@ -129,7 +143,9 @@ def test_a_checkpoint_keeps_the_norms_that_the_next_step_reads(rule: str) -> Non
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_global_is_torchs_clip_grad_norm(tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_is_torchs_clip_grad_norm(
+    tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One scale for all units, that of `clip_grad_norm_` on the gradients in memory: its sums round otherwise."""
     reference, scales = InMemory({"compute": compute}, layers=3, tied=tied), []
     clipped = Clipping.apply
@@ -147,7 +163,10 @@ def test_global_is_torchs_clip_grad_norm(tied: bool, compute: str, monkeypatch: 
     norm = torch.nn.utils.clip_grad_norm_(reference.flat, LIMIT)
     assert norm > 2 * LIMIT
     outcome(
-        {"compute": compute, "max_grad_norm": LIMIT, "clip": "global"}, "llama", {"layers": 3, "tied": tied}, [batch]
+        {"compute": compute, "max_grad_norm": LIMIT, "clip": "global"},
+        "llama",
+        {"layers": 3, "tied": tied},
+        [batch],
     )
     assert len(scales) == 5 + (not tied)
     assert scales == pytest.approx([LIMIT / (float(norm) + 1e-6)] * len(scales), rel=1e-6)
@@ -174,7 +193,12 @@ def test_no_unit_exceeds_the_limit(rule: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Updater, "_update", seen)
     small, large = batches(2, rows=8), batches(2, rows=1, length=5)
-    outcome({"max_grad_norm": LIMIT, "clip": rule}, "llama", {"layers": 3}, [small[0], large[0], small[1], large[1]])
+    outcome(
+        {"max_grad_norm": LIMIT, "clip": rule},
+        "llama",
+        {"layers": 3},
+        [small[0], large[0], small[1], large[1]],
+    )
     assert len(applied) >= 4 * 5
     assert max(applied) <= LIMIT * 1.001
 
@@ -185,7 +209,11 @@ def test_where_the_state_lies_changes_no_bit_of_a_clipped_step(rule: str) -> Non
     sizes, data = {"layers": 5, "tied": False}, batches(4)
     config = {"max_grad_norm": LIMIT, "clip": rule}
     expected = outcome(config, "gpt2", sizes, data)
-    for change in ({"disk_fraction": 1.0}, {"window": 2, "gradient_buffers": 2}, {"activations": "device"}):
+    for change in (
+        {"disk_fraction": 1.0},
+        {"window": 2, "gradient_buffers": 2},
+        {"activations": "device"},
+    ):
         losses, masters = outcome({**config, **change}, "gpt2", sizes, data)
         assert losses == expected[0]
         assert differing(masters, expected[1]) == []

@@ -19,7 +19,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.core.errors import DataError, DoesNotFitError, OndeviceError, StorageError, TrainingError  # noqa: E402
+from ondevice.core.errors import (  # noqa: E402
+    DataError,
+    DoesNotFitError,
+    OndeviceError,
+    StorageError,
+    TrainingError,
+)
 from ondevice.methods.slideformer import updater  # noqa: E402
 from ondevice.methods.slideformer.store import TieredStore  # noqa: E402
 from ondevice.offload import drive  # noqa: E402
@@ -35,7 +41,9 @@ LAYERS = 4
 
 
 @pytest.fixture(params=["native", "torch"])
-def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def broken_update(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """`broken_update(index, call)` lets the update of that unit make `call` first; gives the optimizer's name."""
     if request.param == "native" and not layer_adam.available():
         pytest.skip("no C++ compiler")
@@ -91,7 +99,9 @@ def test_an_update_that_fails_names_its_unit(index: int, broken_update: Any) -> 
 
 def test_an_error_of_ours_keeps_its_kind_and_its_hint(broken_update: Any) -> None:
     def fail() -> None:
-        raise StorageError("the drive is on fire", expected="no fire", received="fire", hint="water")
+        raise StorageError(
+            "the drive is on fire", expected="no fire", received="fire", hint="water"
+        )
 
     engine = open_engine({"optimizer": broken_update(2, fail)}, layers=LAYERS)
     error = raises_soon(engine, StorageError)
@@ -111,7 +121,9 @@ def test_a_transfer_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(HostStore, "outgoing", broken)
     engine = open_engine({}, layers=LAYERS)
-    assert "transfer of layer 1 failed: RuntimeError: out of wires" in str(raises_soon(engine, TrainingError))
+    assert "transfer of layer 1 failed: RuntimeError: out of wires" in str(
+        raises_soon(engine, TrainingError)
+    )
     closes_soon(engine)
 
 
@@ -166,9 +178,15 @@ except TrainingError as error:
 
 
 @pytest.mark.parametrize("damage", ["changed", "short"])
-@pytest.mark.parametrize(("name", "doing"), [("moments", "update of layer 2"), ("weights", "of layer 2")])
-def test_a_file_that_is_damaged_names_the_record(name: str, doing: str, damage: str, tmp_path: Path) -> None:
-    engine = open_engine({"disk_fraction": 1.0, "disk_masters": True, "disk_folder": tmp_path}, layers=LAYERS)
+@pytest.mark.parametrize(
+    ("name", "doing"), [("moments", "update of layer 2"), ("weights", "of layer 2")]
+)
+def test_a_file_that_is_damaged_names_the_record(
+    name: str, doing: str, damage: str, tmp_path: Path
+) -> None:
+    engine = open_engine(
+        {"disk_fraction": 1.0, "disk_masters": True, "disk_folder": tmp_path}, layers=LAYERS
+    )
     run(engine, batches(2))
     states = engine.disk.states
     states.flush()
@@ -258,7 +276,9 @@ def test_a_checkpoint_may_take_longer_than_a_wait() -> None:
 
 
 @pytest.mark.parametrize("clip", ["previous", "global"])
-def test_a_step_that_ended_half_done_is_not_gone_on_with(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ended_half_done_is_not_gone_on_with(
+    clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some units have their update and others do not, and their gradients hold the buffers."""
     engine = open_engine({"max_grad_norm": 0.1, "clip": clip, "timeout_s": 20.0}, layers=LAYERS)
     run(engine, batches(1))
@@ -281,7 +301,9 @@ def test_a_step_that_ended_half_done_is_not_gone_on_with(clip: str, monkeypatch:
     closes_soon(engine)
 
 
-def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No thread, no file and no folder is left."""
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -330,9 +352,9 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 120
-    while (left := [t for t in threading.enumerate() if t not in before and "ondevice" in t.name]) and (
-        time.monotonic() < deadline
-    ):
+    while (
+        left := [t for t in threading.enumerate() if t not in before and "ondevice" in t.name]
+    ) and (time.monotonic() < deadline):
         time.sleep(0.02)
     assert left == []
 

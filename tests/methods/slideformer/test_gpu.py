@@ -24,7 +24,10 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
         True,
         {"micro_batch_size": 2, "max_grad_norm": 0.5, "clip": "global", "disk_fraction": 0.5},
     ),
-    "vocabulary in tiles, smallest window": (False, {"loss_tiles": 3, "window": 2, "gradient_buffers": 2}),
+    "vocabulary in tiles, smallest window": (
+        False,
+        {"loss_tiles": 3, "window": 2, "gradient_buffers": 2},
+    ),
     "torch's update": (False, {"optimizer": "torch"}),
 }
 
@@ -37,7 +40,9 @@ def make_family(tied: bool, sizes: dict[str, Any]) -> Any:
     from ondevice.models.qwen2 import FAMILY
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=tied, attn_implementation="sdpa"))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**sizes, tie_word_embeddings=tied, attn_implementation="sdpa")
+    )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.requires_grad_(False)
@@ -70,7 +75,9 @@ def in_memory(
             for i in range(family.dims.layers):
                 h = family.block(i, h, position)
             logits = (family.final_norm(h) @ family.head_weight.t()).float()
-            loss = cross_entropy(logits[:, :-1].flatten(0, 1), where[:, 1:].flatten(), reduction="sum")
+            loss = cross_entropy(
+                logits[:, :-1].flatten(0, 1), where[:, 1:].flatten(), reduction="sum"
+            )
             loss = loss / ids[:, 1:].size
             loss.backward()
             total += float(loss.detach())
@@ -132,7 +139,9 @@ def main() -> int:
         try:
             seen = compare(sys.argv[1], tied, options)
             difference, moved = seen["loss_difference"], seen["parameter_difference"]
-            print(f"{case}: losses differ by {difference:.2e}, movement by {moved:.3f}, segments {seen['segments']}")
+            print(
+                f"{case}: losses differ by {difference:.2e}, movement by {moved:.3f}, segments {seen['segments']}"
+            )
             _hold(seen)
         except Exception as error:
             failed += 1

@@ -40,7 +40,9 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_touches_memory_too_early(
+    config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert races(config, tied, False, monkeypatch) == []
 
 
@@ -51,7 +53,13 @@ def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, mo
         {"window": 2},
         {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2},
         {"max_grad_norm": 0.1, "resident_layers": 2, "disk_fraction": 0.5, "optimizer": "torch"},
-        {"resident_layers": 1, "disk_fraction": 1.0, "disk_masters": True, "window": 2, "micro_batch_size": 1},
+        {
+            "resident_layers": 1,
+            "disk_fraction": 1.0,
+            "disk_masters": True,
+            "window": 2,
+            "micro_batch_size": 1,
+        },
         {"max_grad_norm": 0.1, "clip": "global", "optimizer": "torch"},
         {"max_grad_norm": 0.1, "resident_layers": 1, "resident_tables": True, "loss_tiles": 2},
         {"resident_layers": 5, "resident_tables": True, "micro_batch_size": 1},
@@ -82,7 +90,11 @@ def test_ranks_do_one_thing_after_the_other(
     ],
 )
 def test_a_lane_that_does_not_wait_is_noticed(
-    module: str, function: str, config: dict[str, Any], ranked: bool, monkeypatch: pytest.MonkeyPatch
+    module: str,
+    function: str,
+    config: dict[str, Any],
+    ranked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of these is needed: without it, and only then, something touches memory too early."""
     leave_out_hold(monkeypatch, module, function)
@@ -96,14 +108,21 @@ def test_the_list_of_what_was_taken_out_is_of_these_sources() -> None:
     assert "NOT NOTICED" not in known.values()
 
 
-@pytest.mark.parametrize("text", ["DiskStates.load", "Window._update_here: self.device.hold", "Transfers._ended"])
+@pytest.mark.parametrize(
+    "text", ["DiskStates.load", "Window._update_here: self.device.hold", "Transfers._ended"]
+)
 def test_what_is_taken_out_is_noticed(text: str) -> None:
     site = next(site for site in mutations.sites() if text in site.place)
     name = json.loads(mutations.LIST.read_text())[site.place].removeprefix("noticed: ")
-    assert mutations.noticed(site, [config for config in mutations.CONFIGS if config[0] == name]) == name
+    assert (
+        mutations.noticed(site, [config for config in mutations.CONFIGS if config[0] == name])
+        == name
+    )
 
 
-def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def races(
+    config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     """Return the races of some steps, an evaluation and another step."""
     with checking(monkeypatch, updater, store, disk, disk_states, resident) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)

@@ -42,7 +42,9 @@ def test_late_copies_give_the_same_bits(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_norm_leaves_after_it_is_computed(tied: bool, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_leaves_after_it_is_computed(
+    tied: bool, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lane that copies a squared norm waits for a point behind its computation."""
     device, computed = NumberedDevice(), []
     norm = torch.linalg.vector_norm

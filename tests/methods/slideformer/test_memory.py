@@ -30,12 +30,18 @@ def only_new() -> Iterator[None]:
 def live() -> dict[int, Any]:
     """Every tensor memory that Python can see and that is not hidden, by address."""
     gc.collect()
-    return storages(thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    return storages(
+        thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+    )
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, Any]:
     """The memory of tensors by address. As long as it is held, no other takes its address."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage()
+        for t in tensors
+        if t.device.type == "cpu"
+    }
 
 
 CASES: list[tuple[dict[str, Any], bool]] = [
@@ -48,7 +54,9 @@ CASES: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("config", "tied"), CASES, ids=str)
-def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool, engine: Any) -> None:
+def test_host_memory_is_12_bytes_a_parameter(
+    config: dict[str, Any], tied: bool, engine: Any
+) -> None:
     """And a constant: gradient buffers of 4 layers, one of the rest and one of each table, in the compute dtype; two of
     the largest unit to convert, and its gradient in float32, where there is no fused update. What the engine says is
     what is there."""
@@ -77,7 +85,9 @@ def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool,
     assert total - device == pytest.approx(opened.host_bytes, rel=0.03)
 
 
-def test_the_first_step_makes_all_memory_that_is_locked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_makes_all_memory_that_is_locked(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Later ones of its size have other tokens, and more or fewer of them, but unlock nothing: CUDA would wait for the
     accelerator, and a rank that is gone may hold that for ever."""
     opened, made = engine({}, tied=False), list[int]()

@@ -74,7 +74,9 @@ def test_rows_first_is_the_whole_embedding_at_once(
     rows: list[int | None] = []
     update = Updater._update
 
-    def counted(self: Any, unit: Any, gradient: Any, adam: Any, only: Any = None, width: int = 0) -> None:
+    def counted(
+        self: Any, unit: Any, gradient: Any, adam: Any, only: Any = None, width: int = 0
+    ) -> None:
         if unit.kind == "embedding":
             rows.append(None if only is None else len(only))
         update(self, unit, gradient, adam, only, width)
@@ -84,8 +86,12 @@ def test_rows_first_is_the_whole_embedding_at_once(
     config = {"moments": moments, "weight_decay": 0.1}
     one, other = engine(config, **sizes), engine(config, **sizes)
     losses = run(one, data)
-    assert rows.count(None) == 1 and len(rows) == 2 * STEPS - 1  # the last step's by `flush`, all others in two parts
-    assert all(first + second == 261 for first, second in zip(rows[:-1:2], rows[1:-1:2], strict=True))
+    assert (
+        rows.count(None) == 1 and len(rows) == 2 * STEPS - 1
+    )  # the last step's by `flush`, all others in two parts
+    assert all(
+        first + second == 261 for first, second in zip(rows[:-1:2], rows[1:-1:2], strict=True)
+    )
     again = []
     for step, batch in enumerate(data):
         again.append(other.step(*batch, step, LEARNING_RATE / (1 + step / 10)))
@@ -102,13 +108,18 @@ def test_rows_that_no_batch_has_read_are_left_out_with_the_same_bits(
     """Through a checkpoint, too: which rows have moments is seen in them."""
     seen, update = list[int](), Updater._update
 
-    def counted(self: Any, unit: Any, gradient: Any, adam: Any, only: Any = None, width: int = 0) -> None:
+    def counted(
+        self: Any, unit: Any, gradient: Any, adam: Any, only: Any = None, width: int = 0
+    ) -> None:
         if unit.kind == "embedding" and only is not None:
             seen.append(len(only))
         update(self, unit, gradient, adam, only, width)
 
     monkeypatch.setattr(Updater, "_update", counted)
-    data, sizes = batches(STEPS, vocab=40), {"layers": 2, "tied": False, "vocab": 261, "hidden": 128}
+    data, sizes = (
+        batches(STEPS, vocab=40),
+        {"layers": 2, "tied": False, "vocab": 261, "hidden": 128},
+    )
     one, whole, resumed = (engine({"moments": moments}, **sizes) for _ in range(3))
     losses = run(one, data)
     assert max(seen) <= 41 and len(seen) == 2 * STEPS - 1
@@ -117,7 +128,10 @@ def test_rows_that_no_batch_has_read_are_left_out_with_the_same_bits(
     assert run(whole, data) == losses
     assert differing(one.store.masters(), whole.store.masters()) == []
     resumed.load({name: as_numpy(tensor) for name, tensor in whole.store.arrays().items()})
-    assert torch.equal(resumed.updater.read, one.updater.read) and 0 < int(resumed.updater.read.sum()) <= 41
+    assert (
+        torch.equal(resumed.updater.read, one.updater.read)
+        and 0 < int(resumed.updater.read.sum()) <= 41
+    )
     assert not bool(engine({"weight_decay": 0.1}, **sizes).updater.read.logical_not().any())
 
 
@@ -137,7 +151,9 @@ def test_evaluation_is_cross_entropy_and_changes_nothing(engine: Any) -> None:
     ids, labels = data[0]
     logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1]
     targets = torch.from_numpy(labels[:, 1:].copy())
-    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
+    expected = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none"
+    ).sum(1)
     assert nll == pytest.approx(expected.detach().numpy(), rel=0.02)
     assert (count == (labels[:, 1:] != -100).sum(1)).all()
 

@@ -39,13 +39,22 @@ from tests.warm import Warm  # noqa: E402
 
 DEVICE = os.environ.get("ONDEVICE_RANKS_DEVICE", "cpu")
 WORLD = 2
-needs_gloo = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+needs_gloo = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch without torch.distributed"
+)
 pytestmark = needs_gloo
 
 
 def environment(**values: object) -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
+    paths = os.pathsep.join(
+        filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")))
+    )
+    return {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        **{k: str(v) for k, v in values.items()},
+    }
 
 
 def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
@@ -64,8 +73,16 @@ def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subpr
 
 def torchrun(warm: Warm, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [str(warm.python), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-    command += ["--master-port", str(free_port()), "--no-python", str(warm.ondevice), *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    command += [
+        "--master-port",
+        str(free_port()),
+        "--no-python",
+        str(warm.ondevice),
+        *map(str, arguments),
+    ]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @contextmanager
@@ -102,10 +119,25 @@ def torchrun_on_two_hosts(warm: Warm, *arguments: object) -> list[str]:
         processes = []
         for number, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
             command = [*prefix, str(warm.python), "-m", "torch.distributed.run", "--nnodes", "2"]
-            command += ["--node-rank", str(number), "--nproc-per-node", "1", "--master-addr", address]
-            command += ["--master-port", str(port), "--no-python", str(warm.ondevice), *map(str, arguments)]
+            command += [
+                "--node-rank",
+                str(number),
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                address,
+            ]
+            command += [
+                "--master-port",
+                str(port),
+                "--no-python",
+                str(warm.ondevice),
+                *map(str, arguments),
+            ]
             settings = environment(GLOO_SOCKET_IFNAME=network)
-            processes.append(subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True))
+            processes.append(
+                subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True)
+            )
         errors = [process.communicate(timeout=150)[1] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], errors
     return errors
@@ -158,15 +190,25 @@ def compare(name: str, ranks: list[dict[str, Any]]) -> None:
         assert other["losses"] == first["losses"] and torch.equal(other["nll"], first["nll"])
         assert all(torch.equal(a, b) for a, b in zip(other["window"], first["window"], strict=True))
     assert first["losses"] == pytest.approx(expected["losses"], rel=1e-5 if exact else 5e-3)
-    torch.testing.assert_close(first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5)
+    torch.testing.assert_close(
+        first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5
+    )
     masters: dict[str, list[Any]] = {}
-    for (key, _), value in sorted((item for part in parts for item in part["masters"].items()), key=lambda i: i[0]):
+    for (key, _), value in sorted(
+        (item for part in parts for item in part["masters"].items()), key=lambda i: i[0]
+    ):
         masters.setdefault(key, []).append(value)
     _, family, sizes = RUNS[name]
-    start = {key: value.detach().float() for key, value in tiny_model(family, **sizes).model.named_parameters()}
+    start = {
+        key: value.detach().float()
+        for key, value in tiny_model(family, **sizes).model.named_parameters()
+    }
     assert masters.keys() == {key for key, _ in expected["masters"]}
     for (key, _), value in expected["masters"].items():
-        difference, moved = (torch.cat(masters[key]) - value).abs(), (value - start[key].reshape(-1)).abs()
+        difference, moved = (
+            (torch.cat(masters[key]) - value).abs(),
+            (value - start[key].reshape(-1)).abs(),
+        )
         if exact:
             assert difference.max() <= 1e-5 and difference.mean() <= 1e-6, key
         else:
@@ -193,20 +235,31 @@ def test_ranks_agree_on_what_auto_chose(ranks: list[dict[str, Any]]) -> None:
 
 def test_host_memory_is_divided(ranks: list[dict[str, Any]]) -> None:
     whole = compute("untied", 2)["bytes"]
-    assert [rank["untied"]["bytes"] / whole for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert [rank["untied"]["bytes"] / whole for rank in ranks] == pytest.approx(
+        [0.5, 0.5], abs=0.01
+    )
 
 
 def test_a_resumed_run_has_the_same_bits(ranks: list[dict[str, Any]], folder: Path) -> None:
     actual = ranks[0]["session"]
     assert actual["resumed"] == actual["straight"]
-    models = [(folder / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
+    models = [
+        (folder / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")
+    ]
     assert models[0] == models[1]
-    assert AutoModelForCausalLM.from_pretrained(folder / "two" / "checkpoint-00000003" / "model").num_parameters()
+    assert AutoModelForCausalLM.from_pretrained(
+        folder / "two" / "checkpoint-00000003" / "model"
+    ).num_parameters()
 
 
-def test_a_checkpoint_is_the_same_for_any_number_of_ranks(single: Any, three: Any, folder: Path) -> None:
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
+    single: Any, three: Any, folder: Path
+) -> None:
     """Two ranks wrote it, one process took it and wrote it, three ranks took that and wrote it: the same bits."""
-    paths = [folder / "two/checkpoint-00000003", *(folder / f"{name}/checkpoint-00000004" for name in ("one", "three"))]
+    paths = [
+        folder / "two/checkpoint-00000003",
+        *(folder / f"{name}/checkpoint-00000004" for name in ("one", "three")),
+    ]
     assert [len(list(path.glob("state*.safetensors"))) for path in paths] == [2, 1, 3]
     states = [Joined(read_state(path)) for path in paths]
     assert states[0].whole.keys() == states[1].whole.keys() == states[2].whole.keys()
@@ -217,8 +270,13 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(single: Any, three: An
     assert models[0] == models[1]
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(ranks: list[dict[str, Any]], single: Any) -> None:
-    losses = [single.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(batches(6, rows=ROWS[2])[3:])]
+def test_one_process_goes_on_from_the_checkpoint_of_two(
+    ranks: list[dict[str, Any]], single: Any
+) -> None:
+    losses = [
+        single.step(*batch, 3 + step, 1e-3).loss
+        for step, batch in enumerate(batches(6, rows=ROWS[2])[3:])
+    ]
     single.close()
     assert losses == pytest.approx(ranks[0]["session"]["straight"], rel=5e-3)
 
@@ -243,15 +301,25 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, warm: Warm) -
     that a rank has not written does not get its name."""
     world = 3 if DEVICE == "cpu" else 2
     at_once = ("dies", "hangs") if DEVICE == "cpu" else ("dies", "hangs", "silent", "killed")
-    cases = {case: start(warm, case, tmp_path, world if case in ("dies", "hangs") else 2) for case in at_once}
-    survivors = {"dies": (0, 2)[: world - 1], "hangs": (0, 2)[: world - 1], "silent": (1,), "killed": (0,)}
+    cases = {
+        case: start(warm, case, tmp_path, world if case in ("dies", "hangs") else 2)
+        for case in at_once
+    }
+    survivors = {
+        "dies": (0, 2)[: world - 1],
+        "hangs": (0, 2)[: world - 1],
+        "silent": (1,),
+        "killed": (0,),
+    }
     loaded: dict[str, list[dict[str, Any]]] = {}
     try:
         for case, ranks in survivors.items():
             if case not in cases:
                 cases[case] = start(warm, case, tmp_path, 2)
             for rank in ranks:
-                loaded.setdefault(case, []).append(last_word(cases[case][rank], tmp_path / f"{case}-{rank}.pt"))
+                loaded.setdefault(case, []).append(
+                    last_word(cases[case][rank], tmp_path / f"{case}-{rank}.pt")
+                )
     finally:
         for processes in cases.values():
             for process in processes:
@@ -263,12 +331,20 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, warm: Warm) -
         assert "checkpoint is intact" in one["message"]
     assert LIMIT_S / 2 < loaded["silent"][0]["seconds"] < 10 * LIMIT_S
     (killed,) = loaded["killed"]
-    assert killed == {"message": "another rank has ended or does not answer", "newest": 0, "left": 1}
+    assert killed == {
+        "message": "another rank has ended or does not answer",
+        "newest": 0,
+        "left": 1,
+    }
 
 
-def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path, warm: Warm) -> None:
+def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(
+    tmp_path: Path, warm: Warm
+) -> None:
     data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    options = tiny("slideformer", "--data", data, "--eval-data", data, "--out", run, "--json", "--lr", "1e-3")
+    options = tiny(
+        "slideformer", "--data", data, "--eval-data", data, "--out", run, "--json", "--lr", "1e-3"
+    )
     began = time.time()
     first = torchrun(warm, "train", *options, "--steps", 2)
     assert first.returncode == 0, first.stderr
@@ -287,22 +363,53 @@ def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path
 
 
 @pytest.mark.parametrize("method", ["slideformer", "lsp"])
-def test_ranks_that_measure_other_things_compute_alike(method: str, tmp_path: Path, warm: Warm) -> None:
+def test_ranks_that_measure_other_things_compute_alike(
+    method: str, tmp_path: Path, warm: Warm
+) -> None:
     """Rank 0 decides for all, at the first start; nobody is asked again when the run is resumed."""
     data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    command = [str(warm.python), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port"]
+    command = [
+        str(warm.python),
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(WORLD),
+        "--master-port",
+    ]
     for steps, resumed in ((2, 0), (4, 1)):
-        words = [str(free_port()), "-m", "tests.api.flipped", method, str(data), str(run), str(steps), str(resumed)]
-        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=120)
+        words = [
+            str(free_port()),
+            "-m",
+            "tests.api.flipped",
+            method,
+            str(data),
+            str(run),
+            str(steps),
+            str(resumed),
+        ]
+        done = subprocess.run(
+            [*command, *words], env=environment(), capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
     events = [entry.event for entry in read_log(run / "events.jsonl").entries]
     assert [event.step for event in events if event.kind == "step"] == [0, 1, 2, 3]
     alone = tmp_path / "alone"
-    settings = {"model.source": "tiny:llama", "model.device": "cpu", "data.path": str(data), "train.out": str(alone)}
+    settings = {
+        "model.source": "tiny:llama",
+        "model.device": "cpu",
+        "data.path": str(data),
+        "train.out": str(alone),
+    }
     settings |= {"method.name": method, "train.steps": 4, "train.batch_size": 2}
     ondevice.train(settings | {"method.compute": events[0].decided["method.compute"]})
-    straight = [entry.event.loss for entry in read_log(alone / "events.jsonl").entries if entry.event.kind == "step"]
-    assert [event.loss for event in events if event.kind == "step"] == pytest.approx(straight, rel=2e-3)
+    straight = [
+        entry.event.loss
+        for entry in read_log(alone / "events.jsonl").entries
+        if entry.event.kind == "step"
+    ]
+    assert [event.loss for event in events if event.kind == "step"] == pytest.approx(
+        straight, rel=2e-3
+    )
 
 
 def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,6 +423,15 @@ def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(ConfigError, match="6 rows cannot be divided among 4 ranks"):
         check_rows(6, 4)
     with pytest.raises(ConfigError, match="lora trains in one process"):
-        place(RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "lora", "train.batch_size": 4}))
+        place(
+            RunConfig.load(
+                None, {"model.source": "tiny:llama", "method.name": "lora", "train.batch_size": 4}
+            )
+        )
     with pytest.raises(ConfigError, match="6 rows"):
-        place(RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "slideformer", "train.batch_size": 6}))
+        place(
+            RunConfig.load(
+                None,
+                {"model.source": "tiny:llama", "method.name": "slideformer", "train.batch_size": 6},
+            )
+        )

@@ -23,7 +23,9 @@ EVERYTHING = {"resident_layers": 5, "resident_tables": True, "window": 5, "gradi
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])
 @pytest.mark.parametrize("kind", ["torch", *KINDS])
-def test_the_bits_are_those_of_units_on_the_host(family: str, tied: bool, compute: str, kind: str) -> None:
+def test_the_bits_are_those_of_units_on_the_host(
+    family: str, tied: bool, compute: str, kind: str
+) -> None:
     optimizer = {"optimizer": "torch"} if kind == "torch" else {"moments": kind}
     config = {**optimizer, "weight_decay": 0.1, "compute": compute, "micro_batch_size": 2}
     sizes, data = {**SIZES, "tied": tied}, batches(4)
@@ -36,7 +38,13 @@ def test_the_bits_are_those_of_units_on_the_host(family: str, tied: bool, comput
 @pytest.mark.parametrize(("tied", "tiles"), [(True, 1), (False, 3)])
 @pytest.mark.parametrize("clip", ["previous", "layer"])
 def test_clipping_is_the_same(clip: str, tied: bool, tiles: int) -> None:
-    config = {"weight_decay": 0.1, "eps": 1e-4, "max_grad_norm": 0.1, "clip": clip, "loss_tiles": tiles}
+    config = {
+        "weight_decay": 0.1,
+        "eps": 1e-4,
+        "max_grad_norm": 0.1,
+        "clip": clip,
+        "loss_tiles": tiles,
+    }
     sizes, data = {**SIZES, "tied": tied}, batches(4)
     on_host, free = outcome(config, "llama", sizes, data), outcome({}, "llama", sizes, data)
     for choice in ({"resident_layers": 3}, {"resident_tables": True}, EVERYTHING):
@@ -46,7 +54,13 @@ def test_clipping_is_the_same(clip: str, tied: bool, tiles: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"resident_tables": True, "max_grad_norm": 0.1}, TORCH, {"max_grad_norm": 0.1}, {"moments": "int8"}]
+    "config",
+    [
+        {"resident_tables": True, "max_grad_norm": 0.1},
+        TORCH,
+        {"max_grad_norm": 0.1},
+        {"moments": "int8"},
+    ],
 )
 def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> None:
     """Three steps, the state into another engine, three steps: the bits of six steps."""
@@ -57,10 +71,17 @@ def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> No
     expected = run(straight, data)
     losses = run(first, data[:3])
     arrays = first.store.arrays() | first.updater.clipping.norms()
-    held = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
+    held = {
+        name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+        for name, t in arrays.items()
+    }
     second.store.load(held)
     second.updater.clipping.restore(held)
-    losses += [second.step(*batch, step, 1e-2 / (1 + step / 10)) for step, batch in enumerate(data) if step >= 3]
+    losses += [
+        second.step(*batch, step, 1e-2 / (1 + step / 10))
+        for step, batch in enumerate(data)
+        if step >= 3
+    ]
     second.flush()
     assert losses == expected
     assert differing(second.store.masters(), straight.store.masters()) == []
@@ -76,7 +97,12 @@ def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> No
 def test_less_host_memory_is_taken(request: Any) -> None:
     host = []
     for count in (0, 3):
-        config = {"resident_layers": count, "resident_tables": False, "activations": "device", "gradient_buffers": 2}
+        config = {
+            "resident_layers": count,
+            "resident_tables": False,
+            "activations": "device",
+            "gradient_buffers": 2,
+        }
         engine = open_engine(config, **SIZES)
         request.addfinalizer(engine.close)
         host.append(engine.host_bytes)

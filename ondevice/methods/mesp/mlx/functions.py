@@ -31,14 +31,20 @@ class Recording:
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """Run `stage` and note its inputs and outputs."""
-        key = tuple((name, tuple(arrays[name].shape), arrays[name].dtype) for name in sorted(arrays))
+        key = tuple(
+            (name, tuple(arrays[name].shape), arrays[name].dtype) for name in sorted(arrays)
+        )
         results = self.stages.call(stage, dict(arrays))
-        outputs = tuple((name, tuple(results[name].shape), results[name].dtype) for name in sorted(results))
+        outputs = tuple(
+            (name, tuple(results[name].shape), results[name].dtype) for name in sorted(results)
+        )
         self.traces.setdefault(stage, {})[key] = outputs
         return results
 
 
-def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]) -> Recording:
+def record(
+    model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]
+) -> Recording:
     """Run one step of each bucket through the first block, the loss and the optimizer; nothing of `model`
     changes."""
     stages = model.interpreter.functions
@@ -49,7 +55,9 @@ def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tu
         weights.blocks[:1], weights.table, weights.final, tied=weights.tied, bits=model.settings.bits,
         streamed=weights.streamed,
     )  # fmt: skip
-    block_model = Model(model.settings, short, loss_tiles=config.loss_tiles, functions=recording, fixed_chunks=True)
+    block_model = Model(
+        model.settings, short, loss_tiles=config.loss_tiles, functions=recording, fixed_chunks=True
+    )
     block_model.tiles, block_model.adapter = model.tiles, [dict(model.adapter[0])]
     optimizer = Optimizer(config, recording)
     optimizer.begin(config.learning_rate)

@@ -50,7 +50,10 @@ class Instruction:
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """List the instructions of a block's forward pass: x -> the next block's x."""
     if settings.active_experts:
-        return with_frees([*_attention(settings, length_tokens, False), *_mixture(settings, length_tokens)], ("x",))
+        return with_frees(
+            [*_attention(settings, length_tokens, False), *_mixture(settings, length_tokens)],
+            ("x",),
+        )
     listed = [*_attention(settings, length_tokens, False), *_mlp(settings)]
     behind = (_same("m") | _norm(settings, "after_mlp")) if settings.branch_apart else {}
     listed.append(Instruction("end", _same("y") | behind, _named("x")))
@@ -62,7 +65,10 @@ def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     on the way."""
     listed = _attention(settings, length_tokens, settings.store_h)
     if settings.active_experts:
-        listed += [*_mixture_backward(settings, length_tokens), *_attention_backward(settings, length_tokens)]
+        listed += [
+            *_mixture_backward(settings, length_tokens),
+            *_attention_backward(settings, length_tokens),
+        ]
         return with_frees(listed, ("g",))
     if settings.norm("after_mlp"):  # its backward pass needs what it normed
         listed += _mlp(settings)
@@ -104,7 +110,10 @@ def _mixture_backward(settings: Settings, length_tokens: int) -> list[Instructio
     for i, (low, high) in enumerate(chunks):
         inputs = {name: Operand(name, 1, low, high) for name in ("m", "g")} | weights
         listed.append(Instruction("mixture_backward", inputs, {"gm": f"gm@{i}"}))
-    return [*listed, Instruction("mixture_join", _same(*_numbered("gm", len(chunks))), _named("gm"))]
+    return [
+        *listed,
+        Instruction("mixture_join", _same(*_numbered("gm", len(chunks))), _named("gm")),
+    ]
 
 
 def _experts(settings: Settings) -> dict[str, Operand]:
@@ -118,25 +127,39 @@ def _experts(settings: Settings) -> dict[str, Operand]:
 def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:
     """x -> m, with q, k, v, o and n beside it."""
     targets = settings.attention_targets
-    h_names = [f"{target}.h" for target in targets if target in settings.target_modules] if store_h else []
+    h_names = (
+        [f"{target}.h" for target in targets if target in settings.target_modules]
+        if store_h
+        else []
+    )
     weights = {key: ref for target in targets for key, ref in _linear(settings, target).items()}
     heads = _norm(settings, "q") | _norm(settings, "k")
     listed = [
-        Instruction("norm", _same("x") | _norm(settings, "before_attention"), _named("n"), evaluate=False),
-        Instruction("project", _same("n") | weights | heads, _named("q", "k", "v", *h_names), evaluate=False),
+        Instruction(
+            "norm", _same("x") | _norm(settings, "before_attention"), _named("n"), evaluate=False
+        ),
+        Instruction(
+            "project", _same("n") | weights | heads, _named("q", "k", "v", *h_names), evaluate=False
+        ),
         Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")),
     ]
     for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
     h = ["o_proj.h"] if store_h and "o_proj" in settings.target_modules else []
-    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens)))) | _norm(settings, "after_attention")
+    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens)))) | _norm(
+        settings, "after_attention"
+    )
     listed.append(Instruction("out", inputs | _linear(settings, "o_proj"), _named("m", *h)))
     return listed
 
 
 def _seen(settings: Settings, low: int, high: int) -> dict[str, Operand]:
     """A chunk's queries, all keys and values up to its end, and the layer's window."""
-    seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
+    seen = {
+        "q": Operand("q", 2, low, high),
+        "k": Operand("k", 2, 0, high),
+        "v": Operand("v", 2, 0, high),
+    }
     return seen | (_same("window.weight") if settings.dims.traits.windows else {})
 
 
@@ -166,7 +189,9 @@ def _gate_up(settings: Settings, low: int, high: int) -> Instruction:
     for target in GATE_UP:
         inputs |= _matrix(settings, target, low, high) | _bias(settings, target, low, high)
         if settings.has(target):
-            inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")} | _b_rows(settings, target, low, high)
+            inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")} | _b_rows(
+                settings, target, low, high
+            )
     return Instruction("gate_up", inputs, _named("gate", "up"), evaluate=False)
 
 
@@ -183,13 +208,19 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
             inputs |= _lora(settings, "down_proj", low, high) | (_same("down_proj.h") if i else {})
             outputs |= {"down_proj.dA": f"down_proj.dA@{i}", "down_proj.h": "down_proj.h"}
         listed.append(Instruction("down_backward", inputs, outputs, evaluate=False))
-        listed.append(Instruction("act_backward", _same("gate", "up", "gact"), _named("ggate", "gup"), evaluate=False))
+        listed.append(
+            Instruction(
+                "act_backward", _same("gate", "up", "gact"), _named("ggate", "gup"), evaluate=False
+            )
+        )
         inputs, outputs = _same("ggate", "gup") | (_same("gn") if i else {}), _named("gn")
         for target in GATE_UP:
             inputs |= _matrix(settings, target, low, high)
             if target in lora:
                 inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")}
-                inputs |= (_same(f"{target}.gh") if i else {}) | _b_rows(settings, target, low, high)
+                inputs |= (_same(f"{target}.gh") if i else {}) | _b_rows(
+                    settings, target, low, high
+                )
                 outputs |= {f"{target}.dB": f"{target}.dB@{i}", f"{target}.gh": f"{target}.gh"}
         listed.append(Instruction("gate_up_backward", inputs, outputs))
     inputs, outputs = _same("m", "g", "gn") | _norm(settings, "before_mlp"), _named("gm")
@@ -197,7 +228,9 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
     for target in GATE_UP:
         if target in lora:
             own = settings.place(target)[0]
-            inputs |= _same("mn", f"{target}.gh", f"{own}.A", *_numbered(f"{target}.dB", len(tiles)))
+            inputs |= _same(
+                "mn", f"{target}.gh", f"{own}.A", *_numbered(f"{target}.dB", len(tiles))
+            )
             outputs |= _gradients(own)
     if "down_proj" in lora:
         inputs |= _same("down_proj.h", *_numbered("down_proj.dA", len(tiles)))
@@ -214,7 +247,13 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     normed = settings.norm("after_attention")
     inputs = _same("gm", *_numbered("o", len(chunks))) | _linear(settings, "o_proj", bias=normed)
     inputs |= _norm(settings, "after_attention")
-    listed = [Instruction("out_backward", inputs | _h(settings, "o_proj"), _named("go") | _trained(settings, "o_proj"))]
+    listed = [
+        Instruction(
+            "out_backward",
+            inputs | _h(settings, "o_proj"),
+            _named("go") | _trained(settings, "o_proj"),
+        )
+    ]
     listed += _updates(settings, "o_proj")
     for i, (low, high) in reversed(list(enumerate(chunks))):
         inputs = (
@@ -222,7 +261,9 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
             | {"go": Operand("go", 1, low, high)}
             | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
         )
-        listed.append(Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv")))
+        listed.append(
+            Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv"))
+        )
     inputs = _same("gk", *_numbered("gq", len(chunks))) | _rope(settings)
     listed.append(Instruction("rope_backward", inputs, _named("gq", "gk")))
     if settings.norm("q"):
@@ -234,7 +275,10 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     for target in settings.attention_targets:
         inputs |= _linear(settings, target, bias=False) | _h(settings, target)
         outputs |= _trained(settings, target)
-    listed += [Instruction("project_backward", inputs, outputs), *_updates(settings, *settings.attention_targets)]
+    listed += [
+        Instruction("project_backward", inputs, outputs),
+        *_updates(settings, *settings.attention_targets),
+    ]
     inputs = _same("x", "gm", "gn") | _norm(settings, "before_attention")
     return [*listed, Instruction("norm_backward", inputs, _named("g"))]
 
@@ -242,7 +286,11 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
 def _updates(settings: Settings, *targets: str) -> list[Instruction]:
     """Gradients of A and B are used and dropped."""
     return [
-        Instruction("update", {side: Operand(f"{target}.{side}") for side in ("dA", "dB")}, {"target": target})
+        Instruction(
+            "update",
+            {side: Operand(f"{target}.{side}") for side in ("dA", "dB")},
+            {"target": target},
+        )
         for target in targets
         if target in settings.target_modules
     ]
@@ -263,21 +311,30 @@ def _h(settings: Settings, target: str) -> dict[str, Operand]:
 def _linear(settings: Settings, target: str, bias: bool = True) -> dict[str, Operand]:
     """All arrays of a linear layer, whole."""
     operands = _matrix(settings, target) | (_bias(settings, target) if bias else {})
-    return operands | (_same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {})
+    return operands | (
+        _same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {}
+    )
 
 
 def _lora(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
     """A's columns of a tile of the inputs, and B."""
     if target not in settings.target_modules:
         return {}
-    return {f"{target}.A": Operand(f"{target}.A", 1, low, high), f"{target}.B": Operand(f"{target}.B")}
+    return {
+        f"{target}.A": Operand(f"{target}.A", 1, low, high),
+        f"{target}.B": Operand(f"{target}.B"),
+    }
 
 
 def _bias(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
     own, first = settings.place(target)
     if not settings.dims.linear_bias(own):
         return {}
-    return {f"{target}.bias": Operand(f"{own}.bias", 0, first + low, first + high) if high else Operand(f"{own}.bias")}
+    return {
+        f"{target}.bias": Operand(f"{own}.bias", 0, first + low, first + high)
+        if high
+        else Operand(f"{own}.bias")
+    }
 
 
 def _b_rows(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
@@ -294,7 +351,11 @@ def _matrix(settings: Settings, target: str, low: int = 0, high: int = 0) -> dic
         name, per = f"{own}.{part}", 1
         if axis and settings.bits:
             per = 32 // settings.bits if part == "weight" else settings.group_size
-        tile = Operand(name, axis, (first + low) // per, (first + high) // per) if high else Operand(name)
+        tile = (
+            Operand(name, axis, (first + low) // per, (first + high) // per)
+            if high
+            else Operand(name)
+        )
         operands[f"{target}.{part}"] = tile
     return operands
 
@@ -330,12 +391,16 @@ def embed(settings: Settings) -> list[Instruction]:
 
 def final_norm() -> list[Instruction]:
     """List those of the norm before the head: x -> hn; x stays for the backward pass."""
-    return with_frees([Instruction("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",))
+    return with_frees(
+        [Instruction("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",)
+    )
 
 
 def final_norm_backward() -> list[Instruction]:
     """List those of that norm's backward pass: x and ghn -> g."""
-    instruction = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
+    instruction = Instruction(
+        "final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g")
+    )
     return with_frees([instruction], ("g",))
 
 
@@ -343,18 +408,35 @@ def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> li
     """List those of the loss: hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and
     gh with `gradient`."""
     listed = [
-        Instruction("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)
+        Instruction(
+            "loss_begin",
+            _same("hn") | _rows(settings),
+            _named("target", "maximum", "total"),
+            evaluate=False,
+        )
     ]
     for low, high in tiles:
         head = _head(settings, low, high)
-        listed.append(Instruction("loss_tile", _same("hn", "maximum", "total") | head, _named("maximum", "total")))
-    listed.append(Instruction("loss_end", _same("target", "maximum", "total"), _named("nll", "logsumexp")))
+        listed.append(
+            Instruction(
+                "loss_tile", _same("hn", "maximum", "total") | head, _named("maximum", "total")
+            )
+        )
+    listed.append(
+        Instruction("loss_end", _same("target", "maximum", "total"), _named("nll", "logsumexp"))
+    )
     if not gradient:
         return with_frees(listed, ("nll",))
-    listed.append(Instruction("loss_begin_backward", _rows(settings) | _same("weight"), _named("gh")))
+    listed.append(
+        Instruction("loss_begin_backward", _rows(settings) | _same("weight"), _named("gh"))
+    )
     for low, high in tiles:
         head = _head(settings, low, high)
-        listed.append(Instruction("loss_tile_backward", _same("hn", "logsumexp", "weight", "gh") | head, _named("gh")))
+        listed.append(
+            Instruction(
+                "loss_tile_backward", _same("hn", "logsumexp", "weight", "gh") | head, _named("gh")
+            )
+        )
     return with_frees(listed, ("nll", "gh"))
 
 
@@ -363,4 +445,7 @@ def _rows(settings: Settings) -> dict[str, Operand]:
 
 
 def _head(settings: Settings, low: int, high: int) -> dict[str, Operand]:
-    return {f"head.{part}": Operand(f"head.{part}", 0, low, high) for part in matrix_parts(settings.bits)}
+    return {
+        f"head.{part}": Operand(f"head.{part}", 0, low, high)
+        for part in matrix_parts(settings.bits)
+    }

@@ -44,10 +44,15 @@ class MixtureStages(ModelStages):
         gw = mx.sum((gd * activated * up).astype(self.sums), axis=-1)
         gact = gd * w[..., None].astype(gd.dtype)
         both = mx.concatenate([gact * up * slope, gact * activated], axis=-1)
-        gn = mx.sum(self._times(both, a, "experts.gate_up", chosen, transpose=False).astype(self.sums), axis=1)
+        gn = mx.sum(
+            self._times(both, a, "experts.gate_up", chosen, transpose=False).astype(self.sums),
+            axis=1,
+        )
         taken = mx.take_along_axis(p, chosen, axis=-1)
         if self.settings.normalised:
-            gw = (gw - mx.sum(gw * w, axis=-1, keepdims=True)) / mx.sum(taken, axis=-1, keepdims=True)
+            gw = (gw - mx.sum(gw * w, axis=-1, keepdims=True)) / mx.sum(
+                taken, axis=-1, keepdims=True
+            )
         inner = mx.sum(gw * taken, axis=-1, keepdims=True)
         glogits = p * (mx.put_along_axis(mx.zeros_like(p), chosen, gw, axis=-1) - inner)
         gn = gn + glogits @ a["router.weight"].astype(self.sums)
@@ -64,10 +69,17 @@ class MixtureStages(ModelStages):
         """The norm [N, D], p [N, E], the chosen experts [N, K] and their weights, float32."""
         n = self.normed(a, "before_mlp", a["m"])
         n = n.reshape(-1, n.shape[-1])
-        p = mx.softmax((n @ a["router.weight"].astype(n.dtype).T).astype(self.sums), axis=-1, precise=True)
+        p = mx.softmax(
+            (n @ a["router.weight"].astype(n.dtype).T).astype(self.sums), axis=-1, precise=True
+        )
         chosen = mx.argsort(-p, axis=-1)[:, : self.settings.active_experts]
         w = mx.take_along_axis(p, chosen, axis=-1)
-        return n, p, chosen, w / mx.sum(w, axis=-1, keepdims=True) if self.settings.normalised else w
+        return (
+            n,
+            p,
+            chosen,
+            w / mx.sum(w, axis=-1, keepdims=True) if self.settings.normalised else w,
+        )
 
     def _gate_up(self, n: Any, a: Arrays, chosen: Any) -> tuple[Any, Any]:
         """Of each token's experts, [N, K, F] each."""
@@ -79,9 +91,15 @@ class MixtureStages(ModelStages):
         weight, x = a[f"{name}.weight"], x[:, :, None]
         if f"{name}.scales" not in a:
             weight = weight.astype(x.dtype)
-            return mx.gather_mm(x, weight.swapaxes(-1, -2) if transpose else weight, rhs_indices=chosen)[:, :, 0]
+            return mx.gather_mm(
+                x, weight.swapaxes(-1, -2) if transpose else weight, rhs_indices=chosen
+            )[:, :, 0]
         parts = (a[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
-        options = {"group_size": self.settings.group_size, "bits": self.settings.bits, "transpose": transpose}
+        options = {
+            "group_size": self.settings.group_size,
+            "bits": self.settings.bits,
+            "transpose": transpose,
+        }
         return mx.gather_qmm(x, *parts, rhs_indices=chosen, **options)[:, :, 0].astype(x.dtype)
 
     # The expert for all tokens: its share, a number of the token, times a gated MLP.

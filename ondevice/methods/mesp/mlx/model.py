@@ -77,7 +77,10 @@ class Interpreter:
                 if update is not None:
                     update(instruction.outputs["target"], *gradients)
                 continue
-            arrays = {name: _find(operand, live, weights, adapter) for name, operand in instruction.inputs.items()}
+            arrays = {
+                name: _find(operand, live, weights, adapter)
+                for name, operand in instruction.inputs.items()
+            }
             outputs = self.functions.call(instruction.stage, arrays)
             arrays.clear()
             live.update({name: outputs.pop(output) for output, name in instruction.outputs.items()})
@@ -94,7 +97,9 @@ class Interpreter:
         return live
 
 
-def _find(operand: Operand, live: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
+def _find(
+    operand: Operand, live: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]
+) -> Any:
     arrays = live if operand.name in live else adapter if operand.name in adapter else None
     return weights.get(operand) if arrays is None else select(arrays[operand.name], operand)
 
@@ -112,7 +117,11 @@ class ModelStages(Stages):
         return {"x": x if scale == 1.0 else x * scale}
 
     def _rows(self, a: Arrays, name: str, dtype: Any) -> Any:
-        return self._dense(a, name, dtype) if f"{name}.scales" in a else a[f"{name}.weight"].astype(dtype)
+        return (
+            self._dense(a, name, dtype)
+            if f"{name}.scales" in a
+            else a[f"{name}.weight"].astype(dtype)
+        )
 
     def final_norm(self, a: Arrays) -> Arrays:
         """Compute x [B, T, D] -> hn."""
@@ -120,7 +129,9 @@ class ModelStages(Stages):
 
     def final_norm_backward(self, a: Arrays) -> Arrays:
         """Return the gradient of hn [B, T, D], float32 -> g, that of the last block's output."""
-        return {"g": self.rms_norm_backward(a["x"], a["final_norm.weight"], a["ghn"]).astype(self.dtype)}
+        return {
+            "g": self.rms_norm_backward(a["x"], a["final_norm.weight"], a["ghn"]).astype(self.dtype)
+        }
 
     def loss_begin(self, a: Arrays) -> Arrays:
         """Compute hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32
@@ -138,7 +149,9 @@ class ModelStages(Stages):
         logits of half precision would all but hide what a step changes."""
         logits = self.product(a["hn"].astype(self.sums), a, "head")
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
-        total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
+        total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(
+            mx.exp(logits - larger[:, None]), axis=-1
+        )
         return {"maximum": larger, "total": total}
 
     def loss_end(self, a: Arrays) -> Arrays:
@@ -222,14 +235,18 @@ class Model:
     def embed(self, ids: np.ndarray) -> Any:
         """Embed tokens: int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.embedding_rows(ids.reshape(-1))
-        x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})["x"]
+        x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})[
+            "x"
+        ]
         return x.reshape(*ids.shape, -1)
 
     def forward(self, layer: int, x: Any) -> Any:
         """Run one block; `x` may be kept."""
         self.weights.announce(layer + 1)
         listed = instructions.forward(self.settings, x.shape[1])
-        return self.interpreter.run(listed, {"x": x}, self.weights.blocks[layer], self.adapter[layer])["x"]
+        return self.interpreter.run(
+            listed, {"x": x}, self.weights.blocks[layer], self.adapter[layer]
+        )["x"]
 
     def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
         """Return the gradient of a block's input from that of its output; those of A and B are called back."""
@@ -238,11 +255,17 @@ class Model:
         inputs = {"x": x, "g": g}
         del x, g
         run = self.interpreter.run(
-            listed, inputs, self.weights.blocks[layer], self.adapter[layer], lambda t, a, b: on_gradient(layer, t, a, b)
+            listed,
+            inputs,
+            self.weights.blocks[layer],
+            self.adapter[layer],
+            lambda t, a, b: on_gradient(layer, t, a, b),
         )
         return run["g"]
 
-    def forward_backward(self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
+    def forward_backward(
+        self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+    ) -> float:
         """Return the summed loss of some rows; the gradients of (sum / `labelled`) are called back, last block
         first."""
         inputs = [self.embed(ids)]
@@ -274,7 +297,9 @@ class Model:
         del hn
         inputs = {"x": x, "ghn": ghn.reshape(x.shape)}
         del ghn, x
-        return total, self.interpreter.run(instructions.final_norm_backward(), inputs, self.weights.final, {})["g"]
+        return total, self.interpreter.run(
+            instructions.final_norm_backward(), inputs, self.weights.final, {}
+        )["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
@@ -291,7 +316,9 @@ class Model:
         if len(where):
             hn = self._final_norm(x)
             for low, high in self._chunks(len(where)):
-                outputs = self._loss(self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False)
+                outputs = self._loss(
+                    self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False
+                )
                 nll = np.array(outputs["nll"], dtype=np.float64)[: high - low]
                 sums += np.bincount(rows[low:high], nll, count)
         return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)

@@ -17,7 +17,13 @@ from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
 from ondevice.methods.mesp.config import MespConfig
-from ondevice.methods.mesp.lora import IN_MLX, LoraParameters, check_family, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import (
+    IN_MLX,
+    LoraParameters,
+    check_family,
+    initial_tensors,
+    lora_parameters,
+)
 from ondevice.methods.mesp.mlx import functions as recorded
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction
@@ -57,11 +63,13 @@ def program(
         "loss_tiles": [list(tile) for tile in model.tiles],
         "batch_size": batch_size,
         "optimizer": {
-            name: getattr(config, name) for name in ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
+            name: getattr(config, name)
+            for name in ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
         }
         | {"name": config.optimizer},
         "lora_parameters": [
-            {"layer": lora.layer, "target": lora.target, "A": lora.a_name, "B": lora.b_name} for lora in parameters
+            {"layer": lora.layer, "target": lora.target, "A": lora.a_name, "B": lora.b_name}
+            for lora in parameters
         ],
         "functions": functions,
         "instructions": {
@@ -119,7 +127,12 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
 
 
 def write(
-    session: MlxSession, files: ModelFiles, config: MespConfig, export: ExportConfig, folder: Path, functions: Path
+    session: MlxSession,
+    files: ModelFiles,
+    config: MespConfig,
+    export: ExportConfig,
+    folder: Path,
+    functions: Path,
 ) -> dict[str, ProgramMethod]:
     """See `StagesProgram.write`."""
     lengths = tuple(sorted(export.lengths_tokens))
@@ -129,7 +142,15 @@ def write(
     source = Source(files.folder, session.model.settings, files.family.linear_parents)
     write_weights(source, folder / WEIGHTS)
     source.close()
-    described = program(session.model, config, session.parameters, listed, export.batch_size, lengths, version("mlx"))
+    described = program(
+        session.model,
+        config,
+        session.parameters,
+        listed,
+        export.batch_size,
+        lengths,
+        version("mlx"),
+    )
     (folder / "program.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
     return recorded.ports(recording)
 
@@ -144,7 +165,9 @@ class MlxProgramSession(ProgramSession, MlxSession):
         streamed: read the weights from their files block by block; None: as the method's settings say.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, functions: Any, streamed: bool | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, functions: Any, streamed: bool | None = None
+    ) -> None:
         folder = Path(folder)
         path = folder / manifest.program
         self.program = read_object(path, ArtifactError, hint="copy the artifact again")
@@ -153,7 +176,10 @@ class MlxProgramSession(ProgramSession, MlxSession):
         with well_formed(path, ArtifactError, hint="copy the artifact again"):
             settings = _settings(self.program["settings"], dims)
             tiles = [(int(low), int(high)) for low, high in self.program["loss_tiles"]]
-            self.loss_rows = {int(length): int(one["loss_rows"]) for length, one in self.program["lengths"].items()}
+            self.loss_rows = {
+                int(length): int(one["loss_rows"])
+                for length, one in self.program["lengths"].items()
+            }
         streamed = config.weight_placement == "streamed" if streamed is None else streamed
         read = open_weights if streamed else load_weights
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
@@ -166,7 +192,9 @@ class MlxProgramSession(ProgramSession, MlxSession):
         self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
         self._load_tensors(initial_tensors(parameters, self.seed))
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one optimizer step; see `Session.step`."""
         self._bucket(ids)
         return super().step(ids, labels, step, learning_rate)
@@ -191,9 +219,12 @@ def _settings(listed: dict[str, Any], dims: ModelDims) -> Settings:
     """Read what `program` wrote of the settings."""
     rest = {name: value for name, value in listed.items() if name not in ("rope", "target_modules")}
     rope: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in listed["rope"].items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in listed["rope"].items()
     }
-    return Settings(dims=dims, target_modules=tuple(listed["target_modules"]), rope=Rope(**rope), **rest)
+    return Settings(
+        dims=dims, target_modules=tuple(listed["target_modules"]), rope=Rope(**rope), **rest
+    )
 
 
 STAGES = StagesProgram(problems, write, MlxProgramSession)

@@ -67,8 +67,14 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """Return moments and the step's number, as arrays of MLX."""
-        moments = {f"{key}/{name}": array for name, both in self.moments.items() for key, array in zip(MOMENTS, both)}
-        return moments | ({OPTIMIZER_STEP: mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
+        moments = {
+            f"{key}/{name}": array
+            for name, both in self.moments.items()
+            for key, array in zip(MOMENTS, both)
+        }
+        return moments | (
+            {OPTIMIZER_STEP: mx.array([self.steps], dtype=mx.int64)} if self.steps else {}
+        )
 
     def load_state(self, state: dict[str, np.ndarray], names: list[str]) -> None:
         """Take back what `state` gave.
@@ -84,7 +90,9 @@ class Optimizer:
             return
         for name in names:
             if any(f"{key}/{name}" not in state for key in MOMENTS):
-                raise CheckpointError(f"the checkpoint lacks the moments of {name}", hint="resume from an older one")
+                raise CheckpointError(
+                    f"the checkpoint lacks the moments of {name}", hint="resume from an older one"
+                )
             first, second = (mx.array(state[f"{key}/{name}"]) for key in MOMENTS)
             self.moments[name] = (first, second)
 
@@ -103,14 +111,18 @@ class MlxSession(Session):
     lengths_tokens = None
     generator_backend = "none"
 
-    def __init__(self, model: Model, parameters: tuple[LoraParameters, ...], config: MespConfig, source: str) -> None:
+    def __init__(
+        self, model: Model, parameters: tuple[LoraParameters, ...], config: MespConfig, source: str
+    ) -> None:
         self.model, self.parameters, self.config, self.source = model, parameters, config, source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
         self.optimizer = Optimizer(config, model.interpreter.functions)
         self.names = {(lora.layer, lora.target): (lora.a_name, lora.b_name) for lora in parameters}
         self.partially_updated = False
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
@@ -118,7 +130,9 @@ class MlxSession(Session):
         self.partially_updated = True
         self.optimizer.begin(learning_rate)
         limit = self.config.max_grad_norm
-        collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) or limit is not None else None
+        collected: dict[tuple[int, str], list[Any]] | None = (
+            {} if rows < len(ids) or limit is not None else None
+        )
 
         def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
             if collected is None:
@@ -135,7 +149,11 @@ class MlxSession(Session):
             loss += self.model.forward_backward(*some, labelled, on_gradient)
         scale = 1.0 if limit is None else _clip_scale((collected or {}).values(), limit)
         for (layer, target), gradients in (collected or {}).items():
-            self._update(layer, target, *(gradients if scale == 1.0 else [scale * value for value in gradients]))
+            self._update(
+                layer,
+                target,
+                *(gradients if scale == 1.0 else [scale * value for value in gradients]),
+            )
         self.partially_updated = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
@@ -143,7 +161,9 @@ class MlxSession(Session):
     def _update(self, layer: int, target: str, *gradients: Any) -> None:
         matrices, changed = self.model.adapter[layer], []
         for side, name, gradient in zip("AB", self.names[layer, target], gradients):
-            matrices[f"{target}.{side}"] = self.optimizer.update(name, matrices[f"{target}.{side}"], gradient)
+            matrices[f"{target}.{side}"] = self.optimizer.update(
+                name, matrices[f"{target}.{side}"], gradient
+            )
             changed += [matrices[f"{target}.{side}"], *self.optimizer.moments.get(name, [])]
         mx.eval(changed)
 
@@ -155,23 +175,31 @@ class MlxSession(Session):
         tensors = {}
         for (layer, target), (a_name, b_name) in self.names.items():
             for side, name in (("A", a_name), ("B", b_name)):
-                tensors[name] = np.array(self.model.adapter[layer][f"{target}.{side}"], dtype=np.float32)
+                tensors[name] = np.array(
+                    self.model.adapter[layer][f"{target}.{side}"], dtype=np.float32
+                )
         return tensors
 
     def _load_tensors(self, tensors: dict[str, np.ndarray]) -> None:
         for (layer, target), (a_name, b_name) in self.names.items():
             for side, name in (("A", a_name), ("B", b_name)):
-                self.model.adapter[layer][f"{target}.{side}"] = mx.array(tensors[name].astype(np.float32, copy=False))
+                self.model.adapter[layer][f"{target}.{side}"] = mx.array(
+                    tensors[name].astype(np.float32, copy=False)
+                )
         mx.eval(self.model.adapter)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return a and B, the optimizer's moments and its step, under the names that the torch session has for them."""
         check_not_partially_updated(self.partially_updated)
-        return self._tensors() | {name: np.array(array) for name, array in self.optimizer.state().items()}
+        return self._tensors() | {
+            name: np.array(array) for name, array in self.optimizer.state().items()
+        }
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
-        check_state(state, {name: shape for lora in self.parameters for name, shape in lora.shapes.items()})
+        check_state(
+            state, {name: shape for lora in self.parameters for name, shape in lora.shapes.items()}
+        )
         self.optimizer.load_state(state, [name for names in self.names.values() for name in names])
         self._load_tensors(state)
         self.partially_updated = False
@@ -180,7 +208,11 @@ class MlxSession(Session):
         """Return the trained adapter in PEFT's layout."""
         config = self.config
         return Adapter(
-            self._tensors(), config.rank, config.alpha, tuple(sorted(self.model.settings.target_modules)), self.source
+            self._tensors(),
+            config.rank,
+            config.alpha,
+            tuple(sorted(self.model.settings.target_modules)),
+            self.source,
         )
 
     def load_adapter(self, adapter: Adapter) -> None:
@@ -200,7 +232,9 @@ def _clip_scale(gradients: Iterable[list[Any]], limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6))  # 1e-6 as in torch's
 
 
-def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str | None = None) -> MlxSession:
+def open_session(
+    files: ModelFiles, config: MespConfig, seed: int, device: str | None = None
+) -> MlxSession:
     """See `MethodSpec.open_session`, over a model's files; MLX has one device.
 
     Raises:
@@ -224,12 +258,19 @@ def check_config(config: MespConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None), ("answers", ())):
+    for name, only in (
+        ("activations", "device"),
+        ("kernels", "auto"),
+        ("mlp_chunk_tokens", None),
+        ("answers", ()),
+    ):
         if getattr(config, name) != only:
             raise ConfigError(
                 f"method.{name}: {getattr(config, name)} is for torch",
                 expected=f"{only} with MLX",
-                hint="method.mlp_tiles makes the MLP's part smaller" if only is None else "leave it out",
+                hint="method.mlp_tiles makes the MLP's part smaller"
+                if only is None
+                else "leave it out",
             )
 
 
@@ -281,12 +322,22 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     if dims.dense_layers:
         received = f"none in layers {', '.join(map(str, dims.dense_layers))}"
         message = f"{where}, and MLX runs every block by one list of stages"
-        raise ModelError(message, expected="experts in every block", received=received, hint="--backend torch")
+        raise ModelError(
+            message, expected="experts in every block", received=received, hint="--backend torch"
+        )
     if files.packed:
         message = f"{where} that is packed already"
-        raise ModelError(message, expected="its published weights, with method.bits: 4", received="packed weights")
+        raise ModelError(
+            message,
+            expected="its published weights, with method.bits: 4",
+            received="packed weights",
+        )
     normalised = bool(read_config(files.folder).get("norm_topk_prob", False))
-    return {"active_experts": dims.active_experts, "normalised": normalised, "shared": dims.shared_intermediate > 0}
+    return {
+        "active_experts": dims.active_experts,
+        "normalised": normalised,
+        "shared": dims.shared_intermediate > 0,
+    }
 
 
 def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weights:

@@ -51,14 +51,18 @@ class Rope:
     trained_tokens: int = 0
     factor: float = 1.0
 
-    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def of_layer(
+        self, width: int, rotated: bool, local: bool
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included, and the factor of
         each pair; infinity and 1 where nothing is rotated."""
         pairs = width // 2
         if not rotated:
             return (float("inf"),) * pairs, (1.0,) * pairs
         if local and self.local_theta is not None:
-            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (1.0,) * pairs
+            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (
+                1.0,
+            ) * pairs
         plain = self.wavelengths or tuple(self.theta ** (2 * pair / width) for pair in range(pairs))
         return tuple(wavelength / self.scale for wavelength in plain), (self.factor,) * pairs
 
@@ -79,7 +83,11 @@ def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
     if dims.rope_type == "longrope":
         # Configurations as they were published have this beside the scaling; transformers 5 writes it among its fields.
         trained = config.get("original_max_position_embeddings", dims.max_positions)
-        return make(**_longrope({"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions))
+        return make(
+            **_longrope(
+                {"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions
+            )
+        )
     return make(wavelengths=_yarn(rope, theta, plain), factor=_yarn_factor(rope))
 
 
@@ -91,30 +99,51 @@ def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> 
         tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
         for kind in ("short", "long")
     )
-    stretched, factor = float(rope.get("factor") or longest_tokens / trained), rope.get("attention_factor")
+    stretched, factor = (
+        float(rope.get("factor") or longest_tokens / trained),
+        rope.get("attention_factor"),
+    )
     if factor is None:
         factor = math.sqrt(1 + math.log(stretched) / math.log(trained)) if stretched > 1 else 1.0
-    return {"wavelengths": short, "longer": longer, "trained_tokens": trained, "factor": float(factor)}
+    return {
+        "wavelengths": short,
+        "longer": longer,
+        "trained_tokens": trained,
+        "factor": float(factor),
+    }
 
 
 def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     trained = float(rope["original_max_position_embeddings"])
-    smooth = [min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain]
-    return tuple(1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain))
+    smooth = [
+        min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain
+    ]
+    return tuple(
+        1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain)
+    )
 
 
 def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
     """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
     factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    turns = [float(rope.get(key) or otherwise) for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))]
-    low, high = (len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns)
+    turns = [
+        float(rope.get(key) or otherwise)
+        for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))
+    ]
+    low, high = (
+        len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns
+    )
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(plain) - 1)
     high += 0.001 * (low == high)  # as transformers, so that the ramp is no division by zero
     ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(plain))]
-    return tuple(1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain))
+    return tuple(
+        1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain)
+    )
 
 
 def _yarn_factor(rope: dict[str, Any]) -> float:
@@ -123,7 +152,11 @@ def _yarn_factor(rope: dict[str, Any]) -> float:
         return float(rope["attention_factor"])
 
     def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(float(rope["factor"])) + 1.0 if float(rope["factor"]) > 1 else 1.0
+        return (
+            0.1 * weight * math.log(float(rope["factor"])) + 1.0
+            if float(rope["factor"]) > 1
+            else 1.0
+        )
 
     every, whole = rope.get("mscale"), rope.get("mscale_all_dim")
     return scale(every) / scale(whole) if every and whole else scale(1.0)

@@ -36,7 +36,8 @@ class Stages:
         self.sums = mx.float32
         rope = settings.rope
         self.wavelengths, self.longer = (
-            None if waves is None else mx.array(waves, dtype=mx.float32) for waves in (rope.wavelengths, rope.longer)
+            None if waves is None else mx.array(waves, dtype=mx.float32)
+            for waves in (rope.wavelengths, rope.longer)
         )
 
     def call(self, stage: str, arrays: Arrays) -> Arrays:
@@ -56,7 +57,11 @@ class Stages:
         for low, high in _row_tiles(weight):
             # Each tile waits for the one before it: MLX would else make all of them dense at once.
             after = mx.depends([x], tiles[-1:])[0] if tiles else x
-            part = self._dense(a, name, x.dtype, low, high) if packed else weight[low:high].astype(x.dtype)
+            part = (
+                self._dense(a, name, x.dtype, low, high)
+                if packed
+                else weight[low:high].astype(x.dtype)
+            )
             tiles.append(after @ part.T)
         return mx.concatenate(tiles, axis=-1) if len(tiles) > 1 else tiles[0]
 
@@ -79,7 +84,9 @@ class Stages:
         options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
         return mx.quantized_matmul(x, *parts, transpose=transpose, **options).astype(x.dtype)
 
-    def _dense(self, a: Arrays, name: str, dtype: Any, low: int = 0, high: int | None = None) -> Any:
+    def _dense(
+        self, a: Arrays, name: str, dtype: Any, low: int = 0, high: int | None = None
+    ) -> Any:
         """A packed matrix, or some rows of it, as numbers."""
         parts = (a[f"{name}.{part}"][low:high] for part in ("weight", "scales", "biases"))
         options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
@@ -118,13 +125,17 @@ class Stages:
 
     def outer(self, g: Any, x: Any) -> Any:
         """Return the sum over all tokens of g x^T: float32 [outputs, inputs]."""
-        return g.reshape(-1, g.shape[-1]).astype(self.sums).T @ x.reshape(-1, x.shape[-1]).astype(self.sums)
+        return g.reshape(-1, g.shape[-1]).astype(self.sums).T @ x.reshape(-1, x.shape[-1]).astype(
+            self.sums
+        )
 
     # RMSNorm, appendix A.3.
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         if weight.dtype != x.dtype:  # 1 + w in float32
-            return mx.fast.rms_norm(x.astype(weight.dtype), weight, self.dims.norm_eps).astype(x.dtype)
+            return mx.fast.rms_norm(x.astype(weight.dtype), weight, self.dims.norm_eps).astype(
+                x.dtype
+            )
         return mx.fast.rms_norm(x, weight, self.dims.norm_eps)
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
@@ -148,7 +159,9 @@ class Stages:
         if weight is None:
             return g
         by_head = (*x.shape[:-1], -1, weight.shape[0])
-        return self.rms_norm_backward(x.reshape(by_head), weight, g.reshape(by_head)).reshape(x.shape)
+        return self.rms_norm_backward(x.reshape(by_head), weight, g.reshape(by_head)).reshape(
+            x.shape
+        )
 
     def scaled(self, x: Any) -> Any:
         """Return a branch, or its gradient, times the model's factor."""
@@ -236,7 +249,9 @@ class Stages:
     def _split_heads(self, g: Any) -> Any:
         """[B, C, H h] -> [B, K, G C, h]."""
         rows, queries, _ = g.shape
-        by_head = g.reshape(rows, queries, self.dims.heads, self.dims.head_dim).transpose(0, 2, 1, 3)
+        by_head = g.reshape(rows, queries, self.dims.heads, self.dims.head_dim).transpose(
+            0, 2, 1, 3
+        )
         return by_head.reshape(rows, self.dims.kv_heads, -1, self.dims.head_dim)
 
     def out(self, a: Arrays) -> Arrays:
@@ -264,7 +279,11 @@ class Stages:
         return {"mn": n, **self._gate_up_h(n, a)}
 
     def _gate_up_h(self, n: Any, a: Arrays) -> Arrays:
-        return {f"{target}.h": self.h(n, a, target) for target in self.settings.gate_up_targets if self.has(target)}
+        return {
+            f"{target}.h": self.h(n, a, target)
+            for target in self.settings.gate_up_targets
+            if self.has(target)
+        }
 
     def gate_up(self, a: Arrays) -> Arrays:
         """Return a tile of the gate and of what it lets through: [B, T, F] each."""
@@ -355,11 +374,15 @@ class Stages:
                 rows = GATE_UP if self.traits.fused else (own,)
                 gh = sum((a[f"{target}.gh"] for target in rows[1:]), a[f"{rows[0]}.gh"])
                 out[f"{own}.dA"] = self.outer(gh, a["mn"])
-                out[f"{own}.dB"] = _concatenated([joined(a, f"{target}.dB", 0) for target in rows], 0)
+                out[f"{own}.dB"] = _concatenated(
+                    [joined(a, f"{target}.dB", 0) for target in rows], 0
+                )
                 gn = gn + gh @ a[f"{own}.A"]
         if self.has("down_proj"):
             out["down_proj.dA"] = joined(a, "down_proj.dA", 1)
-            out["down_proj.dB"] = self.outer(self.settings.scale * a.get("gb", a["g"]), a["down_proj.h"])
+            out["down_proj.dB"] = self.outer(
+                self.settings.scale * a.get("gb", a["g"]), a["down_proj.h"]
+            )
         gm = a["g"].astype(self.sums) + self.normed_backward(a, "before_mlp", a["m"], gn)
         return {"gm": gm.astype(self.dtype), **out}
 
@@ -384,7 +407,9 @@ class Stages:
         p, go = self._probabilities(q, k, a.get("window.weight")), self._split_heads(a["go"])
         gv = p.swapaxes(-1, -2) @ go
         gp = go @ v.swapaxes(-1, -2)
-        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * self.score_scale  # the softmax's Jacobian, row by row
+        gs = (
+            p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * self.score_scale
+        )  # the softmax's Jacobian, row by row
         gk = gs.swapaxes(-1, -2) @ q.reshape(*go.shape)
         gq = (gs @ k).reshape(rows, -1, queries, width)
         return {
@@ -403,7 +428,10 @@ class Stages:
         heads: Arrays = {}
         for target in self.settings.attention_targets[:2]:
             heads |= self._named_heads(target, self.linear(a["n"], a, target, a.get(f"{target}.h")))
-        gradients = {name: self.normed_backward(a, name, heads[name], self._flat(a[f"g{name}"])) for name in "qk"}
+        gradients = {
+            name: self.normed_backward(a, name, heads[name], self._flat(a[f"g{name}"]))
+            for name in "qk"
+        }
         return {f"g{name}": self._by_head(g).astype(self.dtype) for name, g in gradients.items()}
 
     def project_backward(self, a: Arrays) -> Arrays:
@@ -418,7 +446,9 @@ class Stages:
 
     def norm_backward(self, a: Arrays) -> Arrays:
         """Return the gradient of the block's input."""
-        gx = a["gm"].astype(self.sums) + self.normed_backward(a, "before_attention", a["x"], a["gn"])
+        gx = a["gm"].astype(self.sums) + self.normed_backward(
+            a, "before_attention", a["x"], a["gn"]
+        )
         return {"g": gx.astype(self.dtype)}
 
 

@@ -108,7 +108,10 @@ def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Pa
 
     def build(folder: Path) -> dict[str, Any]:
         write_weights(source, folder)
-        return {"sha256": files.source.sha256, "settings": json.dumps([settings.dtype, settings.bits])}
+        return {
+            "sha256": files.source.sha256,
+            "settings": json.dumps([settings.dtype, settings.bits]),
+        }
 
     folder = cache.convert_once(key, files.source.source, build)
     cache.read_record(folder)

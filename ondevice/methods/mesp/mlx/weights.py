@@ -69,7 +69,9 @@ class Renamed:
         return self.new + name.removeprefix(self.old)
 
     def get(self, operand: Operand) -> Any:
-        return self.block.get(Operand(self._name(operand.name), operand.axis, operand.start, operand.stop))
+        return self.block.get(
+            Operand(self._name(operand.name), operand.axis, operand.start, operand.stop)
+        )
 
     def drop(self, name: str) -> None:
         self.block.drop(self._name(name))
@@ -86,7 +88,14 @@ class Weights:
     """
 
     def __init__(
-        self, blocks: list[Any], table: Any, final: Any, *, tied: bool, bits: int | None, streamed: bool
+        self,
+        blocks: list[Any],
+        table: Any,
+        final: Any,
+        *,
+        tied: bool,
+        bits: int | None,
+        streamed: bool,
     ) -> None:
         self.blocks, self.table, self.final = blocks, table, final
         self.tied, self.streamed = tied, streamed
@@ -99,7 +108,9 @@ class Weights:
 
     def embedding_rows(self, numbers: np.ndarray) -> dict[str, Any]:
         """Return `rows.*` of these tokens [n], as the stage `embed` takes them."""
-        return {f"rows.{part}": self.table.rows(f"embedding.{part}", numbers) for part in self.parts}
+        return {
+            f"rows.{part}": self.table.rows(f"embedding.{part}", numbers) for part in self.parts
+        }
 
     def head_rows(self, numbers: np.ndarray) -> dict[str, Any]:
         """Return `rows.*` of the head for these labels [n], as the stages of the loss take them."""
@@ -184,7 +195,9 @@ class TensorFile:
         entry = self.entries.get(name)
         if entry is None or entry.dtype not in _TYPES:
             received = "no such tensor" if entry is None else entry.dtype
-            raise ModelError(f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received)
+            raise ModelError(
+                f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received
+            )
         return entry.dtype, entry.start, entry.shape
 
     def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
@@ -246,11 +259,18 @@ class Source:
         """Return one block's arrays by their names in the instructions, evaluated."""
         place, settings, dims = f"model.layers.{layer}", self.settings, self.settings.dims
         traits = dims.traits
-        arrays = {f"{NORMS[at]}.weight": self.factor(f"{place}.{module}.weight") for at, module in traits.norms}
+        arrays = {
+            f"{NORMS[at]}.weight": self.factor(f"{place}.{module}.weight")
+            for at, module in traits.norms
+        }
         if traits.windows:
-            arrays["window.weight"] = mx.array([traits.window(layer) or float("inf")], dtype=mx.float32)
+            arrays["window.weight"] = mx.array(
+                [traits.window(layer) or float("inf")], dtype=mx.float32
+            )
         if settings.rope_by_layer:
-            rotation = settings.rope.of_layer(settings.rotary_width, traits.rotated(layer), bool(traits.window(layer)))
+            rotation = settings.rope.of_layer(
+                settings.rotary_width, traits.rotated(layer), bool(traits.window(layer))
+            )
             arrays["rope.weight"] = mx.array(rotation, dtype=mx.float32)
         for target in dims.linear_shapes:
             name = f"{place}.{self.parents[target]}.{target}"
@@ -274,7 +294,12 @@ class Source:
             else:
                 each = [
                     self._packed_or_dense(
-                        _join([self.vector(f"{mlp}.experts.{number}.{part}_proj.weight") for part in parts])
+                        _join(
+                            [
+                                self.vector(f"{mlp}.experts.{number}.{part}_proj.weight")
+                                for part in parts
+                            ]
+                        )
                     )
                     for number in range(self.settings.dims.experts)
                 ]
@@ -293,15 +318,25 @@ class Source:
         parts = matrix_parts(settings.bits)
         if not settings.bits:
             return {"weight": weight}
-        packed = dict(zip(parts, mx.quantize(weight, group_size=settings.group_size, bits=settings.bits), strict=True))
+        packed = dict(
+            zip(
+                parts,
+                mx.quantize(weight, group_size=settings.group_size, bits=settings.bits),
+                strict=True,
+            )
+        )
         mx.eval(packed)
         return packed
 
     def table(self) -> dict[str, Any]:
         """Return the embedding, and the head where it is another."""
-        tables = {"embedding": "model.embed_tokens"} | ({} if self.settings.dims.tied else {"head": "lm_head"})
+        tables = {"embedding": "model.embed_tokens"} | (
+            {} if self.settings.dims.tied else {"head": "lm_head"}
+        )
         return {
-            f"{ours}.{part}": array for ours, theirs in tables.items() for part, array in self.matrix(theirs).items()
+            f"{ours}.{part}": array
+            for ours, theirs in tables.items()
+            for part, array in self.matrix(theirs).items()
         }
 
     def final(self) -> dict[str, Any]:
@@ -319,8 +354,12 @@ class Source:
         file = self._file(f"{name}.weight")
         if f"{name}.scales" in self.of:
             if not self.settings.bits:
-                raise ModelError(f"{self.folder}: the weights are packed", expected="method.bits: 4")
-            return {part: self._packed(f"{name}.{part}") for part in matrix_parts(self.settings.bits)}
+                raise ModelError(
+                    f"{self.folder}: the weights are packed", expected="method.bits: 4"
+                )
+            return {
+                part: self._packed(f"{name}.{part}") for part in matrix_parts(self.settings.bits)
+            }
         if not self.settings.bits:
             weight = file.read(f"{name}.weight").astype(self.dtype)
             mx.eval(weight)
@@ -328,10 +367,19 @@ class Source:
         tiles: list[tuple[Any, ...]] = []
         count = file.shape(f"{name}.weight")[0]
         for low in range(0, count, PACKED_ROWS):
-            rows = file.read(f"{name}.weight", low, min(low + PACKED_ROWS, count)).astype(self.dtype)
-            tiles.append(tuple(mx.quantize(rows, group_size=self.settings.group_size, bits=self.settings.bits)))
+            rows = file.read(f"{name}.weight", low, min(low + PACKED_ROWS, count)).astype(
+                self.dtype
+            )
+            tiles.append(
+                tuple(
+                    mx.quantize(rows, group_size=self.settings.group_size, bits=self.settings.bits)
+                )
+            )
             mx.eval(tiles[-1])
-        joined = {part: _join([tile[i] for tile in tiles]) for i, part in enumerate(matrix_parts(self.settings.bits))}
+        joined = {
+            part: _join([tile[i] for tile in tiles])
+            for i, part in enumerate(matrix_parts(self.settings.bits))
+        }
         mx.eval(joined)
         return joined
 
@@ -343,7 +391,11 @@ class Source:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self.of:
-            raise ModelError(f"{self.folder}: the weights lack a tensor", expected=name, hint="copy the model again")
+            raise ModelError(
+                f"{self.folder}: the weights lack a tensor",
+                expected=name,
+                hint="copy the model again",
+            )
         return self.of[name]
 
 
@@ -359,4 +411,6 @@ def read_weights(source: Source) -> Weights:
     for layer in range(settings.dims.layers):
         blocks.append(ResidentBlock(source.block(layer)))
         mx.clear_cache()
-    return Weights(blocks, table, final, tied=settings.dims.tied, bits=settings.bits, streamed=False)
+    return Weights(
+        blocks, table, final, tied=settings.dims.tied, bits=settings.bits, streamed=False
+    )

@@ -61,10 +61,14 @@ def algorithm_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Algorithm:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
     grouped = q.shape[1] != k.shape[1]
     chosen = torch.ops.aten._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)
-    return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value and q.shape[2] > 1 else "flash"  # cuDNN needs two
+    return (
+        "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value and q.shape[2] > 1 else "flash"
+    )  # cuDNN needs two
 
 
-def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, how: Scores | None = None) -> tuple[Tensor, Any]:
+def attend(
+    q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, how: Scores | None = None
+) -> tuple[Tensor, Any]:
     """Compute softmax(q k^T / sqrt(h)) v under the causal mask, or with scores made as `how` says.
 
     Args:
@@ -79,14 +83,23 @@ def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, how: Scores | None = 
         return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh, how=how), None
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
     if algorithm == "cudnn":
-        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=how.scale)
+        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, scale=how.scale
+        )
     else:
-        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=how.scale)
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, scale=how.scale
+        )
     return outputs[0].transpose(1, 2).contiguous(), (algorithm, *outputs[:8])
 
 
 def attend_backward(
-    g_BTHh: Tensor, q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, kept: Any, how: Scores | None = None
+    g_BTHh: Tensor,
+    q_BTHh: Tensor,
+    k_BTKh: Tensor,
+    v_BTKh: Tensor,
+    kept: Any,
+    how: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in their shapes, from that of the output."""
     how = how or Scores(q_BTHh.shape[-1] ** -0.5)
@@ -97,15 +110,21 @@ def attend_backward(
     aten = torch.ops.aten
     if algorithm == "cudnn":
         backward = aten._scaled_dot_product_cudnn_attention_backward
-        gradients = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True, scale=how.scale)
+        gradients = backward(
+            g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True, scale=how.scale
+        )
     else:
         backward = aten._scaled_dot_product_flash_attention_backward
-        gradients = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset, scale=how.scale)
+        gradients = backward(
+            g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset, scale=how.scale
+        )
     gq, gk, gv = (x.transpose(1, 2) for x in gradients)
     return gq, gk, gv
 
 
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, how: Scores | None = None) -> Tensor:
+def attend_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, how: Scores | None = None
+) -> Tensor:
     """Return attention written out.
 
     Args:
@@ -127,7 +146,12 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def attend_in_chunks_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, how: Scores | None = None
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    how: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q.

@@ -38,7 +38,9 @@ PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None, 
 """Settings of the hand-written backward pass, which a block that is differentiated has not."""
 
 
-def differentiated_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[LoraParameters, ...]:
+def differentiated_parameters(
+    loaded: LoadedModel, config: MespConfig
+) -> tuple[LoraParameters, ...]:
     """List the parameters of a run over blocks that are not known.
 
     Raises:
@@ -74,7 +76,11 @@ class Call:
         self.first = bool(arguments)
         self.arguments, self.named = list(arguments), dict(named)
         self.hidden: Tensor = self.arguments[0] if self.first else self.named["hidden_states"]
-        self.stores = {place: dict(value) for place, value in self.named.items() if isinstance(value, MutableMapping)}
+        self.stores = {
+            place: dict(value)
+            for place, value in self.named.items()
+            if isinstance(value, MutableMapping)
+        }
 
     def run(self, block: Callable[..., Any], hidden: Tensor, stores: Mapping[str, Any]) -> Tensor:
         """Call the block with another hidden state, and with dictionaries of its own."""
@@ -141,15 +147,21 @@ class DifferentiatedModel:
             than the residual stream and dictionaries of tensors.
     """
 
-    def __init__(self, loaded: LoadedModel, weights: Whole, optimizer: Optimizer, config: MespConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel, weights: Whole, optimizer: Optimizer, config: MespConfig
+    ) -> None:
         self.family, self.config, self.optimizer = loaded.family, config, optimizer
         self.blocks: list[Any] = list(find_blocks(loaded.model)[1])
-        self.leaves: list[dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]]] = [{} for _ in self.blocks]
+        self.leaves: list[dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]]] = [
+            {} for _ in self.blocks
+        ]
         for key, one in optimizer.parameters.items():
             a, b = optimizer.tensors[one.a_name], optimizer.tensors[one.b_name]
             if one.experts > 1:
                 self.leaves[one.layer][key] = nn.Parameter(a), nn.Parameter(b)
-                weights.change(one.name, ExpertsChange(*self.leaves[one.layer][key], one.experts, config.scale))
+                weights.change(
+                    one.name, ExpertsChange(*self.leaves[one.layer][key], one.experts, config.scale)
+                )
                 continue
             base = self.family.module(one.name)
             layer = LoRALinear.from_base(base, config.rank, config.alpha, a, b)
@@ -169,7 +181,9 @@ class DifferentiatedModel:
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
         with self._blocks_as(_whole_block):
-            return row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)[0].float()
+            return row_nll(
+                self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers
+            )[0].float()
 
     @torch.no_grad()
     def forward_backward(
@@ -187,7 +201,9 @@ class DifferentiatedModel:
 
         return self._gradients(ids_BT, labels_BT, scale, apply)
 
-    def _gradients(self, ids_BT: Tensor, labels_BT: Tensor, scale: float, on_block: Callable[..., None]) -> Tensor:
+    def _gradients(
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, on_block: Callable[..., None]
+    ) -> Tensor:
         calls, last = self._forward(ids_BT)
         total, g = self._end(ids_BT, labels_BT, last, scale)
         del last
@@ -205,7 +221,9 @@ class DifferentiatedModel:
         def keep(layer: int, block: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
             call = Call(arguments, named)
             if layer != len(calls) or (outputs and not _same(call.hidden, outputs.pop())):
-                raise _refused(self.family, "the blocks do not read each other's outputs one after the other")
+                raise _refused(
+                    self.family, "the blocks do not read each other's outputs one after the other"
+                )
             calls.append(call)
             result = _whole_block(layer, block, *arguments, **named)
             outputs.append(_first(result))
@@ -218,7 +236,9 @@ class DifferentiatedModel:
             raise _refused(self.family, f"{len(calls)} of {len(self.blocks)} blocks were called")
         return calls, outputs.pop()
 
-    def _end(self, ids_BT: Tensor, labels_BT: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _end(
+        self, ids_BT: Tensor, labels_BT: Tensor, last: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """The summed loss, and the gradient of the last block's output."""
         leaf = last.detach().requires_grad_(True)
 
@@ -227,7 +247,9 @@ class DifferentiatedModel:
 
         with torch.enable_grad(), self._blocks_as(pass_on):
             hidden_ND, labels_N = shift(self.family.hidden(ids_BT), labels_BT)
-            nll = method_token_nll(self.family, hidden_ND, labels_N, self.config.loss_tiles, self.config.answers)
+            nll = method_token_nll(
+                self.family, hidden_ND, labels_N, self.config.loss_tiles, self.config.answers
+            )
             total = nll.sum()
         (g,) = torch.autograd.grad(total, leaf)
         return total.detach().float(), g * scale
@@ -243,7 +265,10 @@ class DifferentiatedModel:
         """
         x = call.hidden.detach().requires_grad_(True)
         taken: dict[tuple[str, Any, int], Tensor] = {}
-        stores = {place: _with_leaves(place, held, call.named[place], taken) for place, held in call.stores.items()}
+        stores = {
+            place: _with_leaves(place, held, call.named[place], taken)
+            for place, held in call.stores.items()
+        }
         with torch.enable_grad(), parametrize.cached():
             outputs, gradients = [call.run(self.blocks[layer], x, stores)], [g]
             for key, value in _tensors(stores):
@@ -259,7 +284,9 @@ class DifferentiatedModel:
         of_leaves = iter(found[1 + len(taken) :])
         result = {}
         for key, pair in self.leaves[layer].items():
-            a, b = (torch.zeros_like(leaf) if one is None else one for leaf, one in zip(pair, of_leaves))
+            a, b = (
+                torch.zeros_like(leaf) if one is None else one for leaf, one in zip(pair, of_leaves)
+            )
             result[key] = (a, b)
         return torch.zeros_like(x) if found[0] is None else found[0], result
 
@@ -294,16 +321,23 @@ class DifferentiatedModel:
                 self._gradients(ids, ids, 1.0, lambda layer, gradients: found.update(gradients))
             with torch.enable_grad(), self._blocks_as(_whole_block):
                 hidden_ND, labels_N = shift(self.family.hidden(ids), ids)
-                nll = method_token_nll(self.family, hidden_ND, labels_N, self.config.loss_tiles, self.config.answers)
+                nll = method_token_nll(
+                    self.family, hidden_ND, labels_N, self.config.loss_tiles, self.config.answers
+                )
             theirs = torch.autograd.grad(nll.sum(), listed, materialize_grads=True)
         except (RuntimeError, KeyError, TypeError) as error:
-            raise _refused(self.family, f"a block cannot run by itself: {str(error).splitlines()[0]}") from error
+            raise _refused(
+                self.family, f"a block cannot run by itself: {str(error).splitlines()[0]}"
+            ) from error
         finally:
             with torch.no_grad():
                 for leaf, value in zip(listed, saved, strict=True):
                     leaf.copy_(value)
         ours = [value for block in self.leaves for key in block for value in found[key]]
-        wrong = sum(float((a - b).double().square().sum()) for a, b in zip(ours, theirs, strict=True)) ** 0.5
+        wrong = (
+            sum(float((a - b).double().square().sum()) for a, b in zip(ours, theirs, strict=True))
+            ** 0.5
+        )
         size = sum(float(value.double().square().sum()) for value in theirs) ** 0.5
         limit = PROBE_ERROR if next(iter(theirs)).dtype == self.family.head_weight.dtype else 0.05
         if not wrong <= limit * size:
@@ -313,7 +347,9 @@ class DifferentiatedModel:
 
 def _refused(family: Any, reason: str) -> ModelError:
     """Build the refusal of a model whose blocks cannot be differentiated alone."""
-    unknown = family.dims.unknown("method mesp") if isinstance(family, AnyDecoder) else ModelError("")
+    unknown = (
+        family.dims.unknown("method mesp") if isinstance(family, AnyDecoder) else ModelError("")
+    )
     return ModelError(
         f"mesp cannot differentiate the blocks of {family.dims.family} one by one: {reason}",
         expected="blocks that hand on the residual stream, and no more than dictionaries of tensors beside it",
@@ -324,7 +360,9 @@ def _refused(family: Any, reason: str) -> ModelError:
 
 def _same(x: Tensor, y: Tensor) -> bool:
     """Return True for one tensor, or another view of all of it."""
-    return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
+    return x is y or (
+        x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr()
+    )
 
 
 def _first(result: Any) -> Tensor:
@@ -351,7 +389,9 @@ def _with_leaves(
     return result
 
 
-def _tensors(stores: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[tuple[str, Any, int], Tensor]]:
+def _tensors(
+    stores: Mapping[str, Mapping[Any, Any]],
+) -> Iterator[tuple[tuple[str, Any, int], Tensor]]:
     for place, held in stores.items():
         for key, value in held.items():
             for number, one in enumerate(value if isinstance(value, tuple | list) else (value,)):

@@ -29,14 +29,18 @@ class TorchKernels:
     name = "torch"
     in_place = True
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    ) -> Tensor:
         """Compute x W^T + bias, added into `into`'s memory if given."""
         if into is None:
             return functional.linear(x, weight, bias)
         into.addmm_(x, weight.t())
         return into if bias is None else into.add_(bias)
 
-    def frozen_linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None) -> Tensor:
+    def frozen_linear(
+        self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None
+    ) -> Tensor:
         """Compute `linear` with a frozen matrix W."""
         return self.linear(x, matrix.dense(), bias, into)
 
@@ -51,11 +55,15 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = wide(x)
         r = torch.rsqrt((x32 * x32).mean(-1, keepdim=True).add_(eps))
-        if weight.dtype != x.dtype:  # a factor in float32 (1 + w) is multiplied before it is rounded
+        if (
+            weight.dtype != x.dtype
+        ):  # a factor in float32 (1 + w) is multiplied before it is rounded
             return cast(x32 * r * weight, x.dtype)
         return cast(x32 * r, x.dtype) * weight
 
-    def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
+    ) -> Tensor:
         """Compute g + the gradient of x from that of its norm, in g's memory (appendix A.3).
 
         With r = 1 / rms(x) and gw = gn w the gradient is r (gw - x r^2 mean(gw x)).
@@ -70,7 +78,9 @@ class TorchKernels:
         """Rotate [B, T, heads, h], in their memory; with the sine's sign changed it is its own backward pass."""
         cos, sin = position
         for x in (q, k):
-            first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)  # the rest of a head is not rotated
+            first, second = x[..., : 2 * cos.shape[-1]].chunk(
+                2, -1
+            )  # the rest of a head is not rotated
             kept = first.clone()
             first.mul_(cos).addcmul_(second, sin, value=-1.0)
             second.mul_(cos).addcmul_(kept, sin)
@@ -93,13 +103,17 @@ class TorchKernels:
         act = functional.gelu(gate, approximate="tanh")
         return act.mul_(up) if self.in_place else act * up
 
-    def glu_backward(self, activation: str, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def glu_backward(
+        self, activation: str, gate: Tensor, up: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return gradients of gate and up; the memory of all three arguments is used up."""
         if activation == "silu":
             return self.swiglu_backward(gate, up, g)
         aten = torch.ops.aten
         if not self.in_place:
-            return aten.gelu_backward(g * up, gate, approximate="tanh"), g * functional.gelu(gate, approximate="tanh")
+            return aten.gelu_backward(g * up, gate, approximate="tanh"), g * functional.gelu(
+                gate, approximate="tanh"
+            )
         up.mul_(g)
         aten.gelu_backward.grad_input(up, gate, approximate="tanh", grad_input=up)
         return up, g.mul_(aten.gelu_(gate, approximate="tanh"))
@@ -133,7 +147,9 @@ class GraphKernels(TorchKernels):
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    ) -> Tensor:
         y = functional.linear(x, weight, bias)
         return y if into is None else into + y
 
@@ -182,12 +198,16 @@ class LigerKernels(TorchKernels):
 
         return ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
 
-    def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
+    ) -> Tensor:
         if weight.dtype != x.dtype:
             return super().rms_norm_backward(x, weight, eps, gn, g)
         from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
 
-        _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)
+        _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(
+            x, weight, eps, 0.0, "llama", None
+        )
         gradients = ops.rms_norm_backward(
             gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False
         )

@@ -107,7 +107,9 @@ class Loss:
     def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
         """Return the gradient of x from that of its norm."""
         gn = gn if self.scale == 1.0 else gn * self.scale
-        return self.kernels.rms_norm_backward(x, self.norm_weight, self.eps, gn, torch.zeros_like(x))
+        return self.kernels.rms_norm_backward(
+            x, self.norm_weight, self.eps, gn, torch.zeros_like(x)
+        )
 
     def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp of each token's logits, and its label's logit (0 where there is none), float32 [n].
@@ -123,11 +125,14 @@ class Loss:
             for number, (h, t) in enumerate(chunks):
                 sums[number] = next_sums(sums[number], self._logits(h, weight), t - low)
         maximum, total, wanted = (
-            _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None]) for i in range(3)
+            _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None])
+            for i in range(3)
         )
         return maximum + total.log(), wanted
 
-    def hidden_gradient(self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+    def hidden_gradient(
+        self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor
+    ) -> Tensor:
         """Return the gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over
         tiles."""
         chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
@@ -137,7 +142,9 @@ class Loss:
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
                 logits = self._logits(h, weight)
-                slope = 1.0 - (logits / self.cap) ** 2 if self.cap else None  # of the cap, by what it gave
+                slope = (
+                    1.0 - (logits / self.cap) ** 2 if self.cap else None
+                )  # of the cap, by what it gave
                 p = logits_gradient(logits, t - low, lse_of_h, w)
                 p = p if slope is None else p.mul_(slope)
                 gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
@@ -155,7 +162,13 @@ class Loss:
     def _tiles(self, again: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and rows of each tile."""
         for number, (low, high) in enumerate(self.bounds):
-            then = self.bounds[number + 1] if number + 1 < len(self.bounds) else self.bounds[0] if again else None
+            then = (
+                self.bounds[number + 1]
+                if number + 1 < len(self.bounds)
+                else self.bounds[0]
+                if again
+                else None
+            )
             yield low, self.head.tile(low, high, then)
 
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +183,9 @@ def labelled(labels_BT: Tensor) -> int:
 
 def next_labels(labels_BT: Tensor) -> Tensor:
     """Return the label that each position predicts, int64 [N]; the last position of a row predicts nothing."""
-    last = torch.full((labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device)
+    last = torch.full(
+        (labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device
+    )
     return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
 
 

@@ -115,7 +115,9 @@ class Blocks:
         gq, gk, gv = s.attend_backward(block, go, q, k, v, kept)
         del go, q, k, v, kept
         gq, gk = s.rope_backward(block, gq, gk, position)
-        n = s.norm(block, x)  # a second time: it was let go while the MLP and attention had the memory
+        n = s.norm(
+            block, x
+        )  # a second time: it was let go while the MLP and attention had the memory
         gn = s.project_backward(block, n, (gq, gk, gv), on_gradient, last)
         del n, gq, gk, gv
         return g if gn is None else s.norm_backward(block, x, gn, g)
@@ -143,7 +145,9 @@ class Blocks:
         sums.finish()
         return g
 
-    def _mlp_chunk_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+    def _mlp_chunk_backward(
+        self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
+    ) -> Tensor:
         s = self.stages
         if block.mlp is not None:
             return s.other_mlp_backward(block, m, g, on_gradient)
@@ -166,12 +170,23 @@ class Model:
     """A frozen model with its trained parameters; nothing here is kept from one call to the next."""
 
     def __init__(self, weights: Weights, optimizer: Optimizer, config: MespConfig) -> None:
-        self.weights, self.optimizer, self.config, self.dims = weights, optimizer, config, weights.dims
+        self.weights, self.optimizer, self.config, self.dims = (
+            weights,
+            optimizer,
+            config,
+            weights.dims,
+        )
         kernels = choose(config.kernels, weights.device.type)
         stages = Stages(weights.dims, kernels, config.store_h)
         usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
         self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
-        loss = (weights.norm, weights.dims.norm_eps, kernels, config.loss_tiles, config.loss_chunk_tokens)
+        loss = (
+            weights.norm,
+            weights.dims.norm_eps,
+            kernels,
+            config.loss_tiles,
+            config.loss_chunk_tokens,
+        )
         traits = weights.dims.traits
         self.loss = Loss(weights, *loss, scale=traits.logit_scale, cap=traits.logit_cap)
         self.answer_loss = None
@@ -217,7 +232,9 @@ class Model:
             self.inputs.prefetch(i - 1, 0)
             with self.weights.block(i, i - 1 if i else None) as frozen:
                 block = self.block(i, frozen)
-                g = self.blocks.backward(block, x, g, positions(i), rows, self.on_gradient(i), last=i == 0)
+                g = self.blocks.backward(
+                    block, x, g, positions(i), rows, self.on_gradient(i), last=i == 0
+                )
             self.optimizer.flush()
             self.inputs.done(i, 0)
             del x

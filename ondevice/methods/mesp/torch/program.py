@@ -51,8 +51,12 @@ class Table(nn.Module):
         """Return [N, D]."""
         rows: Tensor | None = None
         for low, high in self.bounds:
-            looked_up = nn.functional.embedding((ids_N - low).clamp(0, high - low - 1), self.tile(low, high))
-            rows = looked_up if rows is None else torch.where((ids_N >= low)[:, None], looked_up, rows)
+            looked_up = nn.functional.embedding(
+                (ids_N - low).clamp(0, high - low - 1), self.tile(low, high)
+            )
+            rows = (
+                looked_up if rows is None else torch.where((ids_N >= low)[:, None], looked_up, rows)
+            )
         assert rows is not None  # noqa: S101 - there is a tile
         return rows
 
@@ -66,9 +70,16 @@ class MespProgram(nn.Module):
         lengths_tokens: lengths that the program is for; each has its own positions and mask.
     """
 
-    def __init__(self, loaded: LoadedModel, config: MespConfig, lengths_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: MespConfig, lengths_tokens: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self.loaded, self.family, self.dims, self.config = loaded, loaded.family, loaded.dims, config
+        self.loaded, self.family, self.dims, self.config = (
+            loaded,
+            loaded.family,
+            loaded.dims,
+            config,
+        )
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, ("windows",), "a program of a whole step"
         )
@@ -82,7 +93,9 @@ class MespProgram(nn.Module):
             cos, sin = halves(loaded.family.positions(length, "cpu", torch.float32))
             self.register_buffer(f"cos_{length}", cos)
             self.register_buffer(f"sin_{length}", sin)
-            self.register_buffer(f"mask_{length}", torch.full((length, length), float("-inf")).triu(1))
+            self.register_buffer(
+                f"mask_{length}", torch.full((length, length), float("-inf")).triu(1)
+            )
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -123,17 +136,23 @@ class MespProgram(nn.Module):
             def keep(target: str, ga: Tensor, gb: Tensor, gradients: dict = gradients) -> None:
                 gradients[target] = (ga, gb)
 
-            g = blocks.backward(self._block(i, adapter), inputs.pop(), g, position, rows, keep, last=i == 0)
+            g = blocks.backward(
+                self._block(i, adapter), inputs.pop(), g, position, rows, keep, last=i == 0
+            )
             bounds, vectors = self.layout.layer_range(i), (adapter, *moments)
             entries = self.layout.of_layer(i)
             ranges.insert(0, updated(self.config, entries, bounds, gradients, vectors, step, rate))
-        vectors = (torch.cat([values[number] for values in ranges]) for number in range(1 + len(moments)))
+        vectors = (
+            torch.cat([values[number] for values in ranges]) for number in range(1 + len(moments))
+        )
         return (total / count, *vectors)
 
     def evaluate(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
         """Return summed negative log likelihood and labelled tokens of each row, float32 [rows]."""
         loss, targets = self._computes(ids_BT)[1], next_labels(labels_BT)
-        lse, wanted = loss.log_sum_exp(loss.norm(self._hidden(ids_BT, adapter)), targets, again=False)
+        lse, wanted = loss.log_sum_exp(
+            loss.norm(self._hidden(ids_BT, adapter)), targets, again=False
+        )
         active = (targets != IGNORE).to(torch.float32)
         rows = (ids_BT.shape[0], -1)
         return ((lse - wanted) * active).view(rows).sum(1), active.view(rows).sum(1)
@@ -142,16 +161,22 @@ class MespProgram(nn.Module):
         """Return logits float32 [vocab] behind the first `length` tokens."""
         x = self._hidden(ids_1T, adapter).index_select(0, length - 1)
         hidden = self._computes(ids_1T)[1].norm(x)
-        return torch.cat([nn.functional.linear(hidden, self.head.tile(*tile))[0] for tile in self.head.bounds])
+        return torch.cat(
+            [nn.functional.linear(hidden, self.head.tile(*tile))[0] for tile in self.head.bounds]
+        )
 
-    def gradients(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return loss and gradient of the adapter, as what SGD at rate 1 changes: for checks."""
         with torch.no_grad():
             sgd = self.config.model_copy(update={"optimizer": "sgd", "weight_decay": 0.0})
             kept, self.config = self.config, sgd
             try:
                 rate = torch.ones(1)
-                loss, after = self.train_step(ids_BT, labels_BT, adapter, (), torch.zeros(1, dtype=torch.int64), rate)
+                loss, after = self.train_step(
+                    ids_BT, labels_BT, adapter, (), torch.zeros(1, dtype=torch.int64), rate
+                )
             finally:
                 self.config = kept
         return loss, adapter - after
@@ -179,8 +204,12 @@ class MespProgram(nn.Module):
             linear, entry, a, b = self.family.linear(i, target), entries.get(target), None, None
             if entry is not None:
                 lora = entry.parameters
-                a = adapter[entry.a : entry.a + lora.rank * lora.inputs].view(lora.rank, lora.inputs)
-                b = adapter[entry.b : entry.b + lora.rank * lora.outputs].view(lora.rank, lora.outputs)
+                a = adapter[entry.a : entry.a + lora.rank * lora.inputs].view(
+                    lora.rank, lora.inputs
+                )
+                b = adapter[entry.b : entry.b + lora.rank * lora.outputs].view(
+                    lora.rank, lora.outputs
+                )
             linears[target] = Linear(Dense(linear.weight), linear.bias, a, b, self.config.scale)  # type: ignore[arg-type]
         norms = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
         return Block(norms, linears, i)  # type: ignore[arg-type]
@@ -188,7 +217,9 @@ class MespProgram(nn.Module):
     def _count(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT[:, 1:] != IGNORE).to(torch.float32).sum().clamp(min=1.0).view(1)
 
-    def _loss_and_gradient(self, loss: Loss, x: Tensor, labels_BT: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss_and_gradient(
+        self, loss: Loss, x: Tensor, labels_BT: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The summed loss [1] and `scale` times its gradient in x.
 
         All positions are computed, those without a label with weight 0: a graph's shapes cannot depend on labels.

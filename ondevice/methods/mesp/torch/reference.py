@@ -27,7 +27,9 @@ EXPERTS_NDIM = 3
 """Dimensions of a matrix of all experts."""
 
 
-def reference_session(loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None) -> MespSession:
+def reference_session(
+    loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None
+) -> MespSession:
     """Return a session of mesp whose gradients are autograd's, by one graph of all blocks."""
     session = MespSession(loaded, config, seed, device)
     session.model = AutogradModel(session.weights, session.optimizer, config)
@@ -52,13 +54,19 @@ class AutogradModel(Model):
                 for target, layer in block.linears.items():
                     if layer.a is not None and layer.b is not None:
                         leaves[i, target] = (layer.a, layer.b)
-                leaves |= {(i, target): (pair.a_ERI, pair.b_EOR) for target, pair in block.pairs.items()}
+                leaves |= {
+                    (i, target): (pair.a_ERI, pair.b_EOR) for target, pair in block.pairs.items()
+                }
                 x = self.run_block(self.dims, block, x, positions(i), ids_BT.shape[0])
         total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
-        gradients = iter(torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g))
+        gradients = iter(
+            torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g)
+        )
         for i, target in leaves:
             ga, gb = next(gradients).float(), next(gradients).float()
-            self.on_gradient(i)(target, *(peft_layout(ga, gb) if ga.ndim == EXPERTS_NDIM else (ga, gb)))
+            self.on_gradient(i)(
+                target, *(peft_layout(ga, gb) if ga.ndim == EXPERTS_NDIM else (ga, gb))
+            )
         self.optimizer.flush()
         return total
 
@@ -72,15 +80,23 @@ class AutogradModel(Model):
         """See `Model.block`; A and B collect gradients."""
         block = super().block(i, frozen)
         linears = {target: _with_leaves(layer) for target, layer in block.linears.items()}
-        return replace(block, linears=linears, pairs={name: pair.leaf() for name, pair in block.pairs.items()})
+        return replace(
+            block, linears=linears, pairs={name: pair.leaf() for name, pair in block.pairs.items()}
+        )
 
 
-def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
+def block_forward(
+    dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int
+) -> Tensor:
     """Return a block in differentiable operations, [N, D] -> [N, D]: torch's attention, norms in float32."""
     traits = dims.traits
     n = _norm(block, "before_attention", x, dims.norm_eps)
     if traits.fused:
-        own = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim
+        own = (
+            dims.heads * dims.head_dim,
+            dims.kv_heads * dims.head_dim,
+            dims.kv_heads * dims.head_dim,
+        )
         q, k, v = _linear(block, "qkv_proj", n).split(own, -1)
     else:
         q, k, v = (_linear(block, target, n) for target in QKV)
@@ -99,7 +115,11 @@ def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, 
         gate, up = _linear(block, "gate_up_proj", n).chunk(2, -1)
     else:
         gate, up = _linear(block, "gate_proj", n), _linear(block, "up_proj", n)
-    act = functional.silu(gate) if traits.activation == "silu" else functional.gelu(gate, approximate="tanh")
+    act = (
+        functional.silu(gate)
+        if traits.activation == "silu"
+        else functional.gelu(gate, approximate="tanh")
+    )
     y = _linear(block, "down_proj", act * up)
     return m + _norm(block, "after_mlp", y, dims.norm_eps) * traits.residual_scale
 
@@ -109,7 +129,9 @@ def _attention(dims: ModelDims, layer: int, q: Tensor, k: Tensor, v: Tensor) -> 
     traits, length, grouped = dims.traits, q.shape[2], dims.heads != dims.kv_heads
     window, scale = traits.window(layer), traits.score_scale or dims.head_dim**-0.5
     if not traits.score_cap and not 0 < window < length:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     k, v = (x.repeat_interleave(dims.heads // dims.kv_heads, 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)) * scale
     if traits.score_cap:
@@ -122,7 +144,9 @@ def _attention(dims: ModelDims, layer: int, q: Tensor, k: Tensor, v: Tensor) -> 
 def _with_leaves(layer: Linear) -> Linear:
     if layer.a is None or layer.b is None:
         return layer
-    return replace(layer, a=layer.a.detach().requires_grad_(True), b=layer.b.detach().requires_grad_(True))
+    return replace(
+        layer, a=layer.a.detach().requires_grad_(True), b=layer.b.detach().requires_grad_(True)
+    )
 
 
 def _linear(block: Block, target: str, x: Tensor) -> Tensor:
@@ -137,7 +161,9 @@ def _norm(block: Block, place: str, x: Tensor, eps: float) -> Tensor:
         return x
     x32 = wide(x.unflatten(-1, (-1, weight.shape[0])))
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * (x32 if weight.dtype != x.dtype else cast(x32, x.dtype))).to(x.dtype).flatten(-2)
+    return (
+        (weight * (x32 if weight.dtype != x.dtype else cast(x32, x.dtype))).to(x.dtype).flatten(-2)
+    )
 
 
 def _rotate(x: Tensor, position: Position) -> Tensor:

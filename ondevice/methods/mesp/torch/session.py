@@ -45,11 +45,18 @@ class Optimizer:
     several."""
 
     def __init__(
-        self, parameters: tuple[LoraParameters, ...], config: MespConfig, seed: int, device: torch.device
+        self,
+        parameters: tuple[LoraParameters, ...],
+        config: MespConfig,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self.config, self.device = config, device
         self.parameters = {(lora.layer, lora.target): lora for lora in parameters}
-        self.tensors = {name: torch.from_numpy(v).to(device) for name, v in initial_tensors(parameters, seed).items()}
+        self.tensors = {
+            name: torch.from_numpy(v).to(device)
+            for name, v in initial_tensors(parameters, seed).items()
+        }
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
         self.done = 0
@@ -82,7 +89,10 @@ class Optimizer:
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
-        values, gradients = [self.tensors[name] for name, _ in waiting], [gradient for _, gradient in waiting]
+        values, gradients = (
+            [self.tensors[name] for name, _ in waiting],
+            [gradient for _, gradient in waiting],
+        )
         config, rate = self.config, self.learning_rate
         if config.optimizer == "sgd":
             _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
@@ -90,12 +100,29 @@ class Optimizer:
             return
         for name, _ in waiting:
             if name not in self.moments:
-                self.moments[name] = (torch.zeros_like(self.tensors[name]), torch.zeros_like(self.tensors[name]))
+                self.moments[name] = (
+                    torch.zeros_like(self.tensors[name]),
+                    torch.zeros_like(self.tensors[name]),
+                )
         m, v = ([self.moments[name][which] for name, _ in waiting] for which in (0, 1))
-        options = {"beta1": config.beta1, "beta2": config.beta2, "weight_decay": config.weight_decay}
+        options = {
+            "beta1": config.beta1,
+            "beta2": config.beta2,
+            "weight_decay": config.weight_decay,
+        }
         steps = [self.number] * len(values)
         _OPS._fused_adamw_(
-            values, gradients, m, v, [], steps, lr=rate, eps=config.eps, amsgrad=False, maximize=False, **options
+            values,
+            gradients,
+            m,
+            v,
+            [],
+            steps,
+            lr=rate,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+            **options,
         )
 
     def end(self) -> None:
@@ -103,7 +130,9 @@ class Optimizer:
         limit = self.config.max_grad_norm
         if limit is not None and self.sums:
             norm = torch.stack([sums.square().sum() for sums in self.sums.values()]).sum().sqrt()
-            _OPS._foreach_mul_(list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0))  # as in torch's
+            _OPS._foreach_mul_(
+                list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0)
+            )  # as in torch's
         self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
         self.flush()
         self.done += 1
@@ -128,25 +157,37 @@ class Optimizer:
             CheckpointError: naming the first tensor that is missing or of another shape.
         """
         if OPTIMIZER_STEP not in state:
-            raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+            raise CheckpointError(
+                "the checkpoint lacks optimizer_step", hint="resume from an older checkpoint"
+            )
         done = int(state[OPTIMIZER_STEP][0])
-        shapes = {name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()}
+        shapes = {
+            name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()
+        }
         moments = bool(self.config.optimizer == "adamw" and done)
         check_state(state, shapes)
         if moments:
-            check_state(state, {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()})
+            check_state(
+                state,
+                {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()},
+            )
         self.assign({name: state[name] for name in shapes})
         self.done, self.moments = done, {}
         if moments:
             for name in shapes:
-                m, v = (torch.from_numpy(state[f"{moment}/{name}"].copy()).to(self.device) for moment in MOMENTS)
+                m, v = (
+                    torch.from_numpy(state[f"{moment}/{name}"].copy()).to(self.device)
+                    for moment in MOMENTS
+                )
                 self.moments[name] = (m, v)
 
     @torch.no_grad()
     def assign(self, arrays: dict[str, np.ndarray]) -> None:
         """Copy arrays of the right shapes into A and B."""
         for name, value in arrays.items():
-            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)))
+            self.tensors[name].copy_(
+                torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
+            )
 
 
 class MespSession(PackingSession):
@@ -156,7 +197,9 @@ class MespSession(PackingSession):
     lengths_tokens = None
     generator_backend = "none"
 
-    def __init__(self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None) -> None:
+    def __init__(
+        self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None
+    ) -> None:
         self.loaded, self.config = model, config
         self.model: Model | DifferentiatedModel
         with memory_errors("the model", HINT):
@@ -170,7 +213,9 @@ class MespSession(PackingSession):
     def _open_known(self, model: LoadedModel | ModelFiles, seed: int, device: str | None) -> None:
         config = self.config
         family = model.family if isinstance(model, ModelFiles) else type(model.family)
-        parameters = lora_parameters(model.dims, family, config, IN_TORCH, "mesp with streamed weights")
+        parameters = lora_parameters(
+            model.dims, family, config, IN_TORCH, "mesp with streamed weights"
+        )
         if isinstance(model, ModelFiles):
             self.device = torch.device(device or "cpu")
             self.weights: Any = Streamed(model, self.device, config.loss_tiles, config.bits)
@@ -189,10 +234,17 @@ class MespSession(PackingSession):
         parameters = differentiated.differentiated_parameters(model, self.config)
         self.weights = differentiated.Whole(model)
         self.optimizer = Optimizer(parameters, self.config, seed, self.device)
-        self.model = differentiated.DifferentiatedModel(model, self.weights, self.optimizer, self.config)
+        self.model = differentiated.DifferentiatedModel(
+            model, self.weights, self.optimizer, self.config
+        )
 
     def step_placed(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
     ) -> StepResult:
         """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `PackingSession`."""
         check_not_partially_updated(self.partially_updated)
@@ -208,7 +260,9 @@ class MespSession(PackingSession):
             for low in range(0, len(ids_BT), rows):
                 chunk = slice(low, low + rows)
                 places = None if places_BT is None else places_BT[chunk]
-                total += self.model.forward_backward(ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count), places)
+                total += self.model.forward_backward(
+                    ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count), places
+                )
             self.optimizer.end()
             value = float(total) / max(1, count)
         self.partially_updated = False
@@ -235,11 +289,15 @@ class MespSession(PackingSession):
         """Return the trained adapter in PEFT's layout."""
         config = self.config
         arrays = self.optimizer.arrays()
-        return Adapter(arrays, config.rank, config.alpha, targets_of(arrays), self.loaded.source.source)
+        return Adapter(
+            arrays, config.rank, config.alpha, targets_of(arrays), self.loaded.source.source
+        )
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self.optimizer.assign(check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config))
+        self.optimizer.assign(
+            check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config)
+        )
 
     def close(self) -> None:
         """End the reading of files."""

@@ -87,7 +87,9 @@ class Stages:
 
     # Linear layers, appendix A.1.
 
-    def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None, keep: bool = False) -> Tensor:
+    def linear(
+        self, block: Block, target: str, x: Tensor, into: Tensor | None = None, keep: bool = False
+    ) -> Tensor:
         """Return [N, inputs] -> [N, outputs]; with `into` the result is added there. `keep` stores h where asked
         for."""
         layer = block.linears[target]
@@ -100,7 +102,13 @@ class Stages:
         return self.kernels.add_product(y, h, cast(layer.b, x.dtype), layer.scale)
 
     def linear_backward(
-        self, block: Block, target: str, x: Tensor, g: Tensor, on_gradient: OnGradient, into: Tensor | None = None
+        self,
+        block: Block,
+        target: str,
+        x: Tensor,
+        g: Tensor,
+        on_gradient: OnGradient,
+        into: Tensor | None = None,
     ) -> Tensor:
         """Return gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs. 10 to 12) are called
         back.
@@ -133,7 +141,11 @@ class Stages:
         """Compute g W + gh A, added to `into` if given."""
         layer = block.linears[target]
         into = self.kernels.frozen_backward(g, layer.matrix, into)
-        return into if gh is None or layer.a is None else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
+        return (
+            into
+            if gh is None or layer.a is None
+            else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
+        )
 
     # Norms and residuals.
 
@@ -145,25 +157,41 @@ class Stages:
         y = self.kernels.rms_norm(self._last(x, weight), weight, self.dims.norm_eps)
         return y if y.shape == x.shape else y.reshape(x.shape)
 
-    def normed_backward(self, block: Block, place: str, x: Tensor, gn: Tensor, g: Tensor | None = None) -> Tensor:
+    def normed_backward(
+        self, block: Block, place: str, x: Tensor, gn: Tensor, g: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of x from that of its norm, added to g in g's memory if given."""
         weight = block.norms.get(place)
         if weight is None:
             return gn if g is None else g.add_(gn)
         g = torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g
-        parts = (self._last(x, weight), weight, self.dims.norm_eps, self._last(gn, weight), self._last(g, weight))
+        parts = (
+            self._last(x, weight),
+            weight,
+            self.dims.norm_eps,
+            self._last(gn, weight),
+            self._last(g, weight),
+        )
         g = self.kernels.rms_norm_backward(*parts)
         return g if g.shape == x.shape else g.reshape(x.shape)
 
-    def join(self, block: Block, target: str, place: str, into: Tensor, x: Tensor, keep: bool = False) -> Tensor:
+    def join(
+        self, block: Block, target: str, place: str, into: Tensor, x: Tensor, keep: bool = False
+    ) -> Tensor:
         """Compute into + the branch's last linear layer of x, with its norm and factor, in the memory of `into`."""
         if place not in block.norms and self.traits.residual_scale == 1.0:
             return self.linear(block, target, x, into, keep)
         y = self.normed(block, place, self.linear(block, target, x, keep=keep))
         scale = self.traits.residual_scale
-        return into.add_(y, alpha=scale) if self.kernels.in_place else into + (y if scale == 1.0 else y * scale)
+        return (
+            into.add_(y, alpha=scale)
+            if self.kernels.in_place
+            else into + (y if scale == 1.0 else y * scale)
+        )
 
-    def branch_gradient(self, block: Block, target: str, place: str, x: Callable[[], Tensor], g: Tensor) -> Tensor:
+    def branch_gradient(
+        self, block: Block, target: str, place: str, x: Callable[[], Tensor], g: Tensor
+    ) -> Tensor:
         """Return the gradient of the branch's last linear layer from that of the sum; `x` makes the layer's input."""
         scale = self.traits.residual_scale
         g = g if scale == 1.0 else g * scale
@@ -183,16 +211,24 @@ class Stages:
         """Return [N, D] -> [N, D]."""
         return self.normed(block, "before_attention", x)
 
-    def project(self, block: Block, n: Tensor, rows: int, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, block: Block, n: Tensor, rows: int, keep: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
         q, k, v = self._projections(block, n, keep)
         q, k = self.normed(block, "q", q), self.normed(block, "k", k)
         return self._heads(q, rows), self._heads(k, rows), self._heads(v, rows)
 
-    def _projections(self, block: Block, n: Tensor, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def _projections(
+        self, block: Block, n: Tensor, keep: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self.traits.fused:
             dims = self.dims
-            widths = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim)
+            widths = (
+                dims.heads * dims.head_dim,
+                dims.kv_heads * dims.head_dim,
+                dims.kv_heads * dims.head_dim,
+            )
             q, k, v = self.linear(block, "qkv_proj", n, keep=keep).split(widths, -1)
             return q, k, v
         q, k, v = (self.linear(block, target, n, keep=keep) for target in QKV)
@@ -232,17 +268,26 @@ class Stages:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of the rotated q and k, and of v."""
         if self.apart is None:
-            return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept, self.scores(block, q.shape[1]))
+            return self.kernels.attend_backward(
+                g.view(q.shape), q, k, v, kept, self.scores(block, q.shape[1])
+            )
         g, q, k, v = (self.apart.take_apart(x) for x in (g.view(q.shape), q, k, v))
         gq, gk, gv = self.kernels.attend_backward(g, q, k, v, kept, self.scores(block, q.shape[1]))
         return self.apart.together(gq), self.apart.together(gk), self.apart.together(gv)
 
-    def rope_backward(self, block: Block, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+    def rope_backward(
+        self, block: Block, gq: Tensor, gk: Tensor, position: Position
+    ) -> tuple[Tensor, Tensor]:
         """Rotate the gradients back, in their memory: the transpose of a rotation is that by the negative angle."""
         return self.rope(block, gq, gk, (position[0], -position[1]))
 
     def project_backward(
-        self, block: Block, n: Tensor, g: tuple[Tensor, Tensor, Tensor], on_gradient: OnGradient, last: bool = False
+        self,
+        block: Block,
+        n: Tensor,
+        g: tuple[Tensor, Tensor, Tensor],
+        on_gradient: OnGradient,
+        last: bool = False,
     ) -> Tensor | None:
         """Return gradient of n; None where `last` says that nothing below is trained."""
         gn: Tensor | None = None
@@ -275,7 +320,9 @@ class Stages:
         if self.traits.fused:
             gate, up = self.linear(block, "gate_up_proj", n, keep=keep).chunk(2, -1)
             return gate, up
-        return self.linear(block, "gate_proj", n, keep=keep), self.linear(block, "up_proj", n, keep=keep)
+        return self.linear(block, "gate_proj", n, keep=keep), self.linear(
+            block, "up_proj", n, keep=keep
+        )
 
     def act(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) up, or with the activation that the block has, in new memory."""
@@ -285,7 +332,9 @@ class Stages:
         """Compute m + act Wd^T, in m's memory."""
         return self.join(block, "down_proj", "after_mlp", m, act)
 
-    def down_backward(self, block: Block, gate: Tensor, up: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+    def down_backward(
+        self, block: Block, gate: Tensor, up: Tensor, g: Tensor, on_gradient: OnGradient
+    ) -> Tensor:
         """Return gradient of the activation.
 
         The activation itself is made for the gradients of A and B alone, and gone before its gradient is there: of
@@ -304,10 +353,14 @@ class Stages:
         """Return gradients of gate and up, in the memory of up and g; gate is used up."""
         return self.kernels.glu_backward(self.traits.activation, gate, up, g)
 
-    def gate_up_backward(self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, on_gradient: OnGradient) -> Tensor:
+    def gate_up_backward(
+        self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, on_gradient: OnGradient
+    ) -> Tensor:
         """Return gradient of the MLP's norm."""
         if self.traits.fused:
-            return self.linear_backward(block, "gate_up_proj", n, torch.cat((ggate, gup), -1), on_gradient)
+            return self.linear_backward(
+                block, "gate_up_proj", n, torch.cat((ggate, gup), -1), on_gradient
+            )
         gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
         return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
 
@@ -316,7 +369,9 @@ class Stages:
         assert block.mlp is not None  # noqa: S101 - asked for where there is one
         return m.add_(block.mlp(self.mlp_norm(block, m), block.pairs))
 
-    def other_mlp_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+    def other_mlp_backward(
+        self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
+    ) -> Tensor:
         """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have their part.
 
         Gradients of the experts' pairs are called back as PEFT lays them out: A [experts * rank, inputs], B [rank *
@@ -325,7 +380,10 @@ class Stages:
         assert block.mlp is not None  # noqa: S101 - asked for where there is one
         n = self.mlp_norm(block, m)
         with torch.enable_grad():
-            leaf, pairs = n.detach().requires_grad_(True), {name: pair.leaf() for name, pair in block.pairs.items()}
+            leaf, pairs = (
+                n.detach().requires_grad_(True),
+                {name: pair.leaf() for name, pair in block.pairs.items()},
+            )
             leaves = [tensor for pair in pairs.values() for tensor in (pair.a_ERI, pair.b_EOR)]
             gn, *learned = torch.autograd.grad(block.mlp(leaf, pairs), [leaf, *leaves], g)
         for number, target in enumerate(pairs):

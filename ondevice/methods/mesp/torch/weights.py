@@ -107,14 +107,21 @@ class Resident:
                 hint="weight_placement: streamed needs less memory still",
             )
         self.dims, self.device, self.vocab = loaded.dims, device, loaded.dims.vocab
-        self.blocks = [self._frozen_layer(family, i, device, bits) for i in range(loaded.dims.layers)]
+        self.blocks = [
+            self._frozen_layer(family, i, device, bits) for i in range(loaded.dims.layers)
+        ]
         if family.head_weight.device != device:
             model: Any = loaded.model
             model.to(device)
         self.family, self.table = family, family.embedding.weight
-        self.dtype, self.norm = self.table.dtype, factor(self.dims, family.model.model.norm.weight.detach())
+        self.dtype, self.norm = (
+            self.table.dtype,
+            factor(self.dims, family.model.model.norm.weight.detach()),
+        )
 
-    def _frozen_layer(self, family: Family, i: int, device: torch.device, bits: int | None) -> Frozen:
+    def _frozen_layer(
+        self, family: Family, i: int, device: torch.device, bits: int | None
+    ) -> Frozen:
         layer: Any = family.layer(i)
         if not bits:
             layer.to(device)
@@ -130,7 +137,9 @@ class Resident:
             else:
                 matrix = Dense(linear.weight.detach())
             linears[target] = (matrix, bias)
-        weights = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
+        weights = {
+            place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms
+        }
         norms = {place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}
         mlp = None
         if isinstance(family, MoeFamily):
@@ -157,7 +166,9 @@ class Resident:
 Positions = Callable[[int], "Position"]
 
 
-def by_layer(family: Family, length_tokens: int, device: torch.device, dtype: torch.dtype) -> Positions:
+def by_layer(
+    family: Family, length_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Positions:
     """Return a function of a block's number to its cos and sin."""
     tables = family.positions(length_tokens, device, dtype)
     made: dict[int, Position] = {}
@@ -215,10 +226,14 @@ class Files:
         try:
             tensors = read_header(path).tensors
         except (OSError, ValueError) as error:
-            raise ModelError(f"{path} is damaged", received=str(error), hint="copy the model again") from None
+            raise ModelError(
+                f"{path} is damaged", received=str(error), hint="copy the model again"
+            ) from None
         for name, stored in tensors.items():
             if stored.dtype not in DTYPES:
-                raise ModelError(f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=stored.dtype)
+                raise ModelError(
+                    f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=stored.dtype
+                )
             self.places[name] = Place(path, stored.start, stored.shape, DTYPES[stored.dtype])
         self.open[path] = os.open(path, os.O_RDONLY)
 
@@ -273,7 +288,11 @@ class Slot:
         step = max(1, STAGING_BYTES // (math.prod(shape[1:]) * place.dtype.itemsize))
         for low in range(0, shape[0], step):
             rows_there = target[low : low + step]
-            host = self.staging[: rows_there.numel() * place.dtype.itemsize].view(place.dtype).view(rows_there.shape)
+            host = (
+                self.staging[: rows_there.numel() * place.dtype.itemsize]
+                .view(place.dtype)
+                .view(rows_there.shape)
+            )
             self.files.read(name, host, first + low)
             rows_there.copy_(host)
         return target
@@ -290,7 +309,9 @@ class Streamed:
         ModelError: the files lack a tensor or are truncated.
     """
 
-    def __init__(self, files: ModelFiles, device: torch.device, tiles: int, bits: int | None = None) -> None:
+    def __init__(
+        self, files: ModelFiles, device: torch.device, tiles: int, bits: int | None = None
+    ) -> None:
         if bits:
             raise ConfigError(
                 "torch streams weights as the files have them",
@@ -310,7 +331,11 @@ class Streamed:
         self.family, self.files = _skeleton(files), Files(files.folder)
         for name in files.family.weight_shapes(files.dims):
             if name not in self.files.places:
-                raise ModelError(f"{files.folder}: the weights lack a tensor", expected=name, hint="copy it again")
+                raise ModelError(
+                    f"{files.folder}: the weights lack a tensor",
+                    expected=name,
+                    hint="copy it again",
+                )
         self.head = "model.embed_tokens.weight" if files.dims.tied else "lm_head.weight"
         pieces = 2 * len(files.family.linear_targets) + len(files.dims.traits.norms)
         block = files.dims.block_parameters + pieces * ALIGNMENT
@@ -381,7 +406,10 @@ class Streamed:
             name = f"{self.family.linear_parents[target]}.{target}"
             bias = fetch(f"{name}.bias") if self.dims.linear_bias(target) else None
             linears[target] = (Dense(fetch(f"{name}.weight")), bias)
-        norms = {place: factor(self.dims, fetch(f"{name}.weight")) for place, name in self.dims.traits.norms}
+        norms = {
+            place: factor(self.dims, fetch(f"{name}.weight"))
+            for place, name in self.dims.traits.norms
+        }
         return Frozen(norms, linears)
 
     def close(self) -> None:

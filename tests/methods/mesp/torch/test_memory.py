@@ -15,7 +15,14 @@ from tests.methods.mesp.reference import rows, session
 from tests.methods.mesp.torch.live import LiveBytes
 
 QWEN = {"layers": 3, "hidden": 896, "intermediate": 4864, "heads": 14, "kv_heads": 2, "vocab": 8000}
-SMOLLM2 = {"layers": 6, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "vocab": 12000}
+SMOLLM2 = {
+    "layers": 6,
+    "hidden": 576,
+    "intermediate": 1536,
+    "heads": 9,
+    "kv_heads": 3,
+    "vocab": 12000,
+}
 PASSING = ("block inputs", "activations", "logits")
 
 
@@ -63,16 +70,22 @@ def test_the_hand_written_pass_holds_less_than_half_of_checkpointing(build) -> N
     """The paper's claim, at Qwen2.5-0.5B's shape and 256 tokens; its own figure is 0.38 to 0.43 (Table 1)."""
     by_name = {}
     for gradients in ("manual", "blockwise", "checkpoint"):
-        opened = session(build("qwen2", QWEN), gradients=gradients, mlp_chunk_tokens=64, loss_tiles=16)
+        opened = session(
+            build("qwen2", QWEN), gradients=gradients, mlp_chunk_tokens=64, loss_tiles=16
+        )
         by_name[gradients] = measured(opened, 1, 256)
-    assert by_name["manual"] <= 0.43 * by_name["checkpoint"] and by_name["manual"] <= 0.7 * by_name["blockwise"]
+    assert (
+        by_name["manual"] <= 0.43 * by_name["checkpoint"]
+        and by_name["manual"] <= 0.7 * by_name["blockwise"]
+    )
 
 
 def test_stored_h_is_in_memory(build) -> None:
     """Table 5: rank numbers a token and projection of one block, no more, because blocks are computed one at a time;
     down's is never there before its own gradient."""
     plain, stored = (
-        measured(session(build("qwen2", QWEN), store_h=store_h, rank=64), 1, 128) for store_h in (False, True)
+        measured(session(build("qwen2", QWEN), store_h=store_h, rank=64), 1, 128)
+        for store_h in (False, True)
     )
     assert stored - plain == 128 * 4 * 64 * 6
 
@@ -84,7 +97,10 @@ def test_adapter_and_optimizer_are_what_a_session_keeps() -> None:
         planned = memory(opened.loaded.dims, opened.config, 2, 16)
         pairs = sum(value.nbytes for value in opened.optimizer.tensors.values())
         kept = sum(value.nbytes for both in opened.optimizer.moments.values() for value in both)
-        assert (planned["adapter"], planned["optimizer"]) == (pairs, kept) and kept == moments * pairs
+        assert (planned["adapter"], planned["optimizer"]) == (
+            pairs,
+            kept,
+        ) and kept == moments * pairs
         assert 4 * trained_numbers(opened.loaded.dims, opened.config) == pairs
 
 
@@ -94,7 +110,11 @@ def test_streamed_weights_hold_the_planned_window(tmp_path) -> None:
     held = sum(slot.memory.nbytes for slot in opened.weights.slots) + opened.weights.norm.nbytes
     planned = weights(opened.loaded.dims, opened.config, 4)
     assert planned == pytest.approx(held, rel=0.02)
-    resident = weights(opened.loaded.dims, opened.config.model_copy(update={"weight_placement": "resident"}), 4)
+    resident = weights(
+        opened.loaded.dims, opened.config.model_copy(update={"weight_placement": "resident"}), 4
+    )
     model = tiny_model("qwen2", layers=6, hidden=256, tied=False).model
-    assert resident == sum(value.nbytes for value in model.parameters()) and planned < 0.45 * resident
+    assert (
+        resident == sum(value.nbytes for value in model.parameters()) and planned < 0.45 * resident
+    )
     opened.close()

@@ -13,7 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
-from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from ondevice.core.errors import (
+    ArtifactError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    TrainingError,
+)
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.mesp.torch.loss import Loss
 from ondevice.models import open_model, save_tiny
@@ -45,12 +52,16 @@ def test_the_loss_curve_of_200_steps_is_the_checkpointed_one(optimizer) -> None:
             in_double(loaded.model)
         opened = opened_with(gradients, loaded, method_config("mesp", {"optimizer": optimizer}), 3)
         rate = 1e-3 if optimizer == "adamw" else 0.02
-        curves[gradients] = [opened.step(*rows(2, 16, step % 8), step, rate).loss for step in range(200)]
+        curves[gradients] = [
+            opened.step(*rows(2, 16, step % 8), step, rate).loss for step in range(200)
+        ]
     np.testing.assert_allclose(curves["manual"], curves["checkpoint"], rtol=1e-4)
     assert np.mean(curves["manual"][-8:]) < 0.8 * np.mean(curves["manual"][:8])
 
 
-@pytest.mark.parametrize("chosen", [{}, {"optimizer": "sgd"}, {"micro_batch_size": 2}, {"gradients": "blockwise"}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"optimizer": "sgd"}, {"micro_batch_size": 2}, {"gradients": "blockwise"}]
+)
 def test_resumed_it_has_the_same_bits(chosen) -> None:
     straight, first, second = (session(tiny_model(), **chosen) for _ in range(3))
     losses = train(straight, 5)
@@ -58,7 +69,9 @@ def test_resumed_it_has_the_same_bits(chosen) -> None:
     second.load_state({name: value.copy() for name, value in first.state().items()})
     assert train(second, 5, first=2) == losses[2:]
     ours, theirs = straight.state(), second.state()
-    assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        ours[name].tobytes() == theirs[name].tobytes() for name in ours
+    )
 
 
 @pytest.mark.parametrize("gradients", ["manual", "blockwise"])
@@ -70,7 +83,9 @@ def test_streamed_it_has_the_bits_of_resident_weights(folder, gradients) -> None
     streamed = session(open_model(str(folder)), weight_placement="streamed", **chosen)
     assert train(resident, 3) == train(streamed, 3)
     ids, labels = rows(2, 24, 9)
-    assert resident.evaluate(ids, labels)[0].tobytes() == streamed.evaluate(ids, labels)[0].tobytes()
+    assert (
+        resident.evaluate(ids, labels)[0].tobytes() == streamed.evaluate(ids, labels)[0].tobytes()
+    )
     ours, theirs = resident.state(), streamed.state()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     streamed.close()
@@ -89,10 +104,20 @@ def test_files_in_another_precision_are_read_as_asked(folder, tmp_path) -> None:
     streamed.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 3), st.integers(2, 24), st.integers(1, 6), st.sampled_from((None, 3)), st.integers(0, 99))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(1, 3),
+    st.integers(2, 24),
+    st.integers(1, 6),
+    st.sampled_from((None, 3)),
+    st.integers(0, 99),
+)
 def test_an_evaluation_is_torch_s_cross_entropy(count, length, tiles, chunk, seed) -> None:
-    opened = session(tiny_model("qwen2"), loss_tiles=tiles, loss_chunk_tokens=chunk, mlp_chunk_tokens=chunk)
+    opened = session(
+        tiny_model("qwen2"), loss_tiles=tiles, loss_chunk_tokens=chunk, mlp_chunk_tokens=chunk
+    )
     ids, labels = rows(count, length, seed)
     nll, actual = opened.evaluate(ids, labels)
     loss, _ = exact(tiny_model("qwen2"), opened.adapter().tensors, 2.0, ids, labels)
@@ -110,7 +135,9 @@ def test_its_adapter_is_peft_s(tmp_path) -> None:
     ids, labels = rows(2, 16, 3)
     model = PeftModel.from_pretrained(tiny_model("qwen2").model, str(tmp_path / "adapter"))
     logits = model(torch.from_numpy(ids), use_cache=False).logits[:, :-1]
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels[:, 1:]).flatten())
+    wanted = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(labels[:, 1:]).flatten()
+    )
     nll, count = opened.evaluate(ids, labels)
     assert nll.sum() / count.sum() == pytest.approx(float(wanted.detach()), rel=3e-6)
     other = open_session(tiny_model("qwen2"), method_config("mesp", {"rank": 5, "alpha": 7.0}), 9)
@@ -129,7 +156,10 @@ def test_an_adapter_of_another_shape_is_refused() -> None:
         before = other.adapter().tensors
         with pytest.raises(ArtifactError, match=words):
             other.load_adapter(adapter)
-        assert all(before[name].tobytes() == value.tobytes() for name, value in other.adapter().tensors.items())
+        assert all(
+            before[name].tobytes() == value.tobytes()
+            for name, value in other.adapter().tensors.items()
+        )
     with pytest.raises(ArtifactError, match="does not fit"):
         session(tiny_model(kv_heads=4)).load_adapter(adapter)
 
@@ -141,7 +171,9 @@ def test_a_checkpoint_of_another_run_changes_nothing() -> None:
     with pytest.raises(CheckpointError, match="not of this run"):
         other.load_state(state)
     with pytest.raises(CheckpointError, match="exp_avg"):
-        session(tiny_model()).load_state({k: v for k, v in state.items() if not k.startswith("exp_avg/")})
+        session(tiny_model()).load_state(
+            {k: v for k, v in state.items() if not k.startswith("exp_avg/")}
+        )
     with pytest.raises(CheckpointError, match="optimizer_step"):
         other.load_state({k: v for k, v in state.items() if k != "optimizer_step"})
     assert all(before[name].tobytes() == value.tobytes() for name, value in other.state().items())
@@ -200,7 +232,9 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
     state = opened.state()
 
     def fails(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 80 GiB")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 80 GiB"
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(Loss, "backward", fails)
@@ -218,7 +252,9 @@ def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> Non
     from ondevice.core.errors import DoesNotFitError
     from ondevice.methods.mesp.torch.session import Optimizer
 
-    opened, other = (session(open_model(str(folder)), weight_placement="streamed") for _ in range(2))
+    opened, other = (
+        session(open_model(str(folder)), weight_placement="streamed") for _ in range(2)
+    )
     assert train(opened, 1) == train(other, 1)
     state, flush = opened.state(), Optimizer.flush
 
@@ -228,7 +264,9 @@ def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> Non
 
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "flush", fails)
-        with pytest.raises(DoesNotFitError, match="a step of 3 rows of 20 tokens does not fit the memory") as error:
+        with pytest.raises(
+            DoesNotFitError, match="a step of 3 rows of 20 tokens does not fit the memory"
+        ) as error:
             train(opened, 2, first=1)
     assert "can't allocate memory" in str(error.value) and "mlp_chunk_tokens" in str(error.value)
     with pytest.raises(TrainingError, match="resume"):
@@ -246,11 +284,15 @@ def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> Non
     ("torch", "cuda", True, "torch"), ("liger", "cuda", True, "liger"),
     ("liger", "cuda", False, None), ("liger", "cpu", True, None),
 ])  # fmt: skip
-def test_liger_is_taken_on_a_gpu_where_it_is_installed(asked, device, package, taken, monkeypatch) -> None:
+def test_liger_is_taken_on_a_gpu_where_it_is_installed(
+    asked, device, package, taken, monkeypatch
+) -> None:
     from ondevice.core.errors import MissingPackageError
     from ondevice.methods.mesp.torch import kernels
 
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object() if package else None)
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda name: object() if package else None
+    )
     if taken is None:
         with pytest.raises(MissingPackageError, match="liger-kernel"):
             kernels.choose(asked, device)
@@ -280,7 +322,9 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
 
 def test_micro_batches_give_the_gradients_of_the_whole_batch() -> None:
     ids, labels = rows(5, 24, 2)
-    (_, whole), (_, parts) = (learned(session(tiny_model(), micro_batch_size=n), ids, labels) for n in (None, 2))
+    (_, whole), (_, parts) = (
+        learned(session(tiny_model(), micro_batch_size=n), ids, labels) for n in (None, 2)
+    )
     assert max(errors(parts, whole).values()) < 3e-6
 
 
@@ -291,7 +335,9 @@ def test_a_run_on_the_command_line(tmp_path, placement) -> None:
 
     folder = save_tiny(tmp_path / "model", "qwen2", 1)
     data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) for n in range(8)))
+    data.write_text(
+        "\n".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) for n in range(8))
+    )
     values: dict[str, Any] = {
         "model": {"source": str(folder)},
         "data": {"path": data, "max_length_tokens": 32},
@@ -303,5 +349,10 @@ def test_a_run_on_the_command_line(tmp_path, placement) -> None:
     train_run(RunConfig.parse(values))
     values["train"] |= {"steps": 4}
     resumed = train_run(RunConfig.parse(values), resume=True)
-    ours, theirs = (load_adapter(run.adapter).tensors for run in (straight, resumed) if run.adapter is not None)
-    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours) and ours.keys() == theirs.keys()
+    ours, theirs = (
+        load_adapter(run.adapter).tensors for run in (straight, resumed) if run.adapter is not None
+    )
+    assert (
+        all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+        and ours.keys() == theirs.keys()
+    )

@@ -58,9 +58,17 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
         bias = random(outputs) if dims.linear_bias(target) else None
         pair = (None, None)
         if target in adapted:
-            pair = (random(3, inputs, scale=0.4).requires_grad_(), random(3, outputs, scale=0.4).requires_grad_())
-        linears[target] = Linear(Dense(random(outputs, inputs, scale=inputs**-0.5)), bias, *pair, 0.7)
-    return Block({place: 1 + random(dims.norm_width(place), scale=0.2) for place, _ in dims.traits.norms}, linears)
+            pair = (
+                random(3, inputs, scale=0.4).requires_grad_(),
+                random(3, outputs, scale=0.4).requires_grad_(),
+            )
+        linears[target] = Linear(
+            Dense(random(outputs, inputs, scale=inputs**-0.5)), bias, *pair, 0.7
+        )
+    return Block(
+        {place: 1 + random(dims.norm_width(place), scale=0.2) for place, _ in dims.traits.norms},
+        linears,
+    )
 
 
 def in_graph(dims: ModelDims) -> ModelDims:
@@ -70,7 +78,14 @@ def in_graph(dims: ModelDims) -> ModelDims:
 
 
 @settings(max_examples=80, deadline=None)
-@given(blocks(), st.data(), st.integers(1, 9), st.booleans(), st.sampled_from((None, 2)), st.integers(0, 99))
+@given(
+    blocks(),
+    st.data(),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from((None, 2)),
+    st.integers(0, 99),
+)
 def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk, seed) -> None:
     kernels = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
@@ -79,11 +94,15 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
     adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
     block, count = tensors(dims, adapted, seed), ROWS * length
     x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)
-    angle = torch.randn(1, length, 1, (dims.traits.rotary_width or dims.head_dim) // 2, dtype=torch.float64)
+    angle = torch.randn(
+        1, length, 1, (dims.traits.rotary_width or dims.head_dim) // 2, dtype=torch.float64
+    )
     position, g = (angle.cos(), angle.sin()), torch.randn(count, dims.hidden, dtype=torch.float64)
     expected = block_forward(dims, block, x, position, ROWS)
     leaves: dict[str, Any] = {t: (block.linears[t].a, block.linears[t].b) for t in sorted(adapted)}
-    theirs = torch.autograd.grad(expected, [x, *(leaf for pair in leaves.values() for leaf in pair)], g)
+    theirs = torch.autograd.grad(
+        expected, [x, *(leaf for pair in leaves.values() for leaf in pair)], g
+    )
 
     before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, 8
     chunk_queries, attention.CHUNK_QUERIES = attention.CHUNK_QUERIES, 2
@@ -91,7 +110,14 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
         with torch.no_grad():
             ours, learned = Blocks(Stages(dims, kernels, store_h), chunk), {}
             y = ours.forward(block, x.detach(), position, ROWS)
-            gx = ours.backward(block, x.detach(), g.clone(), position, ROWS, lambda t, *pair: learned.update({t: pair}))
+            gx = ours.backward(
+                block,
+                x.detach(),
+                g.clone(),
+                position,
+                ROWS,
+                lambda t, *pair: learned.update({t: pair}),
+            )
     finally:
         attention.CHUNK_SCORES, attention.CHUNK_QUERIES = before, chunk_queries
     torch.testing.assert_close(y, expected.detach(), rtol=1e-9, atol=1e-9)
@@ -106,10 +132,17 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from((1.0, 0.3)), st.sampled_from((0.0, 2.0)), st.integers(1, 4), st.sampled_from((None, 3)))
+@given(
+    st.sampled_from((1.0, 0.3)),
+    st.sampled_from((0.0, 2.0)),
+    st.integers(1, 4),
+    st.sampled_from((None, 3)),
+)
 def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> None:
     generator = torch.Generator().manual_seed(tiles)
-    head, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 6), (6,)))
+    head, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 6), (6,))
+    )
     x = torch.randn(10, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[-100, 3, 10, 0, 7], [1, 2, -100, 4, 5]])
 
@@ -123,7 +156,10 @@ def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> 
     logits = normed @ head.T * scale
     logits = torch.tanh(logits / cap) * cap if cap else logits
     expected = torch.nn.functional.cross_entropy(
-        logits.view(2, 5, -1)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        logits.view(2, 5, -1)[:, :-1].flatten(0, 1),
+        labels[:, 1:].flatten(),
+        ignore_index=-100,
+        reduction="sum",
     )
     (theirs,) = torch.autograd.grad(0.5 * expected, x)
     with torch.no_grad():
