@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.common import ROOT, finish, parse_args
 from ondevice import load_model, read_dataset
-from ondevice.data.answers import answers_of_rows
 from ondevice.data.batching import Batches
+from ondevice.data.tasks.label_tokens import answers_of_rows
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.step import DualForwardingLinear
 from ondevice.methods.prge.torch import PrgeSession

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ondevice.api.evaluate import Opened, open_source
 from ondevice.core.errors import ConfigError, ModelError
-from ondevice.data.benchmarks import (
+from ondevice.data.tasks.benchmarks import (
     BENCHMARKS,
     find_benchmark,
     find_file,

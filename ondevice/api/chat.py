@@ -11,7 +11,7 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, ModelError
-from ondevice.data.chat_template import apply_template
+from ondevice.data.tasks.chat_template import apply_template
 from ondevice.models.sample import draw, sample
 from ondevice.models.text import Ending, pieces
 from ondevice.planning.devices import resolve_device

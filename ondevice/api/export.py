@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
-from ondevice.data.answers import answers_of_rows, answers_of_task
-from ondevice.data.templates import is_template
+from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
+from ondevice.data.tasks.templates import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ondevice.core.registry import method as registry_method
 from ondevice.core.untrusted import yaml_documents
 
 if TYPE_CHECKING:
-    from ondevice.data.objects import Given
+    from ondevice.data.readers.objects import Given
 
     MethodConfig = Any
 else:
@@ -143,8 +143,8 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
+        from ondevice.data.readers.records import check_source
         from ondevice.data.reading import named_task
-        from ondevice.data.records import check_source
 
         if self.data.path is None and not given:
             raise ConfigError("no data is given", expected="data.path in the run file, or --data")
@@ -208,8 +208,8 @@ class RunConfig(StrictConfig):
             given: the rows, where Python holds them.
         """
         from ondevice.artifact.files import sha256_file, sha256_spread
-        from ondevice.data.records import check_source
-        from ondevice.data.templates import is_template
+        from ondevice.data.readers.records import check_source
+        from ondevice.data.tasks.templates import is_template
 
         data = self.data
         hidden = {"path", "eval_path", "strict_columns"} | {
@@ -223,7 +223,7 @@ class RunConfig(StrictConfig):
             and not data.path.is_file()
             and check_source(data.path) == "folder"
         ):
-            from ondevice.data.folders import hash_files
+            from ondevice.data.readers.folders import hash_files
 
             digest = hash_files(data.path)
         identity = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import Manifest
-    from ondevice.data.objects import Given
+    from ondevice.data.readers.objects import Given
     from ondevice.models import LoadedModel
 
 
@@ -45,7 +45,7 @@ def train(
     Args:
         config: the run; or a run file's path, or its settings by dotted key: `{"train.steps": 60}`.
         rows: in place of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
-            `ondevice.data.objects.given`.
+            `ondevice.data.readers.objects.given`.
         eval_rows: in place of `data.eval_path`, likewise.
         model: in place of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
             into it, or its weights change.
@@ -171,7 +171,7 @@ def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, An
 def _given(rows: Any) -> Given | None:
     if rows is None:
         return None
-    from ondevice.data.objects import given
+    from ondevice.data.readers.objects import given
 
     return given(rows)
 
@@ -191,7 +191,7 @@ def _with_length(
             update={"max_length_tokens": tokens(given, None).max_length_tokens}
         )
         return config.model_copy(update={"data": data}), ()
-    from ondevice.data.objects import as_rows
+    from ondevice.data.readers.objects import as_rows
 
     return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded, when)
 

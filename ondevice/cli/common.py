@@ -360,7 +360,7 @@ def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
     """Collect `--column field=column`; None where none is given."""
     if not pairs:
         return None
-    from ondevice.data.columns import parse_columns
+    from ondevice.data.tasks.columns import parse_columns
 
     return parse_columns(pairs)
 

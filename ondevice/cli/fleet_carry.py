@@ -123,7 +123,7 @@ def carry_answer(
 ) -> None:
     """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
     from ondevice.artifact.files import atomic_write
-    from ondevice.data.records import check_source
+    from ondevice.data.readers.records import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings
     from ondevice.fleet.qr import read

@@ -153,7 +153,7 @@ def device(
     epsilon: Epsilon = None,
 ) -> None:
     """Take part in a fleet over Flower, until it is stopped."""
-    from ondevice.data.records import check_source
+    from ondevice.data.readers.records import check_source
     from ondevice.fleet.device import DeviceSettings
     from ondevice.fleet.flower import join
     from ondevice.fleet.link import Link

@@ -198,9 +198,9 @@ def evaluate(
 ) -> None:
     """Compute loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a
     benchmark."""
-    from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
+    from ondevice.data.readers.records import check_source
     from ondevice.data.reading import named_task
-    from ondevice.data.records import check_source
+    from ondevice.data.tasks.benchmarks import BENCHMARKS, find_benchmark
 
     source = common.model_of(first, model)
     if source is None:

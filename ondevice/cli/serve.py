@@ -129,7 +129,7 @@ def fleet(
 ) -> None:
     """Let the daemon be a device of a fleet: in a window, and never beside a job. It sees this within a second."""
     from ondevice.core.errors import ConfigError
-    from ondevice.data.records import check_source
+    from ondevice.data.readers.records import check_source
     from ondevice.server.fleets import Seat, write_seat
     from ondevice.server.serve import default_store
 

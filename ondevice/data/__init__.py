@@ -8,8 +8,8 @@ from ondevice.data.lengths import Length, length_of
 from ondevice.data.preview import Preview, preview, preview_rows
 from ondevice.data.reading import read_rows
 from ondevice.data.rows import Row, RowProblem, Rows
-from ondevice.data.scoring import exact_match, f1_score, first_line, pick_candidate
-from ondevice.data.templates import TASKS, find_task
+from ondevice.data.tasks.scoring import exact_match, f1_score, first_line, pick_candidate
+from ondevice.data.tasks.templates import TASKS, find_task
 
 __all__ = [
     "read_rows", "Rows", "Row", "RowProblem",

@@ -14,8 +14,8 @@ from ondevice.core.session import IGNORE
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows, count_reasons
 
 if TYPE_CHECKING:
-    from ondevice.data.chat import ChatEncoder
-    from ondevice.data.objects import Given
+    from ondevice.data.readers.objects import Given
+    from ondevice.data.tasks.chat import ChatEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def encode(
     """Tokenize every row.
 
     What is trained on: assistant turns with their end-of-turn token (chat, and instruct where the
-    tokenizer has a chat template; see `ondevice.data.chat`); the answer and the end-of-sequence token
+    tokenizer has a chat template; see `ondevice.data.tasks.chat`); the answer and the end-of-sequence token
     (completion, instruct); the answer alone (classification, multiple choice, and question answering,
     whose answers end with a newline as in MeZO); everything (text, cut into windows that overlap by one
     token, so that every token but the first is predicted once). With `train_on_prompt` every token of `Item.example` is
@@ -302,7 +302,7 @@ class Encoder:
 
     def _conversations(self) -> ChatEncoder:
         if self._chat is None:
-            from ondevice.data.chat import ChatEncoder
+            from ondevice.data.tasks.chat import ChatEncoder
 
             self._chat = ChatEncoder(
                 self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report
@@ -350,7 +350,7 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the special tokens with which the chat template ends a turn: behind one of them no other end follows."""
     if not getattr(tokenizer, "chat_template", None):
         return ()
-    from ondevice.data.chat_template import end_marks
+    from ondevice.data.tasks.chat_template import end_marks
 
     return tuple(tokenizer.convert_tokens_to_ids(mark) for mark in end_marks(tokenizer))
 
@@ -513,7 +513,7 @@ def read_dataset(
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
-    from ondevice.data.objects import Given, as_rows
+    from ondevice.data.readers.objects import Given, as_rows
     from ondevice.data.reading import read_rows
 
     if isinstance(path, Given):

@@ -11,10 +11,10 @@ from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.formats import converter, fits, infer
-from ondevice.data.records import UNLIMITED, Limits, Record, Source, read_records
+from ondevice.data.readers.records import UNLIMITED, Limits, Record, Source, read_records
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
-from ondevice.data.templates import Task, find_task
+from ondevice.data.tasks.formats import converter, fits, infer
+from ondevice.data.tasks.templates import Task, find_task
 
 REPORT_RECORDS = 5000
 """Records between two signs of life of a long pass."""
@@ -77,7 +77,7 @@ def named_task(task: str, path: str | Path) -> Task:
     try:
         return find_task(task)
     except ConfigError as unknown:
-        from ondevice.data.columns import advise_task
+        from ondevice.data.tasks.columns import advise_task
 
         unknown.hint = advise_task(path, unknown.hint)
         raise
@@ -251,7 +251,7 @@ class Reading:
         self._rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
         named: frozenset[str] = frozenset()
         if columns or (first is not None and chosen is None and not fits(first)):
-            from ondevice.data.columns import renaming
+            from ondevice.data.tasks.columns import renaming
 
             self._rename, named = renaming(first, columns, chosen, self.notes)
         if first is None:
@@ -259,7 +259,7 @@ class Reading:
         renamed = self._renamed(chain([first], usable))
         leader = next(renamed, None)
         if leader is None:
-            from ondevice.data.columns import no_column
+            from ondevice.data.tasks.columns import no_column
 
             raise no_column(first, columns or {}, name)
         self.format, self.task = infer(chain([leader], renamed), leader, chosen, named, name)

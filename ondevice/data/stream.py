@@ -25,8 +25,7 @@ from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
 from ondevice.data.digest import rows_sha256
 from ondevice.data.encode import IGNORE, Dataset, Example, Report, refuse_preferences
-from ondevice.data.reading import named_task, rows_of
-from ondevice.data.records import (
+from ondevice.data.readers.records import (
     Record,
     Source,
     check_source,
@@ -35,6 +34,7 @@ from ondevice.data.records import (
     read_file,
     read_lines,
 )
+from ondevice.data.reading import named_task, rows_of
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 
 TRIES = 16

@@ -10,8 +10,8 @@ from typing import Any
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.encode import Dataset, Example, Item, refuse_unread
-from ondevice.data.objects import NAME, Given
-from ondevice.data.records import describe
+from ondevice.data.readers.objects import NAME, Given
+from ondevice.data.readers.records import describe
 from ondevice.data.rows import BadRow, RowProblem
 
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")

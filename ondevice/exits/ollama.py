@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.data.chat_template import apply_template
+from ondevice.data.tasks.chat_template import apply_template
 from ondevice.exits import gguf
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.models import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, ModelError
-from ondevice.data.chat_template import apply_template
+from ondevice.data.tasks.chat_template import apply_template
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,9 +13,9 @@ from ondevice.artifact.files import atomic_write, storage_errors
 from ondevice.core.errors import DataError
 from ondevice.core.session import Evaluator
 from ondevice.data import Dataset, encode, pad_id_of
-from ondevice.data.benchmarks import LETTERS, Question, choice_row, sum_prompt
 from ondevice.data.rows import Rows
-from ondevice.data.scoring import final_number, wilson_interval
+from ondevice.data.tasks.benchmarks import LETTERS, Question, choice_row, sum_prompt
+from ondevice.data.tasks.scoring import final_number, wilson_interval
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 
 Messages = list[dict[str, str]]

@@ -14,7 +14,7 @@ import numpy as np
 
 from ondevice.core.errors import DataError
 from ondevice.data.batching import pad_examples, round_up
-from ondevice.data.scoring import (
+from ondevice.data.tasks.scoring import (
     exact_match,
     expected_value,
     f1_score,

@@ -23,7 +23,7 @@ from ondevice.artifact.adapter import (
 from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
-from ondevice.data.dated import dated
+from ondevice.data.tasks.dated import dated
 from ondevice.data.vocabulary import check_ids
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.data import Dataset
-    from ondevice.data.objects import Given
+    from ondevice.data.readers.objects import Given
     from ondevice.data.stream import Stream, StreamBatches
     from ondevice.models import LoadedModel
     from ondevice.training.ordinary import Ordinary
@@ -176,7 +176,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
 
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    from ondevice.data.answers import answers_of_rows
+    from ondevice.data.tasks.label_tokens import answers_of_rows
 
     answers, reason = answers_of_rows(rows.train)
     if rows.stream is not None and len(answers) == 1:

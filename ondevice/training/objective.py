@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, TrainingError
-from ondevice.data.scoring import first_line
+from ondevice.data.tasks.scoring import first_line
 from ondevice.training.evaluate import evaluate_dataset
 
 if TYPE_CHECKING:

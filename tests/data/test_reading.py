@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import DataError, OndeviceError
-from ondevice.data import json_list, length_of, preview_rows, read_rows
+from ondevice.data import length_of, preview_rows, read_rows
+from ondevice.data.readers import json_list
+from ondevice.data.readers.records import Limits, read_records
 from ondevice.data.reading import check_rows, open_reading
-from ondevice.data.records import Limits, read_records
 
 Write = Callable[..., Path]
 CHAT = [
@@ -160,7 +161,7 @@ def test_a_preview_of_the_first_rows_says_that_there_are_more(write: Write, toke
 
 
 def test_classes_are_counted_up_to_a_limit(write: Write, monkeypatch) -> None:
-    monkeypatch.setattr("ondevice.data.formats.MOST_LABEL_CHARACTERS", 1000)
+    monkeypatch.setattr("ondevice.data.tasks.formats.MOST_LABEL_CHARACTERS", 1000)
     path = write([{"text": "a", "label": f"label {number}"} for number in range(5000)])
     with pytest.raises(DataError, match=r"more than \d+ different labels"):
         check_rows(path)

@@ -8,7 +8,7 @@ import pytest
 
 from ondevice.core.errors import DataError
 from ondevice.data import IGNORE
-from ondevice.data.objects import given
+from ondevice.data.readers.objects import given
 from ondevice.data.token_rows import tokens
 
 IDS = [5, 6, 7, 8, 9]

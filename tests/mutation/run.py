@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "runtime_ops/layer_adam.py": LAYER_ADAM,
     "runtime_ops/adam_state.py": LAYER_ADAM,
     "ondevice/data/batching.py": ("tests/data/test_batching.py",),
-    "ondevice/data/encode.py": ("tests/data/test_encode.py", "tests/data/test_chat.py"),
+    "ondevice/data/encode.py": ("tests/data/test_encode.py", "tests/data/tasks/test_chat.py"),
     "ondevice/nn/cross_entropy.py": ("tests/nn/test_cross_entropy.py",),
     "ondevice/nn/graph_loss.py": (
         "tests/nn/test_cross_entropy.py",

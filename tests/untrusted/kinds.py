@@ -512,8 +512,8 @@ def build_saved(folder: Path) -> None:
 
 def read_data(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
+        from ondevice.data.readers.records import read_records
         from ondevice.data.reading import read_rows
-        from ondevice.data.records import read_records
 
         for _ in read_records(folder / name).records:
             pass

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ondevice.core.errors import BusyError, ConfigError
-from ondevice.data.templates import TASKS
+from ondevice.data.tasks.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file

@@ -20,7 +20,7 @@ class ChatTemplate private constructor(val defaultSystem: String?) {
         return text.toString()
     }
 
-    /** Ids of a conversation that ends with an assistant turn, as `ondevice/data/chat.py` gives them. */
+    /** Ids of a conversation that ends with an assistant turn, as `ondevice/data/tasks/chat.py` gives them. */
     internal fun encode(tokenizer: Tokenizer, turns: List<Turn>): RenderedChat {
         val whole = render(turns, false)
         val spans = turns.indices.filter { turns[it].role == "assistant" }.map { index ->

@@ -1,6 +1,6 @@
 package org.ondevice.core
 
-/** One record of a known format as a row; [row] raises [BadRow]. The texts are those of `ondevice/data/formats.py`. */
+/** One record of a known format as a row; [row] raises [BadRow]. The texts are those of `ondevice/data/tasks/formats.py`. */
 internal class RowConverter(private val format: Format, private val task: Task?, records: List<Map<*, *>>) {
     private val classes: Map<String, String> =
         if (task == null && format == Format.CLASSIFICATION) classesOf(records) else emptyMap()

@@ -5,7 +5,7 @@ import java.io.IOException
 import java.nio.charset.CharacterCodingException
 
 /**
- * JSON lines as rows, with the format inferred from the keys as `ondevice/data/formats.py` infers it; every bad
+ * JSON lines as rows, with the format inferred from the keys as `ondevice/data/tasks/formats.py` infers it; every bad
  * row is named, never raised.
  *
  * | format          | keys                                                                        |

@@ -12,7 +12,7 @@ internal class Rendered(
 )
 
 /**
- * A prompt of P-RGE's Table 7 with MeZO's verbalisers, as `ondevice/data/templates.py` has it.
+ * A prompt of P-RGE's Table 7 with MeZO's verbalisers, as `ondevice/data/tasks/templates.py` has it.
  *
  * @property columns the names that each placeholder of [prompt] has in data files; dots step into objects.
  * @property prompt with placeholders in braces; replaced by [pairs] where candidates are not simply appended.

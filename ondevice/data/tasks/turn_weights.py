@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ondevice.data.records import describe
+from ondevice.data.readers.records import describe
 from ondevice.data.rows import BadRow
 
 TRAINS = ("weight", "train", "training", "trainable", "loss")

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import check_name, read_json
-from ondevice.data.records import NAMED, SUFFIXES, UNLIMITED, Limits, Record, Source, read_file
+from ondevice.data.readers.records import (
+    NAMED,
+    SUFFIXES,
+    UNLIMITED,
+    Limits,
+    Record,
+    Source,
+    read_file,
+)
 from ondevice.data.rows import BadRow
 
 SPLITS = {

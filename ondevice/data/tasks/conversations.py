@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.untrusted import parse_row
-from ondevice.data.records import check_text, describe
+from ondevice.data.readers.records import check_text, describe
 from ondevice.data.rows import BadRow, Row, Turn, keys_of
-from ondevice.data.turn_weights import ROW_MASKS, check_weights, flag
+from ondevice.data.tasks.turn_weights import ROW_MASKS, check_weights, flag
 
 ROLES = {
     "system": "system", "developer": "system",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.benchmarks import (
+from ondevice.data.tasks.benchmarks import (
     choice_row,
     find_benchmark,
     find_file,

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ondevice.data.chat_reads import Reads
-from ondevice.data.chat_template import ChatTemplate, Message, end_marks
 from ondevice.data.encode import IGNORE, Example, Item, Report, check_fit
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
-from ondevice.data.turn_weights import is_trained
+from ondevice.data.tasks.chat_reads import Reads
+from ondevice.data.tasks.chat_template import ChatTemplate, Message, end_marks
+from ondevice.data.tasks.turn_weights import is_trained
 
 
 class Span(NamedTuple):

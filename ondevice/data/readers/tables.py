@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.records import UNLIMITED, Limits, Record, Source, describe, missing_package
+from ondevice.data.readers.records import (
+    UNLIMITED,
+    Limits,
+    Record,
+    Source,
+    describe,
+    missing_package,
+)
 from ondevice.data.rows import BadRow
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}

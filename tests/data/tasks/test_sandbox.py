@@ -12,8 +12,9 @@ pytest.importorskip("transformers", reason="the torch extra is not installed")
 from transformers.utils import chat_template_utils
 
 from ondevice.core.errors import ModelError
-from ondevice.data import Row, Rows, encode, sandbox
-from ondevice.data.chat_template import apply_template
+from ondevice.data import Row, Rows, encode
+from ondevice.data.tasks import sandbox
+from ondevice.data.tasks.chat_template import apply_template
 from ondevice.models.generate import tokenize
 
 MOST_MIB = 96

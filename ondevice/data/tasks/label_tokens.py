@@ -7,7 +7,7 @@ from typing import Any
 from ondevice.core.session import IGNORE
 from ondevice.data.encode import Dataset, encode
 from ondevice.data.rows import Row, Rows
-from ondevice.data.templates import Task, find_task, is_template
+from ondevice.data.tasks.templates import Task, find_task, is_template
 
 LONGEST = 512
 """Tokens of a row that is made to see a task's answers."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ondevice.core.untrusted import Refused, parse_json
-from ondevice.data.chat_template import ChatTemplate, Message
-from ondevice.data.conversations import REASONING
 from ondevice.data.rows import BadRow, Row
-from ondevice.data.turn_weights import OBEYED
+from ondevice.data.tasks.chat_template import ChatTemplate, Message
+from ondevice.data.tasks.conversations import REASONING
+from ondevice.data.tasks.turn_weights import OBEYED
 
 _KNOWN = {"role", "content", "tool_calls", *REASONING}
 _KWARGS = "chat_template_kwargs"

@@ -13,7 +13,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.data import TASKS, encode, find_task, read_rows
 
 Write = Callable[..., Path]
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "sst2": ({"sentence": "a joy "}, "1"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ondevice.core.errors import ConfigError
-from ondevice.data.records import check_text, describe
+from ondevice.data.readers.records import check_text, describe
 from ondevice.data.rows import BadRow
 
 Pairs = tuple[tuple[str, str], ...]
@@ -80,7 +80,7 @@ def find_task(name: str) -> Task:
         ConfigError: no such task, or the template cannot be used.
     """
     if is_template(name):
-        from ondevice.data.custom import load_task
+        from ondevice.data.tasks.custom import load_task
 
         return load_task(name)
     task = TASKS.get(plain_name(name))

@@ -157,11 +157,11 @@ def read_records(path: str | Path, limits: Limits = UNLIMITED) -> Source:
     """
     kind, path = check_source(path), Path(path)
     if kind == "folder":
-        from ondevice.data.folders import read_folder
+        from ondevice.data.readers.folders import read_folder
 
         return read_folder(path, limits)
     if kind == "hub":
-        from ondevice.data.hub import read_hub
+        from ondevice.data.readers.hub import read_hub
 
         match = _HUB_NAME.fullmatch(path.as_posix())
         assert match is not None  # noqa: S101  check_source matched it
@@ -177,16 +177,16 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
             f"cannot read {path}", expected="a file", received="a folder, a pipe or a device"
         )
     if kind == "columnar":
-        from ondevice.data.columnar import read_columnar
+        from ondevice.data.readers.columnar import read_columnar
 
         return read_columnar(path, limits)
     if kind == "excel":
-        from ondevice.data.tables import read_excel
+        from ondevice.data.readers.tables import read_excel
 
         return read_excel(path, limits)
     begin = read_begin(path)
     if kind == "table":
-        from ondevice.data.tables import read_table
+        from ondevice.data.readers.tables import read_table
 
         return read_table(path, begin, limits)
     if kind == "txt":
@@ -198,11 +198,11 @@ def read_file(path: Path, kind: str, limits: Limits = UNLIMITED) -> Source:
         )
         return Source(kind, _txt(read_lines(path, limits), most), notes)
     if begin[:1] == b"[":
-        from ondevice.data.json_list import read_list
+        from ondevice.data.readers.json_list import read_list
 
         return Source(kind, read_list(path, limits))
     if begin[:1] == b"{" and _is_spread(path, limits):
-        from ondevice.data.json_list import read_object
+        from ondevice.data.readers.json_list import read_object
 
         if (records := read_object(path, limits)) is not None:
             return Source(kind, records)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.hub import named, without_fills
+from ondevice.data.readers.hub import named, without_fills
+from ondevice.data.readers.records import Record, Source
 from ondevice.data.reading import rows_of
-from ondevice.data.records import Record, Source
 from ondevice.data.rows import Rows
-from ondevice.data.templates import find_task
+from ondevice.data.tasks.templates import find_task
 
 NAME = "rows"
 """The name in messages of rows that are in no file."""

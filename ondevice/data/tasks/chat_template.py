@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ondevice.core.errors import DataError, MissingPackageError, ModelError
-from ondevice.data.conversations import REASONING
 from ondevice.data.rows import BadRow
+from ondevice.data.tasks.conversations import REASONING
 
 Message = dict[str, Any]
 
@@ -43,7 +43,7 @@ def apply_template(tokenizer: Any, turns: Sequence[Any], **named: Any) -> str:
         ModelError: the template would take too much memory or time.
     """
     try:
-        from ondevice.data import sandbox
+        from ondevice.data.tasks import sandbox
 
         sandbox.install()
     except ImportError:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.data import exact_match, f1_score, first_line, pick_candidate
-from ondevice.data.scoring import (
+from ondevice.data.tasks.scoring import (
     expected_value,
     final_number,
     macro_f1,

@@ -21,9 +21,9 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import parse_row
-from ondevice.data.records import check_text, describe
+from ondevice.data.readers.records import check_text, describe
 from ondevice.data.rows import BadRow, Fields, Format, Row
-from ondevice.data.templates import TASKS, Task, label_key, plain_name, render
+from ondevice.data.tasks.templates import TASKS, Task, label_key, plain_name, render
 
 
 def infer(
@@ -50,7 +50,7 @@ def infer(
             unknown = unknown or record.get("task")
         elif (format_ := format_of(record, named)) is not None:
             return format_, None
-    from ondevice.data.columns import no_format
+    from ondevice.data.tasks.columns import no_format
 
     raise no_format(first, unknown, name)
 
@@ -114,7 +114,7 @@ def converter(
             line, (("", _text(record, "text")),), end=kind != "txt", file=file
         )
     if format_ in ("chat", "preference", "thumbs"):
-        from ondevice.data import conversations
+        from ondevice.data.tasks import conversations
 
         if format_ == "chat" and not any(
             {"messages", "conversations"} & set(record) for record in records()
@@ -167,7 +167,7 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
 
 def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
     """Read a question and its answer, behind what the system and earlier turns said: context, not trained on."""
-    from ondevice.data.conversations import history_of, system_of
+    from ondevice.data.tasks.conversations import history_of, system_of
 
     instruction = _text(record, "instruction", "prompt", "question")
     context = next(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
-from ondevice.data.formats import format_of
-from ondevice.data.records import describe, read_records
+from ondevice.data.readers.records import describe, read_records
 from ondevice.data.rows import BadRow
-from ondevice.data.templates import TASKS, Task, column
+from ondevice.data.tasks.formats import format_of
+from ondevice.data.tasks.templates import TASKS, Task, column
 
 FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",

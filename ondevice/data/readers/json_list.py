@@ -14,7 +14,7 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import MOST_DEPTH, check_depth, parse_row
-from ondevice.data.records import UNLIMITED, Limits, Record, describe, unique_keys
+from ondevice.data.readers.records import UNLIMITED, Limits, Record, describe, unique_keys
 from ondevice.data.rows import BadRow
 
 PIECE_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""What rows become: formats, prompt templates, conversations and their label masks, scores."""
