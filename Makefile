@@ -63,12 +63,13 @@ fleet-test: setup
 browser:
 	@.ci/browser-tools
 
-## make lint       ruff, import-linter, pyright
+## make lint       ruff, import-linter, pyright, and the counts of tests/docs/prose.py
 lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@.venv/bin/lint-imports --no-logo --no-cache
 	@$(RUN) -m pyright
+	@$(RUN) -m tests.docs.prose --check
 
 ## make format     let ruff put the files in order
 format: setup
