@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ondevice.core.errors import OndeviceError
-from ondevice.models.package import resolve_package
+from ondevice.models.sources.package import resolve_package
 
 if __name__ == "__main__":
     try:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ondevice.core.registry import method_config, open_session
     from ondevice.data import read_dataset
     from ondevice.exits import convert
+    from ondevice.generation.generate import generate
     from ondevice.models import load_model
-    from ondevice.models.generate import generate
-    from ondevice.models.in_memory import wrap_model
+    from ondevice.models.sources.memory import wrap_model
     from ondevice.planning.doctor import doctor
     from ondevice.planning.estimate import plan
     from ondevice.training.callbacks import Callback
@@ -43,7 +43,7 @@ _WHERE = {
     "export": "api.export",
     "export_each": "api.export",
     "fuse": "training.fuse",
-    "generate": "models.generate",
+    "generate": "generation.generate",
     "load_adapter": "artifact.adapter",
     "load_model": "models",
     "method_config": "core.registry",
@@ -57,7 +57,7 @@ _WHERE = {
     "save_adapter": "artifact.adapter",
     "train": "api.train",
     "verify": "api.verify",
-    "wrap_model": "models.in_memory",
+    "wrap_model": "models.sources.memory",
 }
 
 __all__ = [

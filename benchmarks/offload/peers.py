@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.offload.model import SHAPES, make_family
 from ondevice.methods.slideformer.window import bind
-from ondevice.models.base import Family
+from ondevice.models.families.base import Family
 from ondevice.offload.kernels import LigerLoss
 from ondevice.offload.loss import ChunkedLoss
 from ondevice.offload.units import Unit, cut

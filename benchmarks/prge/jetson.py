@@ -70,7 +70,7 @@ def build(shape: str) -> Any:
     """A model of random NF4 matrices on the device, packed as each is made: the dense model never exists."""
     from torch import nn
 
-    from ondevice.models.llama import FAMILY
+    from ondevice.models.families.llama import FAMILY
     from ondevice.models.packed import empty_model
     from ondevice.nn.packed import Nf4Matrix, PackedLinear
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.exporters.executorch.quiet import without_native_output
-from ondevice.models.cache import cache_root
+from ondevice.models.sources.cache import cache_root
 
 PACKAGE, VERSION = "onnxruntime-qnn", "2.5.0"
 INSTALL = "pip install 'ondevice-train[qnn]'"

@@ -19,7 +19,7 @@ except ImportError:
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.models.open import artifact_tokenizer
 from ondevice.models.packed import load_packed
-from ondevice.models.source import SourceInfo
+from ondevice.models.sources.resolve import SourceInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -113,7 +113,7 @@ def _limit(opened: Opened, requested: int | None) -> int:
 
 
 def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
-    from ondevice.models.generate import Messages, prompt_ids
+    from ondevice.generation.generate import Messages, prompt_ids
 
     loaded, write = opened.loaded, opened.write
     if loaded is None or write is None:

@@ -12,15 +12,15 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.data.tasks.chat_template import apply_template
-from ondevice.models.sample import draw, sample
-from ondevice.models.text import Ending, pieces
+from ondevice.generation.sample import draw, sample
+from ondevice.generation.text import Ending, pieces
 from ondevice.planning.devices import resolve_device
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.generation.generate import Messages
+    from ondevice.generation.sample import Token
     from ondevice.models import LoadedModel
-    from ondevice.models.generate import Messages
-    from ondevice.models.sample import Token
 
 STOPS = 4
 """Most texts that end an answer, as in the daemon's API."""
@@ -58,7 +58,7 @@ class Chat:
 
         Args:
             prompt: messages for the chat template, or a text to continue.
-            temperature, top_p, seed: as `models.sample.draw` takes them.
+            temperature, top_p, seed: as `generation.sample.draw` takes them.
 
         Raises:
             ConfigError: a number is out of range, or the conversation is longer than what answers takes.
@@ -140,7 +140,7 @@ class _ModelChat(Chat):
         self._adapter = adapter
 
     def _tokens(self, prompt: str | Messages, options: dict[str, Any]) -> Iterator[Token]:
-        from ondevice.models.generate import prompt_ids
+        from ondevice.generation.generate import prompt_ids
 
         ids, most = list(prompt_ids(self.loaded, prompt)), self.loaded.dims.max_positions
         if most:
@@ -170,7 +170,7 @@ class _ProgramChat(Chat):
         self.known = []  # keys and values are those of the adapter that read
 
     def _tokens(self, prompt: str | Messages, options: dict[str, Any]) -> Iterator[Token]:
-        from ondevice.models.generate import tokenize
+        from ondevice.generation.generate import tokenize
 
         ids = list(tokenize(self.tokenizer, prompt, self.where))
         same = next(

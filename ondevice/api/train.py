@@ -144,7 +144,7 @@ def _resolve(config: Any, model: Any, tokenizer: Any) -> tuple[RunConfig, Loaded
 
     loaded = None
     if model is not None:
-        from ondevice.models.in_memory import wrap_model
+        from ondevice.models.sources.memory import wrap_model
 
         loaded = wrap_model(model, tokenizer)
     if isinstance(config, (str, Path)):

@@ -25,7 +25,7 @@ def models(
     json: common.Json = False,
 ) -> None:
     """List the types of models that can be loaded and the models in the caches; delete one."""
-    from ondevice.models.stored import find_stored, remove_model, stored_models
+    from ondevice.models.sources.stored import find_stored, remove_model, stored_models
 
     if remove is not None:
         model = find_stored(remove) if dry_run else remove_model(remove)
@@ -36,13 +36,13 @@ def models(
         )
         return
     from ondevice.core.registry import methods
-    from ondevice.models import families
-    from ondevice.models.cache import cache_root
+    from ondevice.models import family_classes
     from ondevice.models.registry import decoder_types
+    from ondevice.models.sources.cache import cache_root
 
     own, others, stored = (
-        families(),
-        [name for name in decoder_types() if name not in families()],
+        family_classes(),
+        [name for name in decoder_types() if name not in family_classes()],
         stored_models(),
     )
     every = [spec.name for spec in methods() if spec.any_decoder]

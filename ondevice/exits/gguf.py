@@ -19,8 +19,8 @@ from ondevice.exits.gguf_file import BLOCK, ggml_type, write_gguf
 from ondevice.exits.gguf_metadata import check_writable, rope_factors, write_metadata
 from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.exits.gguf_tokenizer import write_tokenizer
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.gguf_names import gguf_parts
+from ondevice.gguf.names import gguf_parts
+from ondevice.models.families.base import Family, ModelDims
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel

@@ -17,9 +17,9 @@ from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
 from ondevice.exits.gguf_file import write_gguf
 from ondevice.exits.gguf_names import architecture_of, to_gguf
+from ondevice.gguf.names import gguf_names
 from ondevice.models import read_dims
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.gguf_names import gguf_names
+from ondevice.models.families.base import Family, ModelDims
 from ondevice.models.registry import family_for
 
 

@@ -1,6 +1,6 @@
 """GGUF's names and layouts of a model's tensors, for llama.cpp and what is built on it.
 
-Names are `ondevice.models.gguf_names`'s. Layouts are the inverse of what reading undoes
+Names are `ondevice.gguf.names`'s. Layouts are the inverse of what reading undoes
 (`Family.gguf_tensor`), so a family says it once: a permutation of rows, such as the interleaved rotary pairs of the
 llama architecture's q and k, or a constant that llama.cpp adds to a norm's weight.
 """
@@ -14,18 +14,18 @@ import numpy as np
 from ondevice.core.errors import ModelError
 
 if TYPE_CHECKING:
-    from ondevice.models.base import Family, ModelDims
+    from ondevice.models.families.base import Family, ModelDims
 
 
 def architecture_of(family: type[Family], dims: ModelDims) -> str:
     """Return the `general.architecture` of files written of a family; ModelError for one without GGUF form."""
-    from ondevice.models.registry import families
+    from ondevice.models.registry import family_classes
 
     name = family.gguf_written_as or family.gguf_architecture
     if name is None:
         written = [
             kind.model_type
-            for kind in families().values()
+            for kind in family_classes().values()
             if kind.gguf_written_as or kind.gguf_architecture
         ]
         raise ModelError(

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.gguf_tokenizer import LLAMA3, QWEN2, SPACE
+from ondevice.gguf.read_tokenizer import LLAMA3, QWEN2, SPACE
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -12,7 +12,7 @@ from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import ConfigError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
-from ondevice.models import source as sources
+from ondevice.models.sources import resolve as sources
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `--max-lora-rank` takes; an adapter may have any rank up to it."""

@@ -10,8 +10,8 @@ from ondevice.core.registry import method_config
 from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
 from ondevice.data.tasks.templates import TASKS, plain_name
 from ondevice.fleet.codes import Code, Refusal
-from ondevice.models import hub
-from ondevice.models.source import PACKAGE_PREFIX, TINY_PREFIX
+from ondevice.models.sources import hub
+from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 """Loading models, and one file for each family; importing it loads neither torch nor transformers."""
 
-from ondevice.models.base import Family, ModelDims
+from ondevice.models.families.base import Family, ModelDims
 from ondevice.models.load import LoadedModel, load_model
 from ondevice.models.open import ModelFiles, load_tokenizer, open_model, read_dims, save_tokenizer
-from ondevice.models.registry import families, families_with
-from ondevice.models.source import SourceInfo, find_cached
+from ondevice.models.registry import families_with, family_classes
+from ondevice.models.sources.resolve import SourceInfo, find_cached
 from ondevice.models.tiny import save_tiny, tiny_model
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "ModelDims",
     "ModelFiles",
     "SourceInfo",
-    "families",
+    "family_classes",
     "families_with",
     "find_cached",
     "load_model",

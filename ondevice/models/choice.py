@@ -10,7 +10,7 @@ from ondevice.models.open import read_dims
 
 if TYPE_CHECKING:
     from ondevice.core.method import MethodSpec
-    from ondevice.models.base import ModelDims
+    from ondevice.models.families.base import ModelDims
 
 
 def choose_method(

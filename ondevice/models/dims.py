@@ -16,7 +16,7 @@ from ondevice.core.untrusted import well_formed
 from ondevice.models.traits import LLAMA, BlockTraits
 
 if TYPE_CHECKING:
-    from ondevice.models.base import Family
+    from ondevice.models.families.base import Family
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -217,7 +217,7 @@ class ModelDims:
 
         traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
         if "active_experts" in values:
-            from ondevice.models.moe import MoeDims  # it is built on this
+            from ondevice.models.families.moe import MoeDims  # it is built on this
 
             cls, values = MoeDims, {**values, "dense_layers": tuples(values["dense_layers"])}
         return cls(**{**values, "traits": BlockTraits(**traits)})

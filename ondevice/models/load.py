@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models import source as sources
-from ondevice.models.any_decoder import AnyDecoder
-from ondevice.models.any_dims import AnyDims
-from ondevice.models.base import Family, ModelDims, UnknownTrait
-from ondevice.models.cache import missing
+from ondevice.models.families.any_decoder import AnyDecoder
+from ondevice.models.families.any_dims import AnyDims
+from ondevice.models.families.base import Family, ModelDims, UnknownTrait
 from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer, trait_sentence
 from ondevice.models.registry import ENCODERS
-from ondevice.models.source import TINY_PREFIX, SourceInfo
+from ondevice.models.sources import resolve as sources
+from ondevice.models.sources.cache import missing
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
                 hint="leave --classes out: a decoder learns labels as words",
             )  # fmt: skip
         return False
-    from ondevice.models.classifier import has_head
+    from ondevice.models.families.classifier import has_head
 
     if has_head(config):
         if classes not in (None, dims.classes):
@@ -198,7 +198,7 @@ def _load_weights(
         )
     absent = sorted(report["missing_keys"])
     if new_head:
-        from ondevice.models.classifier import HEAD
+        from ondevice.models.families.classifier import HEAD
 
         absent = [name for name in absent if not name.startswith(HEAD)]
     if missing_names := absent:

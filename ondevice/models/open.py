@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
-from ondevice.models import source as sources
-from ondevice.models.any_decoder import AnyDecoder
-from ondevice.models.base import Family, ModelDims, UnknownTrait
-from ondevice.models.cache import missing
+from ondevice.gguf.read import read_gguf_dims
 from ondevice.models.dims import dims_of
-from ondevice.models.gguf import read_gguf_dims
-from ondevice.models.own_head import check_head
+from ondevice.models.families.any_decoder import AnyDecoder
+from ondevice.models.families.base import Family, ModelDims, UnknownTrait
 from ondevice.models.registry import classifier_for, family_for
-from ondevice.models.source import TINY_PREFIX, SourceInfo
+from ondevice.models.sources import resolve as sources
+from ondevice.models.sources.cache import missing
+from ondevice.models.sources.own_head import check_head
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,39 +10,41 @@ from typing import Any
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
-from ondevice.models.any_decoder import AnyDecoder
-from ondevice.models.base import Family
+from ondevice.models.families.any_decoder import AnyDecoder
+from ondevice.models.families.base import Family
 
 ENCODERS = ("roberta", "xlm-roberta", "camembert")
-"""Types of `ondevice.models.classifier`, unless they are configured as decoders."""
+"""Types of `ondevice.models.families.classifier`, unless they are configured as decoders."""
 
 
 @cache
-def families() -> dict[str, type[Family]]:
+def family_classes() -> dict[str, type[Family]]:
     """Map `model_type` to the family: each module of this package that sets `FAMILY`."""
-    import ondevice.models as package
+    from ondevice.models import families
 
     by_type = {}
-    for path in Path(package.__path__[0]).glob("*.py"):
+    for path in Path(families.__path__[0]).glob("*.py"):
         if "\nFAMILY = " in path.read_text(encoding="utf-8"):  # the others may import a framework
-            family = importlib.import_module(f"{package.__name__}.{path.stem}").FAMILY
+            family = importlib.import_module(f"{families.__name__}.{path.stem}").FAMILY
             by_type[family.model_type] = family
     return dict(sorted(by_type.items()))
 
 
 def families_with(linear: str) -> list[str]:
     """List the families whose blocks have a linear layer of this name, such as `gate_proj` of a gated MLP."""
-    return [name for name, family in families().items() if linear in family.linear_targets]
+    return [name for name, family in family_classes().items() if linear in family.linear_targets]
 
 
 def _family(model_type: str) -> type[Family] | None:
     """Return the family in the file of that name, importing no other file; None where there is none."""
     if (
         not model_type.isidentifier()
-        or importlib.util.find_spec(f"ondevice.models.{model_type}") is None
+        or importlib.util.find_spec(f"ondevice.models.families.{model_type}") is None
     ):
         return None
-    family = getattr(importlib.import_module(f"ondevice.models.{model_type}"), "FAMILY", None)
+    family = getattr(
+        importlib.import_module(f"ondevice.models.families.{model_type}"), "FAMILY", None
+    )
     return family if family is not None and family.model_type == model_type else None
 
 
@@ -62,7 +64,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
     if family is None:
         raise ModelError(
             f"{where}: models of type {model_type!r} are not supported",
-            expected=f"a decoder of the installed transformers, or one of {', '.join(families())}",
+            expected=f"a decoder of the installed transformers, or one of {', '.join(family_classes())}",
             received=f"model_type {model_type!r}",
             hint=_what_to_do(model_type),
         )
@@ -73,7 +75,7 @@ def classifier_for(config: dict[str, Any]) -> type[Family] | None:
     """Return the family of an encoder that a classification head goes on, by its `config.json`; None for others."""
     if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
         return None
-    from ondevice.models.classifier import Classifier
+    from ondevice.models.families.classifier import Classifier
 
     return Classifier
 
@@ -82,7 +84,7 @@ def family_for_gguf(architecture: str, where: str) -> type[Family]:
     """Return the family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
     by_name = {
         family.gguf_architecture: family
-        for family in families().values()
+        for family in family_classes().values()
         if family.gguf_architecture
     }
     if architecture not in by_name:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.errors import ModelError
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.cache import missing
-from ondevice.models.registry import families
-from ondevice.models.source import TINY_PREFIX, SourceInfo
+from ondevice.models.families.base import Family, ModelDims
+from ondevice.models.registry import family_classes
+from ondevice.models.sources.cache import missing
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -104,9 +104,9 @@ def _byte_letters() -> list[str]:
 
 
 def _family(name: str) -> type[Family]:
-    kind = families().get(name)
+    kind = family_classes().get(name)
     if kind is None:
-        expected = ", ".join(f"{TINY_PREFIX}{name}" for name in families())
+        expected = ", ".join(f"{TINY_PREFIX}{name}" for name in family_classes())
         raise ModelError("unknown tiny model", expected=expected, received=f"{TINY_PREFIX}{name}")
     return kind
 

@@ -41,7 +41,7 @@ def memory() -> Outcome:
 
 
 def _cache() -> Path:
-    from ondevice.models.cache import cache_root
+    from ondevice.models.sources.cache import cache_root
 
     return cache_root()
 
@@ -58,7 +58,7 @@ def disk() -> Outcome:
 def model_cache() -> Outcome:
     """Check that the cache can be written, and that the converted models in it are whole."""
     from ondevice.core.errors import ModelError
-    from ondevice.models.cache import RECORD_NAME, read_record
+    from ondevice.models.sources.cache import RECORD_NAME, read_record
 
     cache = _cache()
     folder = next(path for path in (cache, *cache.parents) if path.exists())

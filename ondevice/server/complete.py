@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.models.text import Text
+from ondevice.generation.text import Text
 
 if TYPE_CHECKING:
+    from ondevice.generation.sample import Token
     from ondevice.models import LoadedModel
-    from ondevice.models.sample import Token
 
 _stopped = False
 """Set by the signal that the daemon sends when nobody reads the answer any more."""
@@ -64,8 +64,8 @@ def complete(
     """
     global _stopped
     from ondevice.artifact.adapter import load_adapter
-    from ondevice.models.generate import prompt_ids
-    from ondevice.models.sample import sample
+    from ondevice.generation.generate import prompt_ids
+    from ondevice.generation.sample import sample
     from ondevice.server.generate import hold
     from ondevice.training.fuse import adapted
 

@@ -43,7 +43,7 @@ def answer(
         ConfigError: the artifact has no weights for PyTorch.
     """
     from ondevice.artifact.adapter import load_adapter
-    from ondevice.models.generate import generate
+    from ondevice.generation.generate import generate
     from ondevice.training.fuse import adapted
 
     loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
@@ -162,7 +162,7 @@ def _open_artifact(
 
 def _dtype(source: str) -> str:
     """bfloat16 where the weights are in bfloat16: float32 would take twice the memory for the same numbers."""
-    from ondevice.models.source import TINY_PREFIX, config_of
+    from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 
     config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
     return (

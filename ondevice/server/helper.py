@@ -318,7 +318,7 @@ def preview(
 def check_model(folder: str) -> dict[str, Any]:
     """Read a model's sizes, its tokenizer and the shapes of its weights; raise ModelError if one cannot be."""
     from ondevice.models.open import dims_and_family, load_tokenizer
-    from ondevice.models.source import check_folder, check_weights
+    from ondevice.models.sources.resolve import check_folder, check_weights
 
     dims, family = dims_and_family(folder, None)
     check_folder(Path(folder))

@@ -295,8 +295,8 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 def list_models(store: Store) -> list[dict[str, Any]]:
     """List every model that is at hand: id, kind, size, and the sizes that its configuration states."""
-    from ondevice.models import families, find_cached
-    from ondevice.models.package import KNOWN
+    from ondevice.models import family_classes, find_cached
+    from ondevice.models.sources.package import KNOWN
 
     models = []
     for folder in sorted((store.root / "models").iterdir()):
@@ -319,7 +319,7 @@ def list_models(store: Store) -> list[dict[str, Any]]:
             )
     return models + [
         {"id": f"tiny:{name}", "kind": "random", "bytes": 0, "model_type": name}
-        for name in sorted(families())
+        for name in sorted(family_classes())
     ]
 
 
@@ -329,14 +329,14 @@ def locate_model(store: Store, name: str) -> str:
     Raises:
         MissingError: no folder of the store, no package that is known, no `tiny:` family and no hub id.
     """
-    from ondevice.models import families
-    from ondevice.models.hub import HUB_ID
-    from ondevice.models.package import KNOWN
+    from ondevice.models import family_classes
+    from ondevice.models.sources.hub import HUB_ID
+    from ondevice.models.sources.package import KNOWN
 
     if ID.fullmatch(name) and (source := _source(store.path("models", name))):
         return source
     kind, _, rest = name.partition(":")
-    if (kind == "tiny" and rest in families()) or (kind == "package" and rest in KNOWN):
+    if (kind == "tiny" and rest in family_classes()) or (kind == "package" and rest in KNOWN):
         return name
     if "/" in name and HUB_ID.fullmatch(name) and ".." not in name:
         return name

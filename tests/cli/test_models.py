@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.models import save_tiny
-from ondevice.models.cache import convert_once
+from ondevice.models.sources.cache import convert_once
 from tests.models.test_any_decoder import save
 
 MODEL = 4

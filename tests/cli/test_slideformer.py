@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ondevice.artifact.files import read_tensors
-from ondevice.models.llama import Llama
+from ondevice.models.families.llama import Llama
 from ondevice.offload.device import CpuDevice
 from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny

@@ -10,7 +10,7 @@ import pytest
 
 from ondevice.core.child import python_command
 from ondevice.core.errors import ModelError
-from ondevice.models import package
+from ondevice.models.sources import package
 
 ISOLATED = {"ondevice/core/child.py", "ondevice/offload/guard.py"}
 """Files that name the interpreter in a command themselves: the helper, and one that is stricter (`-I -S`)."""

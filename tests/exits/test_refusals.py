@@ -96,13 +96,13 @@ def test_a_rank_beyond_the_readers_limit(cases, tmp_path: Path) -> None:
 
 def test_a_family_without_gguf_form(cases, tmp_path: Path, monkeypatch) -> None:
     case = cases["qwen2"]
-    monkeypatch.setattr("ondevice.models.qwen2.Qwen2.gguf_architecture", None)
+    monkeypatch.setattr("ondevice.models.families.qwen2.Qwen2.gguf_architecture", None)
     for form in ("gguf-lora", "gguf", "ollama"):
         words = "models of type qwen2 have no GGUF form"
         refused(
             ModelError, words, case.adapter, form, model=str(case.model), folder=tmp_path / form
         )
-    monkeypatch.setattr("ondevice.models.qwen2.Qwen2.gguf_architecture", "gpt2")
+    monkeypatch.setattr("ondevice.models.families.qwen2.Qwen2.gguf_architecture", "gpt2")
     words = "has no name in GGUF files of architecture gpt2"
     refused(
         ModelError, words, case.adapter, "gguf-lora", model=str(case.model), folder=tmp_path / "f"

@@ -9,8 +9,8 @@ import torch
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exits import convert
+from ondevice.generation.generate import prompt_ids
 from ondevice.models import load_model
-from ondevice.models.generate import prompt_ids
 from ondevice.training.fuse import apply_adapter
 from tests.exits.conftest import random_adapter
 from tests.exits.llama_cpp import LlamaCpp

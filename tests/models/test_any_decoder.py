@@ -19,7 +19,7 @@ from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method, method_config, open_session
 from ondevice.models import LoadedModel, load_model, read_dims
-from ondevice.models.any_decoder import AnyDecoder
+from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.load import quiet_transformers, wrap
 from ondevice.models.tiny import tiny_tokenizer
 from ondevice.planning.estimate import plan

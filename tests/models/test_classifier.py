@@ -18,7 +18,7 @@ from ondevice.api.chat import open_chat  # noqa: E402
 from ondevice.api.evaluate import evaluate  # noqa: E402
 from ondevice.core.errors import ConfigError, DataError, ModelError  # noqa: E402
 from ondevice.models import load_model, read_dims  # noqa: E402
-from ondevice.models.classifier import Classifier  # noqa: E402
+from ondevice.models.families.classifier import Classifier  # noqa: E402
 from ondevice.models.tiny import tiny_tokenizer  # noqa: E402
 
 SIZES: dict[str, Any] = {

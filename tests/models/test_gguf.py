@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
-from ondevice.models import cache, find_cached, load_model, read_dims, tiny_model
-from ondevice.models.gguf_config import Metadata
-from ondevice.models.gguf_tokenizer import write_tokenizer
+from ondevice.gguf.config import Metadata
+from ondevice.gguf.read_tokenizer import write_tokenizer
+from ondevice.models import find_cached, load_model, read_dims, tiny_model
+from ondevice.models.sources import cache
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}

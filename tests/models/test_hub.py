@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ondevice.core.errors import ModelError
-from ondevice.models import hub, load_model, read_dims, save_tiny
+from ondevice.models import load_model, read_dims, save_tiny
+from ondevice.models.sources import hub
 from tests.models.hub_server import COMMIT, NAME, Hub
 
 WEIGHTS = "model.safetensors"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method
+from ondevice.generation.generate import generate
 from ondevice.models import (
     find_cached,
     load_model,
@@ -24,7 +25,6 @@ from ondevice.models import (
     save_tokenizer,
     tiny_model,
 )
-from ondevice.models.generate import generate
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_smollm2_answers() -> None:
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_for_a_moment(monkeypatch) -> None:
     """huggingface_hub itself tries for half a minute before it says that nobody answers."""
-    from ondevice.models import hub
+    from ondevice.models.sources import hub
 
     tried: list[str] = []
     connect = hub._connects

@@ -17,7 +17,7 @@ from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session, target
 from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
-from ondevice.models.gpt2 import Gpt2
+from ondevice.models.families.gpt2 import Gpt2
 from ondevice.models.registry import family_for_gguf
 from ondevice.models.traits import check_length
 from ondevice.nn.quantized import quantize_q4_model

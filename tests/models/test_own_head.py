@@ -15,7 +15,7 @@ import ondevice
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.models import load_model, open_model, read_dims
-from ondevice.models.source import read_config
+from ondevice.models.sources.resolve import read_config
 from ondevice.models.tiny import save_tiny
 from ondevice.training.fuse import fuse
 from tests.cli.command import write_rows

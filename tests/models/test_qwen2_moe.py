@@ -16,8 +16,8 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
-from ondevice.models.moe import MoeDims
-from ondevice.models.qwen2_moe import Qwen2Moe
+from ondevice.models.families.moe import MoeDims
+from ondevice.models.families.qwen2_moe import Qwen2Moe
 from ondevice.models.save import save_weights
 from ondevice.planning.estimate import plan
 from ondevice.training.fuse import apply_adapter

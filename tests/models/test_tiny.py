@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ondevice.models.registry import families
+from ondevice.models.registry import family_classes
 from ondevice.models.tiny import tiny_dims
 
 WITHOUT = """
@@ -18,12 +18,12 @@ print(read_dims("tiny:qwen2_moe").layers)
 """
 
 
-@pytest.mark.parametrize("family", list(families()))
+@pytest.mark.parametrize("family", list(family_classes()))
 def test_dimensions_are_those_of_the_model(family: str) -> None:
     pytest.importorskip("transformers")
     from ondevice.models.tiny import tiny_model
 
-    assert tiny_dims(family) == (tiny_model(family).dims, families()[family])
+    assert tiny_dims(family) == (tiny_model(family).dims, family_classes()[family])
 
 
 def test_dimensions_need_neither_torch_nor_transformers() -> None:

@@ -128,7 +128,7 @@ def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_damaged_model_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ondevice.models import cache
+    from ondevice.models.sources import cache
 
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path))
     (check,) = doctor(names=["model-cache"])

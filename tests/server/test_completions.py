@@ -13,9 +13,9 @@ openai = pytest.importorskip("openai", reason="a development package")
 
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
+from ondevice.generation.generate import prompt_ids  # noqa: E402
+from ondevice.generation.sample import sample  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
-from ondevice.models.generate import prompt_ids  # noqa: E402
-from ondevice.models.sample import sample  # noqa: E402
 from ondevice.server import complete, generate  # noqa: E402
 from ondevice.server.helper import Helper  # noqa: E402
 from ondevice.training.fuse import apply_adapter  # noqa: E402
@@ -252,7 +252,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
 
 
 def test_top_p_keeps_what_reaches_it() -> None:
-    from ondevice.models.sample import _draw
+    from ondevice.generation.sample import _draw
 
     logits = torch.log(torch.tensor([0.5, 0.3, 0.2]))
     drawn = torch.Generator().manual_seed(0)

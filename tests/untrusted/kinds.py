@@ -299,7 +299,7 @@ def read_config(folder: Path) -> None:
     """Read the sizes, and look at the shapes that they give, as a plan does."""
     from ondevice.core.registry import network_method
     from ondevice.models.open import dims_and_family
-    from ondevice.models.source import check_folder, check_weights
+    from ondevice.models.sources.resolve import check_folder, check_weights
 
     network_method(folder / "model")
     check_folder(folder / "model")
@@ -314,7 +314,7 @@ def read_weights(folder: Path) -> None:
     from ondevice.core.errors import OndeviceError
     from ondevice.methods.mesp.mlx.weights import TensorFile
     from ondevice.methods.mesp.torch.weights import Files
-    from ondevice.models.source import check_weights
+    from ondevice.models.sources.resolve import check_weights
 
     def each_by_mlx() -> None:
         file = TensorFile(folder / "model" / "model.safetensors")
@@ -347,13 +347,13 @@ def read_tokenizer(folder: Path) -> None:
 
 
 def read_index(folder: Path) -> None:
-    from ondevice.models.source import check_folder
+    from ondevice.models.sources.resolve import check_folder
 
     check_folder(folder / "model")
 
 
 def build_record(folder: Path) -> None:
-    from ondevice.models.cache import write_record
+    from ondevice.models.sources.cache import write_record
 
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"x" * 10)
@@ -361,7 +361,7 @@ def build_record(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> None:
-    from ondevice.models.cache import read_record as read
+    from ondevice.models.sources.cache import read_record as read
 
     read(folder, full=True)
 
@@ -377,7 +377,7 @@ def build_gguf(folder: Path) -> None:
 
 
 def read_gguf(folder: Path) -> None:
-    from ondevice.models.gguf import convert_gguf, read_gguf_dims
+    from ondevice.gguf.read import convert_gguf, read_gguf_dims
 
     read_gguf_dims(folder / "tiny.gguf")
     out = folder / "converted"
@@ -404,7 +404,7 @@ def build_gguf_adapter(folder: Path) -> None:
 def read_gguf_adapter(folder: Path) -> None:
     """Nobody reads adapters in this form; a user may name one as a model."""
     from ondevice.core.errors import OndeviceError
-    from ondevice.models.gguf import read_gguf_dims
+    from ondevice.gguf.read import read_gguf_dims
 
     try:
         read_gguf_dims(folder / "tiny.gguf")

@@ -22,7 +22,7 @@ from ondevice.core.untrusted import (
 )
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 from ondevice.data import read_rows
-from ondevice.models.source import check_folder
+from ondevice.models.sources.resolve import check_folder
 from ondevice.training.checkpoint import read_meta
 from tests.untrusted.kinds import build_artifact, build_checkpoints, build_sharded, build_xlsx
 
@@ -270,7 +270,7 @@ OWN = {
     "ondevice/fleet/link.py": "settings that the parent process passes",
     "ondevice/fleet/plot.py": "the server's own database",
     "ondevice/fleet/status.py": "the server's own database",
-    "ondevice/models/any_dims.py": "a configuration that was parsed, as a key of a cache",
+    "ondevice/models/families/any_dims.py": "a configuration that was parsed, as a key of a cache",
     "ondevice/models/packed.py": "weights whose header was checked",
     "ondevice/planning/doctor.py": "a process that this one started",
     "ondevice/server/client.py": "answers of the daemon that the user named",

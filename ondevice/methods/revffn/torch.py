@@ -26,7 +26,7 @@ from ondevice.models.load import quiet_transformers, wrap
 from ondevice.models.open import load_tokenizer
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
-from ondevice.models.source import SourceInfo
+from ondevice.models.sources.resolve import SourceInfo
 from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:

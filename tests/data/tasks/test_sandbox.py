@@ -15,7 +15,7 @@ from ondevice.core.errors import ModelError
 from ondevice.data import Row, Rows, encode
 from ondevice.data.tasks import sandbox
 from ondevice.data.tasks.chat_template import apply_template
-from ondevice.models.generate import tokenize
+from ondevice.generation.generate import tokenize
 
 MOST_MIB = 96
 TURNS = [{"role": "user", "content": "a %d {b} ~"}, {"role": "assistant", "content": "c\n  d"}]

@@ -14,8 +14,8 @@ from ondevice.api.chat import open_chat
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.generation.generate import generate
 from ondevice.models import load_model
-from ondevice.models.generate import generate
 from ondevice.training.fuse import adapted
 from tests.programs import model, program
 

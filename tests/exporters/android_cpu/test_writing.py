@@ -14,8 +14,8 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import Adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.generation.generate import generate
 from ondevice.models import load_model
-from ondevice.models.generate import generate
 from ondevice.training.fuse import adapted
 from tests.cli.command import CommandLine
 from tests.programs import program

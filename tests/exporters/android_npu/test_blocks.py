@@ -30,8 +30,8 @@ from ondevice.core.errors import (
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
+from ondevice.generation.generate import generate
 from ondevice.models import load_model
-from ondevice.models.generate import generate
 from ondevice.training.fuse import adapted
 from tests.methods.reference import batch
 from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program

@@ -60,7 +60,7 @@ def test_gpt2_has_no_separate_queries() -> None:
 def test_an_odd_width_cannot_be_halved() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from ondevice.models.gpt2 import Gpt2
+    from ondevice.models.families.gpt2 import Gpt2
 
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=33, n_head=3, n_layer=1, vocab_size=260, n_positions=16)

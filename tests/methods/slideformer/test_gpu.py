@@ -37,7 +37,7 @@ def make_family(tied: bool, sizes: dict[str, Any]) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from ondevice.models.qwen2 import FAMILY
+    from ondevice.models.families.qwen2 import FAMILY
 
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(

@@ -32,7 +32,7 @@ from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
 from ondevice.methods.mesp.mlx.weight_files import load_weights, open_weights, write_weights
 from ondevice.methods.mesp.mlx.weights import Source
-from ondevice.models import ModelDims, ModelFiles, families
+from ondevice.models import ModelDims, ModelFiles, family_classes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,7 +185,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
         model = Model(settings, weights, functions=functions, fixed_chunks=True)
         model.tiles = tiles
-        parameters = lora_parameters(dims, families()[dims.family], config, IN_MLX)
+        parameters = lora_parameters(dims, family_classes()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
         self.manifest, self.seed = manifest, manifest.generator.seed
         self.batch_size = self.eval_batch_size = manifest.batch_size

@@ -26,8 +26,8 @@ from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.settings import Settings, read_rope
 from ondevice.methods.mesp.mlx.weight_files import open_weights, streamed_folder
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights
-from ondevice.models.moe import MoeDims
-from ondevice.models.source import read_config
+from ondevice.models.families.moe import MoeDims
+from ondevice.models.sources.resolve import read_config
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig

@@ -18,7 +18,7 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Source, TensorFile, Weights, select
-from ondevice.models import cache
+from ondevice.models.sources import cache
 from ondevice.models.traits import LLAMA
 
 if TYPE_CHECKING:

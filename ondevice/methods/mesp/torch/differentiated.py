@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.methods.mesp.lora import LoraParameters
 from ondevice.methods.model_loss import method_token_nll, row_nll
-from ondevice.models.any_decoder import AnyDecoder
-from ondevice.models.any_dims import find_blocks
+from ondevice.models.families.any_decoder import AnyDecoder
+from ondevice.models.families.any_dims import find_blocks
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.experts import pair_of
 from ondevice.nn.lora import LoRALinear

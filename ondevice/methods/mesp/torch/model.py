@@ -19,7 +19,7 @@ from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
 from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.models.moe import EXPERTS
+from ondevice.models.families.moe import EXPERTS
 from ondevice.nn.answer_loss import answer_labels
 from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows

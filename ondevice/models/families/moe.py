@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, Linear, ModelDims, UnknownTrait, read_size
+from ondevice.models.families.base import Family, Linear, ModelDims, UnknownTrait, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
     from ondevice.nn.experts import ExpertLora
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

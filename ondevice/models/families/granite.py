@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import ModelDims, decoder_dims
-from ondevice.models.llama import Llama
-from ondevice.models.traited import TraitFamily
+from ondevice.models.families.base import ModelDims, decoder_dims
+from ondevice.models.families.llama import Llama
+from ondevice.models.families.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 
 class Granite(TraitFamily):

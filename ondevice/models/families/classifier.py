@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.families.base import (
+    Family,
+    ModelDims,
+    UnknownTrait,
+    read_size,
+    refuse_quantised,
+)
 
 if TYPE_CHECKING:
     import torch

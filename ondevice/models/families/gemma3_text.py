@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import ModelDims, UnknownTrait, decoder_dims, read_size
-from ondevice.models.traited import TraitFamily, sliding_windows
+from ondevice.models.families.base import ModelDims, UnknownTrait, decoder_dims, read_size
+from ondevice.models.families.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 NORMS = {
     "before_attention": "input_layernorm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.base import Family, ModelDims, UnknownTrait, decoder_dims
+from ondevice.models.families.base import Family, ModelDims, UnknownTrait, decoder_dims
 
 
 class Qwen2(Family):

@@ -16,7 +16,7 @@ from ondevice.core.errors import ModelError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-    from ondevice.models.base import Family
+    from ondevice.models.families.base import Family
 
 SIZES = {
     "context_length": "max_position_embeddings",

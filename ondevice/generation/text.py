@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ondevice.models.sample import Token
+    from ondevice.generation.sample import Token
 
 HALF = "\ufffd"
 """The text that a tokenizer gives for bytes that are no character yet."""

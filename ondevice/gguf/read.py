@@ -16,12 +16,12 @@ import numpy as np
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted.gguf_header import check_gguf
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.cache import missing, progress
+from ondevice.gguf.config import TOKEN_IDS, Metadata, read_config
+from ondevice.gguf.names import gguf_parts
 from ondevice.models.dims import dims_of
-from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
-from ondevice.models.gguf_names import gguf_parts
+from ondevice.models.families.base import Family, ModelDims
 from ondevice.models.registry import family_for_gguf
+from ondevice.models.sources.cache import missing, progress
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -51,7 +51,7 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: as `read_gguf_dims`, or a tensor is missing, of another shape, or of an unknown type.
     """
-    from ondevice.models.gguf_tokenizer import (
+    from ondevice.gguf.read_tokenizer import (
         write_tokenizer,
     )  # no run but a conversion has use for it
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import decoder_dims
-from ondevice.models.moe import MoeDims, MoeFamily, moe_dims, refuse_window
+from ondevice.models.families.base import decoder_dims
+from ondevice.models.families.moe import MoeDims, MoeFamily, moe_dims, refuse_window
 
 if TYPE_CHECKING:
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 
 class Qwen2Moe(MoeFamily):

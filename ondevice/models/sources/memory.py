@@ -8,7 +8,7 @@ from typing import Any
 from ondevice.core.errors import ConfigError
 from ondevice.models.load import LoadedModel, wrap
 from ondevice.models.registry import family_for
-from ondevice.models.source import SourceInfo
+from ondevice.models.sources.resolve import SourceInfo
 
 
 def wrap_model(model: Any, tokenizer: Any = None) -> LoadedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import Family, UnknownTrait, read_size
+from ondevice.models.families.base import Family, UnknownTrait, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor

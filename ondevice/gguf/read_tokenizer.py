@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.cache import missing
+from ondevice.models.sources.cache import missing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 SPACE = "▁"
 SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.families.base import (
+    Family,
+    ModelDims,
+    UnknownTrait,
+    read_size,
+    refuse_quantised,
+)
 
 if TYPE_CHECKING:
     import torch

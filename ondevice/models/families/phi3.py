@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
-from ondevice.models.traited import TraitFamily
+from ondevice.models.families.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
+from ondevice.models.families.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 
 class Phi3(TraitFamily):

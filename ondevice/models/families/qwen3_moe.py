@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.base import decoder_dims
-from ondevice.models.moe import MoeDims, MoeFamily, moe_dims, refuse_window
-from ondevice.models.qwen3 import NORMS
+from ondevice.models.families.base import decoder_dims
+from ondevice.models.families.moe import MoeDims, MoeFamily, moe_dims, refuse_window
+from ondevice.models.families.qwen3 import NORMS
 from ondevice.models.traits import BlockTraits
 
 

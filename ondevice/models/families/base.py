@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 __all__ = [
     "ROPE_TYPES",

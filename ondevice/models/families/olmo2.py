@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import ModelDims, decoder_dims
-from ondevice.models.traited import TraitFamily
+from ondevice.models.families.base import ModelDims, decoder_dims
+from ondevice.models.families.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
-    from ondevice.models.gguf_config import Metadata
+    from ondevice.gguf.config import Metadata
 
 NORMS = {
     "after_attention": "post_attention_layernorm",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import ModelDims, decoder_dims, read_size
-from ondevice.models.llama import Llama
-from ondevice.models.traited import TraitFamily, sliding_windows
+from ondevice.models.families.base import ModelDims, decoder_dims, read_size
+from ondevice.models.families.llama import Llama
+from ondevice.models.families.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_json
-from ondevice.models import cache
+from ondevice.models.sources import cache
 
 
 @dataclass(frozen=True)

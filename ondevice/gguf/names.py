@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import ModelError
-from ondevice.models.cache import missing
+from ondevice.models.sources.cache import missing
 
 if TYPE_CHECKING:
-    from ondevice.models.base import Family, ModelDims
+    from ondevice.models.families.base import Family, ModelDims
 
 _WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
 """transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""

@@ -1,0 +1,1 @@
+"""Generate text: token by token, with caches, sampling, stop texts and chats."""

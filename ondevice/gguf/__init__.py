@@ -1,0 +1,1 @@
+"""GGUF files: their names, keys, tensors and tokenizers, read and written."""
