@@ -1,8 +1,8 @@
-# Every goal sets up what it needs first: .venv in this folder, with pinned packages.
+# Every goal first sets up what it needs: .venv in this folder, with pinned packages.
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast test-processors apk android-test fleet-test browser lint format docs site bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast test-npu test-mlx test-processors apk android-test fleet-test browser lint format docs site bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -15,7 +15,7 @@ RUN := .venv/bin/python
 help:
 	@sed -n 's/^## *//p' Makefile
 
-## make setup      .venv with pinned packages; quick when it is already there
+## make setup      .venv with pinned packages; quick if it is up to date
 setup:
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" .ci/setup
 
@@ -28,21 +28,30 @@ demo demo-prge: EXTRAS := executorch
 demo: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
 
-## make demo-prge  the same with forward passes alone: few steps teach the answer words, not the answers
+## make demo-prge  the same with forward passes only: few steps teach the label words, not the labels
 demo-prge: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo-prge.sh
 
 ## make test       set up, then every test, in three or four processes; Hypothesis takes the same examples every time
-# Three processes also on two cores: tests of daemons and of ranks wait much of their time. Each takes up to 3 GB.
-# A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
+# Three processes even on two cores: tests of daemons and of ranks mostly wait. Each needs up to 3 GB. A worker that
+# crashes ends the run at once: the other workers would wait for its tests forever.
 test: model
 	@CI=true PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
-## make test-fast  the tests that need neither the model nor much time
+## make test-fast  the quick tests that need no model
 test-fast: setup
 	@$(RUN) -m pytest -m "not slow and not model" $(ARGS)
 
-## make test-processors  the numerical tests with the instructions of other processors, one after the other
+## make test-npu   programs for Qualcomm's NPU in its simulator, with Qualcomm's libraries and licence
+test-npu: EXTRAS := dev,qnn
+test-npu: model
+	@CI=true $(RUN) -m pytest tests/exporters/android_npu tests/cli/test_artifacts.py tests/conformance -k "npu or qnn" $(ARGS)
+
+## make test-mlx   MLX: MeSP, its programs and adapters
+test-mlx: model
+	@CI=true $(RUN) -m pytest tests/methods/mesp/mlx tests/exporters/apple_mlx tests/runtime_ops/test_mlx_ops.py tests/artifact/test_mlx_lm_files.py $(ARGS)
+
+## make test-processors  the numerical tests with other processors' instructions, one after another
 test-processors: model
 	@ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m tests.processors $(ARGS)
 
@@ -54,7 +63,7 @@ apk:
 android-test: model
 	@$(MAKE) --no-print-directory -C android_app test
 
-## make fleet-test  a fleet of three devices over Flower, in an environment that has it beside .venv's packages
+## make fleet-test  a fleet of three devices over Flower, in an environment with Flower on top of .venv's packages
 fleet-test: setup
 	@.ci/fleet
 	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet tests/server/test_fleets.py -m flower $(ARGS)
@@ -71,7 +80,7 @@ lint: setup
 	@$(RUN) -m pyright
 	@$(RUN) -m tests.docs.prose --check
 
-## make format     let ruff put the files in order
+## make format     format the files with ruff
 format: setup
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
@@ -91,10 +100,9 @@ site: setup
 bench: setup
 	@$(RUN) -m benchmarks $(ARGS)
 
-## make pins       write requirements/dev.txt anew from what .venv holds
+## make pins       rewrite requirements/*.txt: the versions in .venv, with the hashes of all their wheels
 pins:
-	@$(RUN) requirements/pins.py > requirements/dev.txt.new
-	@mv requirements/dev.txt.new requirements/dev.txt
+	@$(RUN) requirements/pins.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
