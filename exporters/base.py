@@ -29,10 +29,11 @@ from ondevice.core.target import TargetSpec
 from ondevice.core.version import own_version
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Agreement, Batch
     from ondevice.core.session import ProgramSession, Session
     from ondevice.data.encode import Dataset
-    from ondevice.models import LoadedModel, ModelDims, ModelFiles
+    from ondevice.models import LoadedModel, ModelFiles
 
 DEFAULT_STEPS = 20
 """Training steps that `ondevice verify` compares."""

@@ -157,9 +157,9 @@ def run(
 
     from ondevice.api.open import open_artifact
     from ondevice.artifact.manifest import read_manifest
+    from ondevice.core.dims import ModelDims
     from ondevice.data import Batches, pad_id_of, read_dataset
     from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
-    from ondevice.models import ModelDims
     from ondevice.models.open import artifact_tokenizer
     from ondevice.models.registry import family_classes
     from ondevice.training.evaluate import evaluate_dataset

@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.mesp import baselines_mlx as baselines
+from ondevice.core.dims import ModelDims
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.settings import Rope, Settings
 from ondevice.methods.mesp.mlx.weight_files import FINAL, TABLE, block_file, open_weights
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
-from ondevice.models import ModelDims
 from ondevice.training.metrics import AnonymousPeak, anonymous_bytes
 
 RATE, MEZO_SCALE = 1e-4, 1e-3

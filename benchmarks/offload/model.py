@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from benchmarks.common import median
-from ondevice.models.families.base import Family, ModelDims
+from ondevice.core.dims import ModelDims
+from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
 from ondevice.offload.device import Device
 from ondevice.offload.drive import buffer

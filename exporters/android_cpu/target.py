@@ -17,11 +17,11 @@ from ondevice.exporters.executorch.writer import can_write, check_writer
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession
-    from ondevice.models import ModelDims
 
 TOLERANCE = {
     "none": {"loss": 1e-5, "loss_free": 1e-4, "update": 1e-5, "gradient": 2e-4},

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.core.errors import ConfigError, ModelError, VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
+from ondevice.core.traits import check_traits
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 from ondevice.exporters.executorch.writer import can_write, check_writer
-from ondevice.models.traits import check_traits
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Agreement, BuiltProgram, GraphProgram
     from ondevice.exporters.android_npu.session import NpuBlocksSession, NpuSession
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession
-    from ondevice.models import ModelDims
 
 SMALLEST_WIDTH = 64
 """Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing (seen at 32)."""

@@ -17,10 +17,11 @@ from ondevice.core.registry import spec_of
 from ondevice.exporters.base import describe
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import TorchProgram
     from ondevice.core.target import TargetSpec
     from ondevice.exporters.base import ExportJob
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 FORMAT = 1
 WORDS = {

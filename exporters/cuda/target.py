@@ -33,9 +33,9 @@ from ondevice.exporters.base import (
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import ProgramSpec
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch, TorchProgram
     from ondevice.exporters.cuda.session import TorchProgramSession
-    from ondevice.models import ModelDims
 
 log = logging.getLogger("ondevice.exporters")
 QUANTIZE = ("none", "nf4", "int8")

@@ -43,10 +43,11 @@ from ondevice.exporters.executorch.readme import readme
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 log = logging.getLogger("ondevice.exporters")
 FIRST, FROZEN = "state_first.safetensors", "frozen_a.safetensors"

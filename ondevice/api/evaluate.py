@@ -12,8 +12,9 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
-from ondevice.core.registry import network_method, open_session
+from ondevice.core.registry import method, method_names, open_session
 from ondevice.core.session import Evaluator
+from ondevice.core.untrusted import read_json
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.encode import refuse_preferences
 from ondevice.models.open import artifact_tokenizer
@@ -25,6 +26,7 @@ from ondevice.training.replay import replay as replay_log
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.core.method import MethodSpec
     from ondevice.models import LoadedModel
 
 ANSWER_TOKENS = 50
@@ -204,3 +206,14 @@ def _check_start(recorded: str | None, adapter: Path | None) -> None:
             f"{adapter} is not the adapter that the run started from",
             expected=f"SHA-256 {recorded}",
         )
+
+
+def network_method(folder: Path) -> MethodSpec | None:
+    """Find the method whose own architecture a folder's network has, by the `model_type` of its config.json."""
+    # Asked of any source that the user names: whatever is not a folder of ours is simply not one.
+    try:
+        name = read_json(folder / "config.json").get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    spec = method(name) if isinstance(name, str) and name in method_names() else None
+    return spec if spec is not None and spec.network is not None else None

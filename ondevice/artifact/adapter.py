@@ -20,12 +20,10 @@ import numpy as np
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
 from ondevice.core.config import path_of
+from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError, VerificationError
 from ondevice.core.untrusted import TensorHeader, parse_header, read_object, read_plain
 
-EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
-_EXPERTS = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(EXPERT_PARAMETERS)})")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -207,11 +205,6 @@ def load_adapter(folder: str | Path) -> Adapter:
     check_targets(linears, config, config_path)
     check_layers(linears, _layer_of, config, config_path)
     return adapter
-
-
-def is_expert_parameter(name: str) -> bool:
-    """Return True for the name of a parameter that holds all experts' matrices, by its full name or its last parts."""
-    return _EXPERTS.fullmatch(name) is not None
 
 
 def _renamed(tensor: str, names: dict[str, str]) -> str:

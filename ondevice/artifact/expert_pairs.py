@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
+from ondevice.core.dims import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ArtifactError
 
 _MODULE = re.compile(r"\.experts(\.base_layer)*$")

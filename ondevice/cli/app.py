@@ -24,6 +24,7 @@ from ondevice.core.errors import (
 )
 from ondevice.core.method import load_place
 from ondevice.core.near import nearest
+from ondevice.core.registry import name_methods
 from ondevice.core.version import own_version
 
 try:  # newer versions of typer carry click inside
@@ -242,6 +243,7 @@ def _keys_named(name: str) -> list[str]:
 
 def _report(error: OndeviceError, arguments: list[str]) -> int:
     """Print an error, as JSON too where `--json` is among the arguments; return its exit code."""
+    name_methods(error)
     values: dict[str, Any] = error.to_dict()
     if (
         "--json" in arguments

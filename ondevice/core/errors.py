@@ -6,7 +6,22 @@ anything but the standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any
+
+
+class Need(Enum):
+    """Ability of a method that an error asks for; `registry.name_methods` lists the methods that have it."""
+
+    ANY_DECODER = "takes every decoder"
+    ADAPTS_EXPERTS = "adapts experts"
+    CLASSIFIES = "trains a classification head"
+    PACKS = "packs rows"
+    TRAINS_ALL = "trains all parameters"
+    ZEROTH_ORDER = "needs no gradient"
+    TORCH = "runs in torch"
+    MLX = "runs in MLX"
 
 
 class OndeviceError(Exception):
@@ -17,13 +32,23 @@ class OndeviceError(Exception):
         expected: what would have been right.
         received: what was found instead.
         hint: what to try next.
+        needs: ability of the methods that would do.
+
+    Attributes:
+        methods: names of the methods that would do, once the command line or the API has filled them in.
     """
 
     # An interface: scripts and the daemon's supervisor act on these codes, so none is ever given to another error.
     exit_code = 1
 
     def __init__(
-        self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None
+        self,
+        message: str,
+        *,
+        expected: Any = None,
+        received: Any = None,
+        hint: str | None = None,
+        needs: Need | None = None,
     ) -> None:
         message = _printable(message)
         super().__init__(message)
@@ -31,6 +56,14 @@ class OndeviceError(Exception):
         self.expected = expected
         self.received = received
         self.hint = hint
+        self.needs = needs
+        self.methods: Sequence[str] = ()
+
+    @property
+    def advice(self) -> str | None:
+        """What to try: the hint, and the methods that would do."""
+        names = f"methods that do: {', '.join(self.methods)}" if self.methods else None
+        return "; ".join(filter(None, (self.hint, names))) or None
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -38,8 +71,8 @@ class OndeviceError(Exception):
             lines.append(f"  expected: {self.expected}")
         if self.received is not None:
             lines.append(f"  received: {self.received}")
-        if self.hint:
-            lines.append(f"  try: {self.hint}")
+        if self.advice:
+            lines.append(f"  try: {self.advice}")
         return _printable("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +82,7 @@ class OndeviceError(Exception):
             "message": self.message,
             "expected": None if self.expected is None else _printable(str(self.expected)),
             "received": None if self.received is None else _printable(str(self.received)),
-            "try": None if self.hint is None else _printable(self.hint),
+            "try": None if self.advice is None else _printable(self.advice),
             "exit_code": self.exit_code,
         }
 

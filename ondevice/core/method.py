@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.core.errors import ConfigError, MissingPackageError, ModelError
+from ondevice.core.errors import ConfigError, MissingPackageError, ModelError, Need
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ondevice.core.config import StrictConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.session import OpenedNetwork, Session
-    from ondevice.models import LoadedModel, ModelDims, ModelFiles
+    from ondevice.models import LoadedModel, ModelFiles
 
 Backend = Literal["torch", "mlx"]
 
@@ -258,12 +259,11 @@ class MethodSpec:
         if dims.whole and not self.any_decoder:
             raise dims.unknown(f"method {self.name}")
         if dims.classes and not self.classifies:
-            from ondevice.core.registry import methods
-
             raise ModelError(
-                f"method {self.name} trains no model with a classification head",
-                expected=", ".join(spec.name for spec in methods() if spec.classifies),
+                f"method {self.name} does not train a model with a classification head",
+                expected="a decoder",
                 received=f"model_type {dims.family!r}",
+                needs=Need.CLASSIFIES,
             )
 
     def check_packing(self, backend: str, whole: bool) -> None:
@@ -277,8 +277,6 @@ class MethodSpec:
         """
         if backend in self.packs and not whole:
             return
-        from ondevice.core.registry import methods
-
         why = (
             self.packs_not
             if not self.packs
@@ -288,11 +286,9 @@ class MethodSpec:
             why = "the blocks of this model are not known, and each would need the mask"
         raise ConfigError(
             f"method {self.name} does not pack rows here: {why}",
-            expected=", ".join(
-                f"{spec.name} ({', '.join(spec.packs)})" for spec in methods() if spec.packs
-            ),
             received=f"data.packing with method {self.name}, backend {backend}",
             hint="leave --packing out: the rows of a step are then padded to the longest",
+            needs=Need.PACKS,
         )
 
     def open_network(self, folder: Path, device: str) -> OpenedNetwork:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         TensorPort,
     )
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.session import ProgramSession, Session
     from ondevice.data.encode import Dataset
-    from ondevice.models import LoadedModel, ModelDims, ModelFiles
+    from ondevice.models import LoadedModel, ModelFiles
 
 Batch = tuple["np.ndarray", "np.ndarray"]
 """Token ids and labels, int64 [rows, tokens] each."""

@@ -7,18 +7,17 @@ import importlib.util
 import logging
 import pkgutil
 import sys
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from ondevice.core.errors import ConfigError
+from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Backend, MethodSpec
 from ondevice.core.target import TargetSpec
-from ondevice.core.untrusted import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
     from ondevice.core.session import Session
     from ondevice.models import LoadedModel, ModelFiles
@@ -162,15 +161,32 @@ def _all(find: Any, names: Iterable[str], ours: set[str]) -> Iterator[Any]:
             log.warning("%s", error)
 
 
-def network_method(folder: Path) -> MethodSpec | None:
-    """Find the method whose own architecture a folder's network has, by the `model_type` of its config.json."""
-    # Asked of any source that the user names: whatever is not a folder of ours is simply not one.
+_HAS: dict[Need, Callable[[MethodSpec], bool]] = {
+    Need.ANY_DECODER: lambda spec: bool(spec.any_decoder),
+    Need.ADAPTS_EXPERTS: lambda spec: bool(getattr(spec.config, "adapts_experts", False)),
+    Need.CLASSIFIES: lambda spec: spec.classifies,
+    Need.PACKS: lambda spec: bool(spec.packs),
+    Need.TRAINS_ALL: lambda spec: spec.trains == "all",
+    Need.ZEROTH_ORDER: lambda spec: spec.order == "zeroth",
+    Need.TORCH: lambda spec: "torch" in spec.sessions,
+    Need.MLX: lambda spec: "mlx" in spec.sessions,
+}
+
+
+def name_methods(error: OndeviceError) -> None:
+    """Add the names of the methods that have what `error` needs; for the command line and the API."""
+    if error.needs is not None:
+        error.methods = tuple(spec.name for spec in methods() if _HAS[error.needs](spec))
+
+
+@contextmanager
+def naming_methods() -> Iterator[None]:
+    """Name the methods that would do in an error that leaves this block or function."""
     try:
-        name = read_json(folder / "config.json").get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    spec = method(name) if isinstance(name, str) and name in _places() else None
-    return spec if spec is not None and spec.network is not None else None
+        yield
+    except OndeviceError as error:
+        name_methods(error)
+        raise
 
 
 def spec_of(config: Any) -> MethodSpec:
@@ -217,12 +233,11 @@ def backend_for(config: Any, backend: str) -> Backend:
     ):  # MLX computes on other systems too, but slowly: there only for a method that has no torch
         return "mlx" if ("mlx" in sessions and metal()) or "torch" not in sessions else "torch"
     if backend not in sessions:
-        capable = [spec.name for spec in methods() if backend in spec.sessions]
-        flags = " or ".join(f"--backend {name}" for name in sessions)
         raise ConfigError(
             f"method {config.name} does not run in {'MLX' if backend == 'mlx' else backend}",
-            expected=f"{flags}, or one of these methods: {', '.join(capable)}",
+            expected=" or ".join(f"--backend {name}" for name in sessions),
             received=f"--backend {backend}",
+            needs=Need.MLX if backend == "mlx" else Need.TORCH,
         )
     return cast(Backend, backend)
 
@@ -235,6 +250,7 @@ def metal() -> bool:
     return bool(importlib.import_module("mlx.core").metal.is_available())
 
 
+@naming_methods()
 def open_session(
     loaded: LoadedModel | ModelFiles,
     config: Any,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ondevice.core.config import ExportConfig, ModelConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.session import ProgramSession
-    from ondevice.models import ModelDims
 
 Runtime = Literal["torch", "mlx", "executorch"]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import storage_errors
+from ondevice.core.dims import ModelDims
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
 from ondevice.exits.gguf_file import BLOCK, ggml_type, write_gguf
@@ -20,7 +21,7 @@ from ondevice.exits.gguf_metadata import check_writable, rope_factors, write_met
 from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.exits.gguf_tokenizer import write_tokenizer
 from ondevice.gguf.names import gguf_parts
-from ondevice.models.families.base import Family, ModelDims
+from ondevice.models.families.base import Family
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel

@@ -12,6 +12,7 @@ import numpy as np
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.files import storage_errors
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
@@ -19,7 +20,7 @@ from ondevice.exits.gguf_file import write_gguf
 from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.gguf.names import gguf_names
 from ondevice.models import read_dims
-from ondevice.models.families.base import Family, ModelDims
+from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
 
 

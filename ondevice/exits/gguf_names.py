@@ -14,7 +14,8 @@ import numpy as np
 from ondevice.core.errors import ModelError
 
 if TYPE_CHECKING:
-    from ondevice.models.families.base import Family, ModelDims
+    from ondevice.core.dims import ModelDims
+    from ondevice.models.families.base import Family
 
 
 def architecture_of(family: type[Family], dims: ModelDims) -> str:

@@ -8,7 +8,8 @@ from ondevice.core.errors import ModelError
 from ondevice.models.sources.cache import missing
 
 if TYPE_CHECKING:
-    from ondevice.models.families.base import Family, ModelDims
+    from ondevice.core.dims import ModelDims
+    from ondevice.models.families.base import Family
 
 _WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
 """transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""

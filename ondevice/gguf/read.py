@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import sha256_file
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted.gguf_header import check_gguf
 from ondevice.gguf.config import TOKEN_IDS, Metadata, read_config
 from ondevice.gguf.names import gguf_parts
 from ondevice.models.dims import dims_of
-from ondevice.models.families.base import Family, ModelDims
+from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for_gguf
 from ondevice.models.sources.cache import missing, progress
 

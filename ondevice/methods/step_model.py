@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.method import StepCost
 
 if TYPE_CHECKING:
-    from ondevice.models import ModelDims
+    from ondevice.core.dims import ModelDims
     from ondevice.offload.config import EngineConfig
 
 INPUTS_ON_THE_WAY = 3

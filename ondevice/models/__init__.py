@@ -1,6 +1,6 @@
 """Loading models, and one file for each family; importing it loads neither torch nor transformers."""
 
-from ondevice.models.families.base import Family, ModelDims
+from ondevice.models.families.base import Family
 from ondevice.models.load import LoadedModel, load_model
 from ondevice.models.open import ModelFiles, load_tokenizer, open_model, read_dims, save_tokenizer
 from ondevice.models.registry import families_with, family_classes
@@ -10,7 +10,6 @@ from ondevice.models.tiny import save_tiny, tiny_model
 __all__ = [
     "Family",
     "LoadedModel",
-    "ModelDims",
     "ModelFiles",
     "SourceInfo",
     "family_classes",

@@ -9,8 +9,8 @@ from ondevice.core.registry import DEFAULT_METHOD, method, methods, target
 from ondevice.models.open import read_dims
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.core.method import MethodSpec
-    from ondevice.models.families.base import ModelDims
 
 
 def choose_method(

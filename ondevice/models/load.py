@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.any_dims import AnyDims
-from ondevice.models.families.base import Family, ModelDims, UnknownTrait
+from ondevice.models.families.base import Family, UnknownTrait
 from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer, trait_sentence
 from ondevice.models.registry import ENCODERS
 from ondevice.models.sources import resolve as sources

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.adapter import is_expert_parameter
+from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 from ondevice.models.load import LoadedModel, quiet_transformers, wrap

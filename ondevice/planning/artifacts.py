@@ -24,7 +24,7 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
         manifest: read from it.
         memory_limit_bytes: as for `plan`.
     """
-    from ondevice.models import ModelDims
+    from ondevice.core.dims import ModelDims
 
     runtime = target(manifest.target).runtime
     dtype = "float32"

@@ -15,8 +15,8 @@ from ondevice.planning.devices import Device, find_device
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
-    from ondevice.models import ModelDims
     from ondevice.offload.rates import Rates
     from ondevice.planning.step_time import StepTime
 

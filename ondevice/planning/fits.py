@@ -19,8 +19,8 @@ from ondevice.planning.limit import own_memory, status_bytes, was_refused
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement, Reduction
-    from ondevice.models import ModelDims
     from ondevice.planning.estimate import Plan, Request
 
 Change = Callable[["Request"], "Request | None"]

@@ -12,7 +12,8 @@ from ondevice.core.errors import BusyError, ConfigError
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.core.dims import ModelDims
+    from ondevice.models import LoadedModel
 
 MIB = 1 << 20
 _loaded: dict[str, Any] = {}
@@ -130,8 +131,9 @@ def _open_artifact(
     folder: Path, tokens: int, job: dict[str, Any] | None, device: str
 ) -> LoadedModel:
     from ondevice.artifact.manifest import read_manifest
+    from ondevice.core.dims import ModelDims
     from ondevice.core.registry import target, targets
-    from ondevice.models import ModelDims, SourceInfo
+    from ondevice.models import SourceInfo
     from ondevice.models.open import artifact_tokenizer
     from ondevice.models.packed import load_packed
     from ondevice.models.save import FILE_NAME

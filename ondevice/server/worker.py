@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, OndeviceError
+from ondevice.core.registry import name_methods
 
 if TYPE_CHECKING:
     from ondevice.training.events import Event
@@ -112,6 +113,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(folder)
     except OndeviceError as error:
+        name_methods(error)
         atomic_write(folder / ERROR, json.dumps(error.to_dict()))
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

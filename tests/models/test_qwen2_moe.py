@@ -11,12 +11,12 @@ import torch
 
 from ondevice.artifact.adapter import Adapter
 from ondevice.core.config import ExportConfig, ModelConfig
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
-from ondevice.models.families.moe import MoeDims
 from ondevice.models.families.qwen2_moe import Qwen2Moe
 from ondevice.models.save import save_weights
 from ondevice.planning.estimate import plan

@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ondevice.models import ModelDims, tiny_model
-from ondevice.models.traits import BlockTraits
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models import tiny_model
 
 
 def test_dimensions_come_back_from_a_manifest() -> None:

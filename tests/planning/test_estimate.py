@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from ondevice.core.config import ExportConfig
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ConfigError, DoesNotFitError
 from ondevice.core.registry import method, method_config, method_names
 from ondevice.methods.step_model import backward_bytes, forward_flops
-from ondevice.models import ModelDims, tiny_model
+from ondevice.models import tiny_model
 from ondevice.planning import devices
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.estimate import Plan, plan, weight_bytes

@@ -70,7 +70,7 @@ def test_llama2_7b_s_weights_are_what_the_paper_says(quantize, gib) -> None:
 
 
 def llama2_7b():
-    from ondevice.models import ModelDims
+    from ondevice.core.dims import ModelDims
 
     return ModelDims("llama", 32, 4096, 11008, 32, 32, 128, 32000, False, False, 1e4, 1e-5, 4096)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ondevice.core.config import ExportConfig
+from ondevice.core.dims import ModelDims
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.mesp.memory import (
     blocks_memory,
@@ -13,7 +14,7 @@ from ondevice.methods.mesp.memory import (
     trained_numbers,
     weights,
 )
-from ondevice.models import ModelDims, open_model, save_tiny
+from ondevice.models import open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.planning.devices import find_device
 from ondevice.planning.estimate import plan

@@ -8,8 +8,8 @@ from ondevice.core.method import MemoryModel
 from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.full.config import FullConfig
-    from ondevice.models import ModelDims
 
 STATE_BYTES = {2: 10, 4: 8}
 """Bytes of AdamW's state a parameter, by the parameter's bytes."""

@@ -8,8 +8,8 @@ from ondevice.core.method import MemoryModel
 from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.lora.config import LoraConfig
-    from ondevice.models import ModelDims
 
 
 def memory(

@@ -9,8 +9,8 @@ from ondevice.methods.lsp.sizes import extra
 from ondevice.methods.step_model import recomputed_flops
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.models import ModelDims
 
 
 def step_cost(

@@ -10,9 +10,9 @@ from ondevice.methods.lsp.sizes import KINDS, exact, narrow, projected, slides
 from ondevice.methods.step_model import passes_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.lsp.config import LspConfig
     from ondevice.methods.lsp.sizes import Projected
-    from ondevice.models import ModelDims
 
 QUANTISED_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}
 """Bytes a parameter of a matrix: its code, and a float32 scale for 64 of them."""

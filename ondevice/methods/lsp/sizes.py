@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.models import ModelDims
 
 Kind = Literal["layer", "head", "embedding"]
 KINDS: tuple[Kind, ...] = ("layer", "head", "embedding")

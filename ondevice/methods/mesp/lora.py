@@ -14,16 +14,17 @@ import numpy as np
 
 from ondevice.artifact.adapter_fit import check_fits
 from ondevice.core.errors import CheckpointError, ModelError, TrainingError
+from ondevice.core.traits import BlockTraits, check_traits
 from ondevice.models import families_with
-from ondevice.models.traits import BlockTraits, check_traits
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ondevice.artifact.adapter import Adapter
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import Family, ModelDims
+    from ondevice.models import Family
 
 A_TENSOR = 1
 """Stream of the initial A matrices; one step number for each linear layer."""

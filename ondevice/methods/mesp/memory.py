@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.dims import MoeDims
 from ondevice.core.method import MemoryModel
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.step_model import INPUTS_ON_THE_WAY, backward_bytes
-from ondevice.models.families.moe import MoeDims
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from ondevice.core.dims import Linear, ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import ModelDims
-    from ondevice.models.families.base import Linear
 
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 LOSS_SCALE = 1024.0
 """Of the first step. On SmolLM2 hidden states' gradients are below 0.1 and those of A and B below 1.1, their median

@@ -18,8 +18,9 @@ from ondevice.methods.mesp.torch.program import MespProgram
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 
 def problems(

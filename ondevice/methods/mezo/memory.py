@@ -8,8 +8,8 @@ from ondevice.core.method import MemoryModel
 from ondevice.methods.step_model import forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mezo.config import MezoConfig
-    from ondevice.models import ModelDims
 
 
 def memory(

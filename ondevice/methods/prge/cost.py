@@ -8,8 +8,8 @@ from ondevice.core.method import StepCost
 from ondevice.methods.step_model import forward_flops, head_flops
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.models import ModelDims
 
 
 def step_cost(

@@ -21,10 +21,11 @@ from ondevice.methods.prge.layout import KEPT_BLOCKS, NOISE_TENSOR, AdapterLayou
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram, adam
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.step import Noise, TokenLoss
     from ondevice.methods.prge.subspace import Factors
-    from ondevice.models import Family, ModelDims
+    from ondevice.models import Family
 
 
 class Places:

@@ -17,8 +17,8 @@ from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.models import ModelDims
 
 ALIGNMENT = 64
 DIRECTIONS = 4

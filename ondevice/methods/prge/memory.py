@@ -10,8 +10,8 @@ from ondevice.methods.prge.layout import KEPT_BLOCKS, AdapterLayout
 from ondevice.methods.step_model import backward_bytes, forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.models import ModelDims
 
 
 def memory(

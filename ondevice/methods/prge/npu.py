@@ -26,11 +26,12 @@ from ondevice.methods.prge.renewal import Renewal, calibrate
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.step import PrgeProgram
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 SCALE = "perturbation_scale"
 """Name of the program's constant."""

@@ -21,6 +21,7 @@ from ondevice.artifact.manifest import (
 )
 from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
+from ondevice.core.traits import check_traits
 from ondevice.methods.prge.informed import InformedProgram, Places
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.modules import (
@@ -38,16 +39,16 @@ from ondevice.methods.prge.modules import (
 from ondevice.methods.prge.renewal import Renewal, calibrate
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import read_factors
-from ondevice.models.traits import check_traits
 from ondevice.nn.program_loss import quantize_model
 from ondevice.runtime_ops import graph
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession, Session
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 IN_PROGRAM = (
     "norms", "qk_norm_all", "fused", "rotary", "rotary_width", "windows", "score_scale", "embedding_scale",

@@ -71,7 +71,7 @@ class Renewal:
     @cached_property
     def places(self) -> Places:
         """Where everything lies in the state."""
-        from ondevice.models import ModelDims
+        from ondevice.core.dims import ModelDims
 
         return Places(
             ModelDims.from_manifest(self.session.manifest.model.dims),

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import write_tensors
 from ondevice.core.errors import ModelError
+from ondevice.core.traits import BlockTraits, check_traits
 from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
 from ondevice.models.open import save_tokenizer
 from ondevice.models.save import FILE_NAME
-from ondevice.models.traits import BlockTraits, check_traits
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible

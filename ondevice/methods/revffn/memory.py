@@ -8,8 +8,8 @@ from ondevice.core.method import MemoryModel, Reduction
 from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.revffn.config import RevffnConfig
-    from ondevice.models import ModelDims
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""

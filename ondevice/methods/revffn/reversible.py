@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.core.errors import TrainingError
+from ondevice.core.traits import check_length
 from ondevice.methods.revffn.couplings import Step, make_coupling
 from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
 from ondevice.methods.revffn.streams import (
@@ -29,7 +30,6 @@ from ondevice.methods.revffn.streams import (
     check_overflow,
     choose_bits,
 )
-from ondevice.models.traits import check_length
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig

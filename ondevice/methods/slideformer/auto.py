@@ -19,8 +19,8 @@ from ondevice.methods.slideformer.planner import Work, lanes_of, moved_bytes
 from ondevice.offload.rates import Rates
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.models import ModelDims
     from ondevice.offload.ranks import Ranks
 
 SHARE = 0.92

@@ -8,8 +8,8 @@ from ondevice.core.method import MemoryModel, Reduction
 from ondevice.methods.step_model import passes_bytes
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.models import ModelDims
 
 STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
 """Master and moments, bytes a parameter, by `moments`."""

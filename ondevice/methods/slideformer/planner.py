@@ -9,8 +9,8 @@ from ondevice.methods.slideformer.cost import step_cost
 from ondevice.methods.slideformer.memory import STATE_BYTES, resident_parameters
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.models import ModelDims
     from ondevice.offload.rates import Rates
     from ondevice.planning.estimate import Request
 

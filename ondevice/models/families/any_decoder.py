@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.any_dims import AnyDims, dims_of_config, dims_of_model, find_blocks
-from ondevice.models.families.base import Family, ModelDims, refuse_quantised
+from ondevice.models.families.base import Family, refuse_quantised
 
 if TYPE_CHECKING:
     import torch

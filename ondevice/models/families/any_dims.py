@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
-from ondevice.core.errors import ModelError
-from ondevice.models.dims import Linear, ModelDims
+from ondevice.core.dims import EXPERT_PARAMETERS, Linear, ModelDims, is_expert_parameter
+from ondevice.core.errors import ModelError, Need
 
 ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",
@@ -113,15 +112,13 @@ class AnyDims(ModelDims):
         return self.parameter_count
 
     def unknown(self, wanted: str) -> ModelError:
-        """Build the refusal, with the methods that need to know no block."""
-        from ondevice.core.registry import methods
-
-        able = [spec.name for spec in methods() if spec.any_decoder]
+        """Build the refusal; it asks for a method that needs to know no block."""
         return ModelError(
             self.trait or f"the blocks of {self.family} models are not known here",
-            expected=f"blocks that {wanted} knows, or a method that takes every decoder: {', '.join(able)}",
+            expected=f"blocks that {wanted} knows, or a method that takes every decoder",
             received=f"model_type {self.family!r}, {wanted}",
-            hint="choose one of these methods, or add the type: docs/howto/add-a-model.md",
+            hint="choose another method, or add the type: docs/howto/add-a-model.md",
+            needs=Need.ANY_DECODER,
         )
 
     @property

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.dims import (
     ROPE_TYPES,
-    Linear,
-    ModelDims,
     UnknownTrait,
     decoder_dims,
     read_size,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ROPE_TYPES",
     "Family",
-    "Linear",
-    "ModelDims",
     "UnknownTrait",
     "decoder_dims",
     "read_size",

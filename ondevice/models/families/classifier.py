@@ -10,14 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import (
-    Family,
-    ModelDims,
-    UnknownTrait,
-    read_size,
-    refuse_quantised,
-)
+from ondevice.models.families.base import Family, UnknownTrait, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch

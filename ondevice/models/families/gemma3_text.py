@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import ModelDims, UnknownTrait, decoder_dims, read_size
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.base import UnknownTrait, decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily, sliding_windows
-from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from ondevice.core.errors import ModelError
-from ondevice.core.registry import methods
-from ondevice.models.families.base import (
-    Family,
-    ModelDims,
-    UnknownTrait,
-    read_size,
-    refuse_quantised,
-)
+from ondevice.core.dims import ModelDims
+from ondevice.core.errors import ModelError, Need
+from ondevice.models.families.base import Family, UnknownTrait, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch
@@ -223,9 +217,10 @@ class Gpt2(Family):
 def _refuse_replacing(target: str) -> NoReturn:
     raise ModelError(
         "the layers of a gpt2 model are Conv1D, not nn.Linear: no packed weights and no program of a step take them",
-        expected=f"a method that runs the layers as they are: {', '.join(s.name for s in methods() if s.any_decoder)}",
+        expected="a method that runs the layers as they are",
         received=f"linear layer {target}",
-        hint="choose one of these methods, or a model of another family",
+        hint="choose another method, or a model of another family",
+        needs=Need.ANY_DECODER,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.families.base import ModelDims, decoder_dims
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.base import decoder_dims
 from ondevice.models.families.llama import Llama
 from ondevice.models.families.traited import TraitFamily
-from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
     import numpy as np

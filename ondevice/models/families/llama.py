@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.families.base import Family, ModelDims, decoder_dims
+from ondevice.core.dims import ModelDims
+from ondevice.models.families.base import Family, decoder_dims
 
 if TYPE_CHECKING:
     import numpy as np

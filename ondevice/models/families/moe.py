@@ -8,13 +8,13 @@ is a pair for each expert, in PEFT's layout. Their forward and backward pass is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ondevice.core.dims import ATTENTION, EXPERTS, ModelDims, MoeDims, refuse_adapter
 from ondevice.core.errors import ModelError
-from ondevice.core.registry import methods
-from ondevice.models.families.base import Family, Linear, ModelDims, UnknownTrait, read_size
+from ondevice.models.families.base import Family, UnknownTrait, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,107 +22,6 @@ if TYPE_CHECKING:
 
     from ondevice.gguf.config import Metadata
     from ondevice.nn.experts import ExpertLora
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Linear layers that carry adapters."""
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-"""The experts' parameters, by their names in the MLP."""
-
-
-@dataclass(frozen=True)
-class MoeDims(ModelDims):
-    """Dimensions of a mixture of experts.
-
-    Attributes:
-        active_experts: of `experts`, those that a token passes through.
-        expert_intermediate: width of one expert; `shared_intermediate` of the expert that sees every token, 0 where
-            there is none.
-        dense_intermediate: width of the MLP of `dense_layers`, the blocks that have no experts.
-    """
-
-    active_experts: int = 0
-    expert_intermediate: int = 0
-    shared_intermediate: int = 0
-    dense_intermediate: int = 0
-    dense_layers: tuple[int, ...] = ()
-
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the attention's linear layers, which alone can carry adapters."""
-        shapes = super().linear_shapes
-        return {target: shapes[target] for target in ATTENTION}
-
-    @property
-    def default_targets(self) -> tuple[str, ...]:
-        return ATTENTION
-
-    @property
-    def expert_list(self) -> tuple[Linear, ...]:
-        width, hidden, count = self.expert_intermediate, self.hidden, self.experts
-        return tuple(
-            Linear(layer, name, *sides, count)
-            for layer in range(self.layers)
-            if layer not in self.dense_layers
-            for name, sides in zip(EXPERTS, ((hidden, 2 * width), (width, hidden)), strict=True)
-        )
-
-    def linear_shape(self, target: str) -> tuple[int, int]:
-        """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
-        return (
-            self.linear_shapes[target]
-            if target in self.linear_shapes
-            else _refuse_adapter(self.family, target)
-        )
-
-    def resolve_targets(self, config: Any) -> tuple[str, ...]:
-        """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
-        targets = tuple(getattr(config, "target_modules", ()))
-        if targets and targets != tuple(type(config).model_fields["target_modules"].default):
-            for target in set(targets) & set(super().linear_shapes) - set(ATTENTION):
-                _refuse_adapter(self.family, target)
-        return super().resolve_targets(config)
-
-    @property
-    def matrices(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
-        return super().matrices + self._of_blocks(sparse, dense)
-
-    @property
-    def active_matrices(self) -> int:
-        sparse, dense = (
-            self._sparse_matrices(self.active_experts),
-            self._mlp(self.dense_intermediate),
-        )
-        return super().matrices + self._of_blocks(sparse, dense)
-
-    @property
-    def block_parameters(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
-        kinds = [sparse] * self._of_blocks(1, 0) + [dense] * self._of_blocks(0, 1)
-        return super().block_parameters + max(kinds)
-
-    @property
-    def parameters(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
-        attention = super().block_parameters
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * attention + self._of_blocks(sparse, dense) + self.hidden
-
-    def _of_blocks(self, sparse: int, dense: int) -> int:
-        without = len(self.dense_layers)
-        return (self.layers - without) * sparse + without * dense
-
-    def _mlp(self, width: int) -> int:
-        return 3 * self.hidden * width
-
-    def _sparse_matrices(self, experts: int) -> int:
-        """Count one block's parameters: `experts` of its experts, the shared one with its gate, and the router."""
-        gates = self.hidden * (bool(self.shared_intermediate) + self.experts)
-        return (
-            experts * self._mlp(self.expert_intermediate)
-            + self._mlp(self.shared_intermediate)
-            + gates
-        )
 
 
 class MoeFamily(Family):
@@ -246,7 +145,7 @@ class MoeFamily(Family):
         return (
             super()._parent(target)
             if target in self.linear_targets
-            else _refuse_adapter(self.dims.family, target)
+            else refuse_adapter(self.dims.family, target)
         )
 
 
@@ -318,13 +217,3 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
         f"{prefix}.up_proj.weight": (width, hidden),
         f"{prefix}.down_proj.weight": (hidden, width),
     }
-
-
-def _refuse_adapter(family: str, target: str) -> NoReturn:
-    everything = [spec.name for spec in methods() if spec.trains == "all"]
-    raise ModelError(
-        f"in a {family} model {target} takes no adapter: the experts of a layer are one tensor",
-        expected=f"targets among {', '.join((*ATTENTION, *EXPERTS))}",
-        received=target,
-        hint=f"a method that trains all parameters trains the experts themselves: {', '.join(everything)}",
-    )

@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.families.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.base import ROPE_TYPES, decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily
-from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
     from ondevice.gguf.config import Metadata

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.families.base import Family, ModelDims, UnknownTrait, decoder_dims
+from ondevice.core.dims import ModelDims
+from ondevice.models.families.base import Family, UnknownTrait, decoder_dims
 
 
 class Qwen2(Family):

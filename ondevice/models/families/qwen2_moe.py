@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.dims import MoeDims
 from ondevice.models.families.base import decoder_dims
-from ondevice.models.families.moe import MoeDims, MoeFamily, moe_dims, refuse_window
+from ondevice.models.families.moe import MoeFamily, moe_dims, refuse_window
 
 if TYPE_CHECKING:
     from ondevice.gguf.config import Metadata

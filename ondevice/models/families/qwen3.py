@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.families.base import ModelDims, decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import LLAMA_NORMS, BlockTraits
+from ondevice.models.families.base import decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily, sliding_windows
-from ondevice.models.traits import LLAMA_NORMS, BlockTraits
 
 NORMS = {**LLAMA_NORMS, "q": "self_attn.q_norm", "k": "self_attn.k_norm"}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ondevice.core.dims import MoeDims
+from ondevice.core.traits import BlockTraits
 from ondevice.models.families.base import decoder_dims
-from ondevice.models.families.moe import MoeDims, MoeFamily, moe_dims, refuse_window
+from ondevice.models.families.moe import MoeFamily, moe_dims, refuse_window
 from ondevice.models.families.qwen3 import NORMS
-from ondevice.models.traits import BlockTraits
 
 
 class Qwen3Moe(MoeFamily):

@@ -167,8 +167,8 @@ def test_the_plan_knows_the_arena(name) -> None:
 
 def test_the_plan_knows_the_arena_of_smollm2() -> None:
     """66.3 MB for AdamW at 128 tokens and rank 8 (benchmarks.mesp.executorch_step)."""
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.memory import program_memory
-    from ondevice.models import ModelDims
 
     smollm = ModelDims("llama", 30, 576, 1536, 9, 3, 64, 49152, True, False, 1e5, 1e-5, 8192)
     planned = program_memory(smollm, method_config("mesp", {"loss_tiles": 24}), 1, 128)

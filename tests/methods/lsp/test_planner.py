@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import method_config
 from ondevice.methods.lsp.planner import LARGEST_BATCH, SIZES
 from ondevice.methods.lsp.sizes import extra
 from ondevice.methods.step_model import recomputed_flops
-from ondevice.models import ModelDims
 from ondevice.planning.advice import recommend
 from ondevice.planning.devices import Device, DeviceEntry, find_device
 from ondevice.planning.estimate import Plan, plan

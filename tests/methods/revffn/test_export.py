@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from ondevice.api.evaluate import network_method
 from ondevice.core.errors import ModelError, TrainingError
-from ondevice.core.registry import method_config, network_method, open_session
+from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn import METHOD
 from ondevice.methods.revffn.torch import open_reversible
 from ondevice.models.tiny import tiny_model

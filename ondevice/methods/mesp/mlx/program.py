@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.manifest import Manifest, ProgramMethod
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ArtifactError
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
@@ -32,7 +33,7 @@ from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
 from ondevice.methods.mesp.mlx.weight_files import load_weights, open_weights, write_weights
 from ondevice.methods.mesp.mlx.weights import Source
-from ondevice.models import ModelDims, ModelFiles, family_classes
+from ondevice.models import ModelFiles, family_classes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import CheckpointError, ConfigError, ModelError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.config import GROUP_SIZE
@@ -26,7 +27,6 @@ from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.settings import Settings, read_rope
 from ondevice.methods.mesp.mlx.weight_files import open_weights, streamed_folder
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights
-from ondevice.models.families.moe import MoeDims
 from ondevice.models.sources.resolve import read_config
 
 if TYPE_CHECKING:

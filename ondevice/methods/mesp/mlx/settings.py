@@ -15,8 +15,8 @@ from ondevice.core.errors import ConfigError
 from ondevice.methods.mesp.config import GROUP_SIZE
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import ModelDims
 
 Product = Literal["quantized", "dequantized"]
 ATTENTION = ("q_proj", "k_proj", "v_proj")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from ondevice.core.traits import LLAMA
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Source, TensorFile, Weights, select
 from ondevice.models.sources import cache
-from ondevice.models.traits import LLAMA
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.mlx.settings import Settings

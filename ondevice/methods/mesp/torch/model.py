@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.core.dims import EXPERTS
 from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
 from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
 from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.models.families.moe import EXPERTS
 from ondevice.nn.answer_loss import answer_labels
 from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows

@@ -18,10 +18,11 @@ from ondevice.methods.mesp.torch.stages import QKV, Block, Linear
 from ondevice.nn.experts import peft_layout
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.methods.mesp.torch.stages import Position
     from ondevice.methods.mesp.torch.weights import Frozen
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models import LoadedModel
 
 EXPERTS_NDIM = 3
 """Dimensions of a matrix of all experts."""

@@ -22,8 +22,8 @@ from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.torch.kernels import TorchKernels
-    from ondevice.models import ModelDims
 
 Position = tuple[Tensor, Tensor]
 """cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""

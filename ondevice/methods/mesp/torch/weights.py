@@ -29,8 +29,9 @@ from ondevice.nn.packed import Nf4Matrix, PackedLinear
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.torch.stages import Matrix, OtherMlp, Position
-    from ondevice.models import Family, LoadedModel, ModelDims, ModelFiles
+    from ondevice.models import Family, LoadedModel, ModelFiles
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ALIGNMENT = 64

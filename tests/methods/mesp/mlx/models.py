@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ondevice.core.dims import ModelDims
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.settings import NORMS, Rope, Settings
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
-from ondevice.models import ModelDims
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -15,10 +15,10 @@ mx = pytest.importorskip("mlx.core")
 
 from benchmarks.mesp import baselines_mlx as baselines  # noqa: E402
 from ondevice.core.registry import method_config, open_session  # noqa: E402
+from ondevice.core.traits import BlockTraits  # noqa: E402
 from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.methods.mesp.mlx.settings import Rope  # noqa: E402
 from ondevice.models import load_model, open_model, save_tiny  # noqa: E402
-from ondevice.models.traits import BlockTraits  # noqa: E402
 from tests.conformance.plain import PlainFirstOrder  # noqa: E402
 from tests.methods.mesp.mlx.models import dims, error, gradients, random_model, tokens  # noqa: E402
 from tests.methods.mesp.reference import exact  # noqa: E402

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import LLAMA, BlockTraits
 from ondevice.methods.mesp.blocks import seen
 from ondevice.methods.mesp.lora import EXPERTS, IN_BLOCKS, IN_TORCH
 from ondevice.methods.mesp.torch import attention
@@ -18,8 +20,6 @@ from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.reference import block_forward
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense
-from ondevice.models.families.base import ModelDims
-from ondevice.models.traits import LLAMA, BlockTraits
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 ROWS = 2

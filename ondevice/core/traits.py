@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ModelError
+from ondevice.core.errors import ModelError, Need
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -116,14 +116,12 @@ def check_traits(
     unknown = dims.traits.beyond((*known, "windows") if within else known)
     if not unknown:
         return
-    from ondevice.core.registry import methods
-
-    able = [spec.name for spec in methods() if spec.any_decoder]
     raise ModelError(
         f"a block of {dims.family} has {'; '.join(unknown)}, which {what} does not do",
-        expected=f"Llama's block, or one of the methods that take every decoder: {', '.join(able)}",
+        expected="Llama's block, or a method that takes every decoder",
         received=f"model_type {dims.family!r}",
         hint="docs/howto/models.md has a table of what works with which family",
+        needs=Need.ANY_DECODER,
     )
 
 
