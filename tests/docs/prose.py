@@ -320,13 +320,14 @@ def paragraphs(text: str) -> Iterator[tuple[int, int, str, str]]:
     """Yield kind ("text", "item", "table" or "heading"), first line, last line and text.
 
     A paragraph ends at an empty line, at a heading, at a table and at each item of a list. Fenced
-    and indented code, comments and front matter are left out.
+    and indented code and comments are left out; in a list, indented text continues an item.
     """
     lines = text.splitlines()
     block: list[str] = []
     kind = "text"
     first = 1
     fenced = False
+    listed = False
     for number, line in enumerate([*lines, ""], 1):
         bare = line.strip()
         starts = re.match(r"\s*(?:[-*+]|\d+\.)\s", line)
@@ -343,7 +344,8 @@ def paragraphs(text: str) -> Iterator[tuple[int, int, str, str]]:
             yield "table", number, number, bare
         elif bare.startswith("#"):
             yield "heading", number, number, bare.lstrip("# ")
-        elif block or starts or not line.startswith("    "):
+        elif block or starts or listed or not line.startswith("    "):
+            listed = bool(starts) or (listed and line.startswith("  "))
             if not block:
                 kind = "item" if starts else "text"
                 first = number
