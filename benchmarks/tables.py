@@ -32,7 +32,6 @@ MOVED = {
     "lsp_quality": "lsp.quality",
     "lsp_step": "lsp.step",
     "mesp_cuda": "mesp.cuda",
-    "mesp_executorch": "mesp.executorch_step",
     "mesp_memory": "mesp.memory",
     "npu_gradients": "prge.npu_gradients",
     "npu_rows": "prge.npu_rows",

@@ -47,7 +47,7 @@ SLOWEST = (
     "benchmarks/mesp/test_memory.py", "server/test_robust.py", "methods/revffn/test_smollm2.py",
     "methods/mesp/torch/test_memory.py", "exporters/executorch/test_shortcuts.py", "methods/revffn/test_export.py",
     "benchmarks/lsp/test_quality.py", "server/test_cli_queue.py", "benchmarks/revffn/test_memory.py",
-    "exporters/android_npu/test_blocks.py", "exporters/android_cpu/test_exact_programs.py", "cli/test_interrupt.py",
+    "exporters/android_npu/test_blocks.py", "cli/test_interrupt.py",
 )  # fmt: skip
 """Files that take longest, in order: they begin first, so that no worker is left with one when the others are done."""
 

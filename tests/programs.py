@@ -105,28 +105,6 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("two layers of gemma3_text", {"export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
-EXACT: dict[str, tuple[str, dict[str, Any]]] = {
-    "exact": (
-        "two layers",
-        {
-            "export.program": "whole",
-            "export.batch_size": 2,
-            "export.lengths_tokens": [24],
-            "export.next_token": True,
-        },
-    ),
-    "exact, sgd": (
-        "qwen2 with bias",
-        {
-            "export.program": "whole",
-            "export.lengths_tokens": [24, 16],
-            "method.optimizer": "sgd",
-            "method.weight_decay": 0.1,
-            "method.target_modules": ["q_proj", "down_proj"],
-        },
-    ),
-}
-"""Programs with exact gradients (mesp), a whole step in one."""
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": (
         "two layers",
@@ -218,7 +196,7 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The same for MeSP, functions of one block."""
-ALL = PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
+ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
 
 
 def needs_qnn() -> None:
@@ -267,7 +245,7 @@ def config(name: str, **more: Any) -> RunConfig:
     }
     if name in NPU or name in NPU_BLOCKS:
         values = {"export.target": "android-npu", **values}
-    if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:
+    if name in BLOCKS or name in NPU_BLOCKS:
         method = {
             "method.name": "mesp",
             "method.rank": 4,

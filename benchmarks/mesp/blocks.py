@@ -1,8 +1,8 @@
-"""Block programs beside the whole program, ExecuTorch's joint graph, and peft in eager PyTorch.
+"""Block programs, ExecuTorch's joint graph, and peft in eager PyTorch.
 
 python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, one row, AdamW
 python -m benchmarks.mesp.blocks --layers 2           its first layers
-python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, whole, joint, peft
+python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, joint, peft
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
 python -m benchmarks.mesp.blocks --shapes --untimed   memory and CPU seconds alone, on a machine with other work
 
@@ -36,7 +36,6 @@ FORMS = {"none": "blocks, float32", "int8": "blocks, 8-bit weights", "q4": "bloc
          "8da8w": "blocks, products of integers"}  # fmt: skip
 PROGRAMS = {
     **FORMS,
-    "whole": "whole program",
     "joint": "joint graph",
     "peft": "peft, checkpointed, eager",
 }
@@ -225,7 +224,7 @@ def anonymous_bytes(pid: int) -> int:
 
 def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
     """Make a program and a batch in `folder`; its lowering seconds and bytes."""
-    from benchmarks.mesp.executorch_step import batch, load
+    from benchmarks.mesp.joint_graph import batch, load
 
     loaded = load(layers) if model == SMOLLM else shape(model)
     ids = (
@@ -260,15 +259,12 @@ def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path
     method = method_config(
         "mesp", {"rank": RANK, "alpha": ALPHA, "loss_tiles": 24, "learning_rate": RATE}
     )
-    whole = {"program": "whole"} if name == "whole" else {"quantize": name}
     export = ExportConfig.parse(
-        {"lengths_tokens": [tokens], "eval_batch_size": 1, **whole}, "blocks"
+        {"lengths_tokens": [tokens], "eval_batch_size": 1, "quantize": name}, "blocks"
     )
     built = EXECUTORCH.build(loaded, method, export, SEED)
     if loaded.dims.layers == 1 < layers:
         built = repeated(built, layers)
-    if name == "whole":
-        built = replace(built, modules=built.modules[:1])
     exporter, job = (
         AndroidCpu(target("android-cpu")),
         ExportJob(ModelConfig(source=MODEL), method, export, SEED),
@@ -326,20 +322,14 @@ def repeated(built: Any, layers: int) -> Any:
 
 
 def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
-    """ExecuTorch's own training, with the weights transposed, which plans least."""
-    from benchmarks.mesp import executorch_step
+    """ExecuTorch's own training."""
+    from benchmarks.mesp import joint_graph
     from ondevice.core.registry import method_config, open_session
 
-    adapter = open_session(
-        executorch_step.load(layers), method_config("mesp", {"rank": RANK}), SEED
-    ).adapter()
+    loaded = joint_graph.load(layers)
+    adapter = open_session(loaded, method_config("mesp", {"rank": RANK}), SEED).adapter()
     assert adapter is not None
-    figures, _, _ = executorch_step._joint(
-        "joint-transposed", layers, tokens, adapter.tensors, folder
-    )
-    return {key: figures[key] for key in ("lowering_s", "program_bytes", "planned_bytes")} | {
-        "weights_bytes": None
-    }
+    return joint_graph.make(layers, tokens, adapter.tensors, folder) | {"weights_bytes": None}
 
 
 def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
@@ -368,14 +358,13 @@ def _serve_artifact(folder: Path, layers: int) -> Opener:
 
     from ondevice.artifact.manifest import read_manifest
     from ondevice.exporters.executorch.blocks import BlocksSession
-    from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
+    from ondevice.exporters.executorch.session import load_runtime
 
     load_runtime()
     manifest = read_manifest(folder, check_files=False)
 
     def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
-        form = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
-        session, number = form(folder, manifest), iter(range(1 << 30))
+        session, number = BlocksSession(folder, manifest), iter(range(1 << 30))
         return lambda: session.step(ids, labels, next(number), RATE)
 
     return opened
@@ -402,7 +391,7 @@ def _serve_peft(folder: Path, layers: int) -> Opener:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from benchmarks.mesp.executorch_step import load
+    from benchmarks.mesp.joint_graph import load
     from ondevice.methods.mesp.config import ALL_TARGETS
 
     def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:

@@ -97,7 +97,7 @@ def main() -> None:
 
 def shortened(layers: int, folder: Path) -> Path:
     """A model of SmolLM2's first layers, in a folder."""
-    from benchmarks.mesp.executorch_step import load
+    from benchmarks.mesp.joint_graph import load
 
     loaded = load(layers)
     loaded.model.save_pretrained(folder)

@@ -86,18 +86,14 @@ class AndroidCpu(ExecutorchTarget):
             of_all = [module for module in built.modules if not module.per_layer]
             of_layers = [module for module in built.modules if module.per_layer]
             rows = PACKED_FROM_ROWS if job.export.quantize == "none" else None
-            lowered = lowering.lower_portable(of_all, plan_inputs=False, packed_from_rows=rows)
+            lowered = lowering.lower_portable(of_all, packed_from_rows=rows)
             if of_layers:
-                lowered = lowered.with_layers(
-                    lowering.lower_portable(of_layers, plan_inputs=False, integers=True)
-                )
+                lowered = lowered.with_layers(lowering.lower_portable(of_layers, integers=True))
             return built, lowered
         log.info(
             "lowering %s: some minutes for 30 layers",
             ", ".join(module.name for module in built.modules),
         )
-        if built.kernels == "portable":
-            return built, lowering.lower_portable(built.modules)
         buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
         with rewritten(built.loaded.model):
             fused = job.export.quantize == "8da4w"
@@ -161,7 +157,7 @@ class AndroidCpu(ExecutorchTarget):
         batches = request.batches(session, built.loaded.tokenizer, request.steps or DEFAULT_STEPS)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         session.close()
-        delegated = "-xnnpack" if built.kernels == "delegated" else ""
+        delegated = "-xnnpack" if built.shape == "step" else ""
         ok, answers = (
             not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize)),
             {},

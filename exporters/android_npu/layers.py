@@ -38,7 +38,7 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
     assert built.parts is not None  # noqa: S101 - the caller looked
     started, (soc,) = time.perf_counter(), job.export.soc
     with qnn.quiet():
-        lowered = lower_portable(built.modules, plan_inputs=False)
+        lowered = lower_portable(built.modules)
     log.info("compiling %d layers for the NPU of %s", built.layers, soc)
     first = {
         part.name: compile_blocks(part.body, part.inputs, soc, method=part.name)
@@ -46,7 +46,7 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
     }
     modules = [part.finish(part.name, first[part.name].delegate) for part in built.parts(0)]
     with qnn.quiet():
-        of_layer = lower_portable(modules, plan_inputs=False)
+        of_layer = lower_portable(modules)
     (folder / LAYER_PROGRAM).parent.mkdir()
     for layer in range(built.layers):
         code = {}

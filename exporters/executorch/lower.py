@@ -154,19 +154,18 @@ def lower(
 def lower_portable(
     methods: Sequence[ProgramModule],
     *,
-    plan_inputs: bool = True,
     integers: bool = False,
     packed_from_rows: int | None = None,
 ) -> Lowered:
     """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
 
     Nothing is delegated, unless it is asked for: products read the frozen weights in the mapped file, so that all the
-    memory a step takes is the planned arena. Nor are common subexpressions merged: a block that is computed again in
-    its backward pass is one, and merging the two would keep everything of the forward pass.
+    memory a step takes is the planned arena. Inputs stay where a caller has them.
+    Common subexpressions are not merged: a block that is computed again in its backward pass is one,
+    and merging the two would keep everything of the forward pass.
 
     Args:
         methods: modules with example inputs.
-        plan_inputs: False leaves inputs where a caller has them, so that a weight that goes in is never copied.
         integers: products of constants in 8 bits with activations that are rounded as they come are XNNPACK's, and
             nothing else is.
         packed_from_rows: XNNPACK takes what it can of a method that is given so many hidden states or more. A weight
@@ -204,7 +203,7 @@ def lower_portable(
                 _check_ir_validity=not delegated,
             ),
         )
-        planning = MemoryPlanningPass(alloc_graph_input=plan_inputs)
+        planning = MemoryPlanningPass(alloc_graph_input=False)
         program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
     return lowered(edge, program, methods, started)
 

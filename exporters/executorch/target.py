@@ -306,7 +306,6 @@ class ExecutorchTarget(Exporter):
                 "lengths_tokens": manifest.lengths_tokens,
                 "batch_size": manifest.batch_size,
                 "eval_batch_size": manifest.eval_batch_size,
-                "program": "blocks" if manifest.program_spec.shape == "blocks" else "whole",
             },
             "manifest.json",
         )

@@ -346,6 +346,10 @@ class TrainConfig(StrictConfig):
 class ExportConfig(StrictConfig):
     """The exported program: where it runs, its sizes, and how it is lowered."""
 
+    REMOVED: ClassVar[dict[str, str]] = {
+        "program": "mesp exports functions of one block, prge a step in one function; leave the key out"
+    }
+
     target: str = "android-cpu"
     """Where it will run; `ondevice export --list` names the targets."""
 
@@ -360,10 +364,6 @@ class ExportConfig(StrictConfig):
 
     form: Literal["functional", "stateful"] = "functional"
     """`functional`: the adapter goes in and comes out, as a stock Android runtime needs. `stateful`: mutable buffer."""
-
-    program: Literal["auto", "blocks", "whole"] = "auto"
-    """`blocks`: functions of one block, with the frozen weights in a file beside the program; `whole`: one method is a
-    whole step, with the weights inside. `auto` is blocks where the method has them."""
 
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""

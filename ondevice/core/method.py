@@ -92,8 +92,6 @@ class MemoryModel:
             together; None: each has all of them.
         weights: (dims, config, bytes of a weight, runtime) to the bytes of the frozen weights on the device that
             computes; None: the whole model, as it is loaded.
-        program: (dims, config, batch_size, length_tokens) to the planned arena of an exported program that runs on
-            the runtime's own kernels; None: a program keeps what `step` says.
         blocks: (dims, config, batch_size, length_tokens, quantize) to what a run of an exported block program keeps
             beside the mapped weights; None: there are no such programs.
         notes: (dims, config) to sentences below the plan.
@@ -106,7 +104,6 @@ class MemoryModel:
     host: Callable[[ModelDims, Any, int, int, int], dict[str, int]] | None = None
     ranked: Callable[[dict[str, int], ModelDims, Any, int], dict[str, int]] | None = None
     weights: Callable[[ModelDims, Any, int, str], int] | None = None
-    program: Callable[[ModelDims, Any, int, int], dict[str, int]] | None = None
     blocks: Callable[[ModelDims, Any, int, int, str], dict[str, int]] | None = None
     notes: Callable[[ModelDims, Any], list[str]] | None = None
     host_note: str = ""

@@ -114,8 +114,6 @@ class BuiltProgram:
         loaded: the model inside it.
         first: by name, the values of state tensors that do not begin as zeros.
         frozen: `<linear>.lora_A.weight` float32 [rank, inputs] of every entry without `a_offset`.
-        kernels: `delegated` hands matrix products to the target's backend. `portable` is for steps with a backward
-            pass: a backend would pack a copy of every weight, and one of it transposed.
         blocks: for `qnn`, the module of all transformer blocks and its example inputs; `finish` takes it compiled and
             gives the modules, which are empty before.
         parts: for `qnn` and shape `blocks`, a layer's number to its functions, which are in a program file of their
@@ -136,7 +134,6 @@ class BuiltProgram:
     frozen: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch_copies: int = 1
     evaluates_with: Literal["evaluate", "train_step"] = "evaluate"
-    kernels: Literal["delegated", "portable"] = "delegated"
     noise: str = "none"
     """Distribution of the generator's numbers; `none` without a generator."""
     shape: Literal["step", "blocks"] = "step"

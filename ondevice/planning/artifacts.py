@@ -37,7 +37,6 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
             "lengths_tokens": manifest.lengths_tokens,
             "batch_size": manifest.batch_size,
             "loss": manifest.loss,
-            "program": "whole" if manifest.program_spec.shape == "step" else "auto",
         },
         "manifest.json",
     )

@@ -401,10 +401,9 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
 
 def _in_blocks(request: Request) -> bool:
     """True for an ExecuTorch program of functions of one block."""
-    has_blocks = (
-        request.runtime == "executorch" and spec_of(request.method).memory_model.blocks is not None
-    )
-    return has_blocks and request.export is not None and request.export.program != "whole"
+    if request.runtime != "executorch" or request.export is None:
+        return False
+    return spec_of(request.method).memory_model.blocks is not None
 
 
 def _as_program(
@@ -422,15 +421,12 @@ def _as_program(
         packed, tiles = (working.pop(part) for part in ("packed weights", "head tiles"))
         place = WeightPlacement(sum(weights), packed, tiles, sum(weights))
         notes.append("weights are mapped: the system may drop their pages and read them again")
-    elif memory.program is not None:
-        place = WeightPlacement(sum(weights), 0, 0, sum(weights))
-        working = memory.program(dims, method, request.batch_size, request.length_tokens)
     else:
         place = target(export.target).place(
             dims, weights, export, method.loss_tiles, request.evaluates
         )
     notes += place.notes
-    if export.uses_ops and memory.program is None:
+    if export.uses_ops and memory.blocks is None:
         notes.append("the program needs this project's ops in the runtime")
     return (
         place,

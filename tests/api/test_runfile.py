@@ -8,7 +8,7 @@ import pytest
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import ConfigError
-from ondevice.core.registry import methods
+from ondevice.core.registry import method_config, methods
 
 NOW = [
     ("lora", "targets", ["q_proj"], "'method.targets' is now 'method.target_modules'"),
@@ -23,6 +23,7 @@ NOW = [
         "autodiff",
         "'method.gradients' is no longer a setting: mesp always computes its own",
     ),
+    ("mesp", "store_h", True, "'method.store_h' is no longer a setting: x A^T is always computed"),
     ("prge", "targets", ["q_proj"], "'method.targets' is now 'method.target_modules'"),
     ("prge", "inner_loop", True, "'method.inner_loop' is now 'method.batch_signs'"),
     ("prge", "outer_loop", True, "'method.outer_loop' is now 'method.batch_queries'"),
@@ -43,6 +44,16 @@ def test_an_old_key_says_what_it_is_now(name: str, key: str, value: Any, words: 
             None, {"model.source": "tiny:llama", "method.name": name, f"method.{key}": value}
         )
     assert words in caught.value.message
+
+
+def test_an_old_artifact_s_default_of_a_removed_setting_is_read() -> None:
+    assert method_config("mesp", {"store_h": False}) == method_config("mesp")
+
+
+def test_the_kind_of_program_is_no_longer_a_setting() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(None, {"model.source": "tiny:llama", "export.program": "whole"})
+    assert "'export.program' is no longer a setting" in caught.value.message
 
 
 def test_the_table_has_all_of_them_and_every_new_one_is_a_setting() -> None:

@@ -193,7 +193,7 @@ CUDA += (
         claimed=False,
     ),
 )
-EXACT = "float32 weights, exact gradients; functions of one block, and a whole step"
+EXACT = "float32 weights, exact gradients; functions of one block"
 ROUNDED = "{} weights (`{}`), exact gradients over them; functions of one block"
 NEAR = "8-bit weights and activations (`8da8w`), gradients near those over the weights; functions of one block"
 PROGRAMS = (
@@ -223,8 +223,6 @@ PROGRAMS = (
         program="subspace, answers",
         adapter_error=1e-5,
     ),
-    Row("mesp", "android-cpu", EXACT, program="exact", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="exact, sgd", adapter_error=1e-5),
     Row("mesp", "android-cpu", EXACT, program="blocks", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks, sgd", adapter_error=1e-5),
     # XNNPACK adds in another order on a CPU without AVX-512, and AdamW divides by what is small: 7e-8 at first, 1.4e-5
@@ -308,7 +306,7 @@ MLX = (
         "mesp",
         "apple-mlx",
         "float32 on the CPU; not run on Metal",
-        {"store_h": True},
+        {"mlp_tiles": 3},
         adapter_error=2e-4,
         **BIAS,
     ),

@@ -17,6 +17,8 @@ from ondevice.methods.mesp.torch.stages import Block, Linear
 from ondevice.methods.mesp.torch.weights import factor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
     from ondevice.methods.mesp.config import MespConfig
@@ -168,6 +170,42 @@ class BlockFunctions:
             for place, module in self.dims.traits.norms
         }
         return Block(norms, linears)
+
+    def updated(
+        self,
+        gradients: Mapping[str, tuple[Tensor, Tensor]],
+        vectors: tuple[Tensor, ...],
+        step: Tensor,
+        rate: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return a layer's range of the adapter and of the moments after SGD or AdamW.
+
+        Args:
+            gradients: of A and B by target.
+            vectors: the layer's ranges before the update, float32 [layer_size] each.
+            step: int64 [1], the number of updates so far.
+            rate: float32 [1], the learning rate.
+        """
+        config, ranges, at = self.config, [], 0
+        for entry in self.entries:
+            for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
+                if start > at:
+                    ranges.append(gradient.new_zeros(start - at))
+                ranges.append(gradient.reshape(-1))
+                at = start + gradient.numel()
+        value, *moments = vectors
+        if self.layer_size > at:
+            ranges.append(value.new_zeros(self.layer_size - at))
+        g = torch.cat(ranges)
+        if config.weight_decay:
+            value = value * (1.0 - rate * config.weight_decay)
+        if config.optimizer == "sgd":
+            return (value - rate * g,)
+        number = step.to(torch.float32) + 1.0
+        m = moments[0] * config.beta1 + g * (1.0 - config.beta1)
+        v = moments[1] * config.beta2 + g * g * (1.0 - config.beta2)
+        first, second = (1.0 - torch.pow(beta, number) for beta in (config.beta1, config.beta2))
+        return value - rate / first * m / (torch.sqrt(v / second) + config.eps), m, v
 
     def _block_ports(self) -> list[TensorPort]:
         dims, family = self.dims, self.loaded.family

@@ -1,7 +1,7 @@
 """MeSP's step as functions of one block, whose frozen weights are inputs: the paper's own unit (section 4.2).
 
 A host calls the same two functions once a layer, with that layer's weights and its range of the adapter; so one small
-program serves every depth, and lowering takes seconds. The stages are those of the whole program (`torch.program`).
+program serves every depth, and lowering takes seconds. The stages are the eager session's (`torch.stages`).
 The head goes over `HEAD_ROWS` labelled positions and one tile of the vocabulary at a time: a host hands in labelled
 positions alone, so that a row with one label costs one.
 """
@@ -26,7 +26,6 @@ from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.program import updated
 from ondevice.methods.mesp.torch.stages import Block, Stages
 from ondevice.methods.mesp.torch.weights import halves
 
@@ -115,11 +114,7 @@ class BlockBackward(OneBlock):
 
         # The stages write into g, and what comes in is the caller's.
         g = self.blocks.backward(block, x, g.clone(), position, self.rows, keep)  # type: ignore[arg-type]
-        bounds = (0, functions.layer_size)
-        return (
-            g,
-            *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate),
-        )
+        return g, *functions.updated(gradients, vectors, step, rate)
 
 
 class _HeadTile(nn.Module):
@@ -251,7 +246,6 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         first={"adapter": functions.initial(seed)},
         rank=config.rank,
         alpha=config.alpha,
-        kernels="portable",
         shape="blocks",
         layers=dims.layers,
         kinds=kinds if max(kinds) else (),

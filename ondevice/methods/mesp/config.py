@@ -6,7 +6,7 @@ A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimensi
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,8 @@ class MespConfig(AnswerLossConfig):
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
     REMOVED: ClassVar[dict[str, str]] = {
         "gradients": "mesp always computes its own backward pass (gradients: manual); leave the key out, or take "
-        "--method lora for automatic differentiation"
+        "--method lora for automatic differentiation",
+        "store_h": "x A^T is always computed again; leave the key out",
     }
 
     name: Literal["mesp"] = "mesp"
@@ -69,10 +70,6 @@ class MespConfig(AnswerLossConfig):
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
     None computes all rows at once, and every gradient is applied and dropped where it arises."""
 
-    store_h: bool = False
-    """Keep every h = x A^T from the recomputation of a block to its backward pass, instead of computing it a
-    second time (the paper's Table 5)."""
-
     weight_placement: Literal["resident", "streamed"] = "resident"
     """`streamed` reads the frozen weights from their files block by block, in every pass; two blocks are in memory."""
 
@@ -97,6 +94,14 @@ class MespConfig(AnswerLossConfig):
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
     """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's where it is installed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_store_h(cls, values: Any) -> Any:
+        """Take artifacts and checkpoints in which the removed setting has its default."""
+        if isinstance(values, dict) and values.get("store_h") is False:
+            return {key: value for key, value in values.items() if key != "store_h"}
+        return values
 
     @model_validator(mode="after")
     def _no_target_twice(self) -> Self:

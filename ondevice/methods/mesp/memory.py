@@ -204,30 +204,6 @@ def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_byte
     return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)
 
 
-def program_memory(
-    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int
-) -> dict[str, int]:
-    """Return bytes of an exported program's arena by part; everything is float32.
-
-    Adapter and moments go in and come out. As the backward pass begins, all block inputs and one block's stages are
-    there beside what came in; at its end, all new values, and one vector of them put together.
-    """
-    vector = trained_numbers(dims, config) * 4
-    vectors = 3 if config.optimizer == "adamw" else 1
-    tokens = batch_size * length_tokens
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    stages = tokens * (5 * dims.hidden + 3 * queries + 2 * keys + 5 * dims.intermediate) * 4
-    tile = -(-dims.vocab // config.loss_tiles)
-    head = (3 * tokens * tile + 4 * tokens * dims.hidden) * 4
-    begins = vectors * vector + dims.layers * tokens * dims.hidden * 4 + max(stages, head)
-    total = max(begins, (2 * vectors + 1) * vector)
-    return {
-        "adapter": 2 * vector,
-        "optimizer": 2 * (vectors - 1) * vector,
-        "activations": max(0, total - 2 * vectors * vector),
-    }
-
-
 def head_tile_rows(dims: ModelDims, config: MespConfig) -> int:
     """Return the rows of the head that a block program takes at once: a tile of `loss_tiles`, or a smaller one of
     `HEAD_TILE_BYTES` as float32, so that large vocabularies and widths cost no more memory."""
@@ -283,7 +259,6 @@ MEMORY = MemoryModel(
     memory,
     host=host_memory,
     weights=weights,
-    program=program_memory,
     blocks=blocks_memory,
     host_note="block inputs wait in pinned host memory",
     host_hint="method.micro_batch_size: 1, method.activations: device",

@@ -23,7 +23,6 @@ from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.program import updated
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense, halves
 
@@ -236,11 +235,7 @@ class NpuBackward(_Finished):
             entry.parameters.target: (ga * factor, gb * factor)
             for entry, ga, gb in zip(functions.entries, listed[::2], listed[1::2], strict=True)
         }
-        bounds = (0, functions.layer_size)
-        return (
-            g,
-            *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate),
-        )
+        return g, *functions.updated(gradients, vectors, step, rate)
 
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
@@ -249,10 +244,6 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
     if export.quantize != "none":
         problems.append(
             f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none"
-        )
-    if export.program == "whole":
-        problems.append(
-            "the NPU's program has functions of one block: leave export.program at auto"
         )
     if export.next_token and export.batch_size != 1:
         problems.append(

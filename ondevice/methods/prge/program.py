@@ -79,10 +79,6 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         )
     if config.factors is not None and not config.factors.is_file():
         problems.append(f"method.factors: there is no file {config.factors}")
-    if export.program == "blocks":
-        problems.append(
-            "export.program is blocks: a prge program is a whole step, so leave it auto"
-        )
     if export.quantize in ("int8", "8da8w"):
         problems.append(
             f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.api import export as artifacts
 from ondevice.api.open import open_artifact
 from ondevice.api.phone import push
 from ondevice.api.verify import verify
@@ -23,7 +22,7 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.exporters.executorch import blocks
 from ondevice.models import load_model
 from tests.methods.reference import batch
-from tests.programs import BLOCKS, config, model, program
+from tests.programs import BLOCKS, model, program
 
 pytest.importorskip("executorch.exir")
 EXACT_BLOCKS = [name for name in BLOCKS if "8da8w" not in name]
@@ -314,14 +313,5 @@ def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
 
     hidden = (port("hidden", "hidden", (16, 8)),)
     method = ProgramModule("gelu", torch.nn.GELU(approximate="tanh"), hidden, hidden)
-    lowered = lower_portable([method], plan_inputs=False, packed_from_rows=16)
+    lowered = lower_portable([method], packed_from_rows=16)
     assert (lowered.delegates, lowered.ops["gelu"]) == ({"gelu": 0}, ["aten::gelu.out"])
-
-
-def test_p_rge_has_none() -> None:
-    job = artifacts.export_jobs(config("functional", **{"export.program": "blocks"}))[0]
-    from ondevice.core.registry import target
-
-    assert any(
-        "export.program is blocks" in problem for problem in target("android-cpu").check(job)
-    )

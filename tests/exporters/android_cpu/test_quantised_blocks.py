@@ -146,11 +146,9 @@ def test_inputs_are_not_planned_and_one_packed_matrix_is_dense_at_a_time(quantiz
         if one.name == "block_forward_1x8"
     ]
     layer, largest = 4 * (4 * 128 * 128 + 3 * 128 * 512), 4 * 128 * 512
-    outside = lower_portable(modules, plan_inputs=False).planned_bytes["block_forward_1x8"]
+    outside = lower_portable(modules).planned_bytes["block_forward_1x8"]
     dense = 0 if quantize == "none" else largest
     assert outside < dense + layer // 8, "a layer's weights are planned"
-    if quantize == "none":
-        assert lower_portable(modules).planned_bytes["block_forward_1x8"] > layer
 
 
 @pytest.mark.parametrize("quantize", [name for name in LINEAR_FORMS if name != "none"])
@@ -183,7 +181,6 @@ def test_what_rounds_too_much_is_not_written(monkeypatch) -> None:
 def test_forms_that_a_program_does_not_have_are_named() -> None:
     for name, settings in (
         ("blocks", {"export.quantize": "8da4w"}),
-        ("blocks", {"export.quantize": "int8", "export.program": "whole"}),
         ("functional", {"export.quantize": "8da8w"}),
     ):
         problems = target("android-cpu").check(artifacts.export_jobs(config(name, **settings))[0])

@@ -272,7 +272,6 @@ def test_every_reason_is_listed_at_once() -> None:
         "npu blocks",
         **{
             "export.next_token": True,
-            "export.program": "whole",
             "export.quantize": "w8",
             "export.lengths_tokens": [16, 24],
             "method.bits": 4,
@@ -281,7 +280,6 @@ def test_every_reason_is_listed_at_once() -> None:
     problems = " ".join(find_target("android-npu").check(artifacts.export_jobs(wrong)[0]))
     for word in (
         "next_token needs batch_size 1",
-        "export.program at auto",
         "float16 weights",
         "one length",
         "bits",

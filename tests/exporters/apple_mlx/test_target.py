@@ -39,7 +39,7 @@ HOST = Path(__file__).resolve().parents[3] / "exporters/apple_mlx/host"
 LENGTHS = (16, 24)
 KINDS = {
     "qwen2 in 4 bits": ("qwen2", {"tied": False, "layers": 3}, {"bits": 4, "rank": 4}),
-    "llama": ("llama", {}, {"rank": 3, "target_modules": ["q_proj", "o_proj", "down_proj"], "store_h": True,
+    "llama": ("llama", {}, {"rank": 3, "target_modules": ["q_proj", "o_proj", "down_proj"], 
                             "optimizer": "sgd", "loss_chunk_tokens": 7}),
     "gemma3_text": ("gemma3_text", {"layers": 3}, {"rank": 2}),
     "phi3 in 4 bits": ("phi3", {}, {"rank": 2, "bits": 4}),

@@ -209,7 +209,6 @@ class Settings:
             target_modules=dims.resolve_targets(config),
             scale=config.scale,
             rope=rope,
-            store_h=config.store_h,
             **values,  # type: ignore[arg-type]
         )
 

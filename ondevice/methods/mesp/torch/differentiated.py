@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 7
 PROBE_ERROR = 1e-3
 """Relative, of all gradients together; float32 rounds to about 1e-6, and a path that is left out is far beyond."""
-PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None, "store_h": False,
+PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
          "mlp_chunk_tokens": None}  # fmt: skip
 """Settings of the hand-written backward pass, which a block that is differentiated has not."""
 

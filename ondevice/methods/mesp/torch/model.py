@@ -103,11 +103,11 @@ class Blocks:
         """
         s = self.stages
         n = s.norm(block, x)
-        q, k, v = s.project(block, n, rows, keep=True)
+        q, k, v = s.project(block, n, rows)
         del n
         q, k = s.rope(block, q, k, position)
         o, kept = s.attend(block, q, k, v)
-        m = s.out(block, x, o, keep=True)
+        m = s.out(block, x, o)
         g = self._mlp_backward(block, m, g, on_gradient)
         del m
         go = s.out_backward(block, o, g, on_gradient)
@@ -152,7 +152,7 @@ class Blocks:
         if block.mlp is not None:
             return s.other_mlp_backward(block, m, g, on_gradient)
         n = s.mlp_norm(block, m)
-        gate, up = s.gate_up(block, n, keep=True)
+        gate, up = s.gate_up(block, n)
         gact = s.down_backward(block, gate, up, g, on_gradient)
         ggate, gup = s.act_backward(gate, up, gact)
         del gate, up, gact
@@ -177,7 +177,7 @@ class Model:
             weights.dims,
         )
         kernels = choose(config.kernels, weights.device.type)
-        stages = Stages(weights.dims, kernels, config.store_h)
+        stages = Stages(weights.dims, kernels)
         usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
         self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
         loss = (

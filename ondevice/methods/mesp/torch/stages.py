@@ -78,28 +78,20 @@ class Block:
 class Stages:
     """The stages by name; shapes of a call come with `rows`."""
 
-    def __init__(self, dims: ModelDims, kernels: TorchKernels, store_h: bool = False) -> None:
-        self.dims, self.kernels, self.store_h = dims, kernels, store_h
-        self.traits = dims.traits
-        self.stored: dict[str, Tensor] = {}
+    def __init__(self, dims: ModelDims, kernels: TorchKernels) -> None:
+        self.dims, self.traits, self.kernels = dims, dims.traits, kernels
         self.apart: RowsApart | None = None
         """Of the batch that is computed, where its sequences have several rows each."""
 
     # Linear layers, appendix A.1.
 
-    def linear(
-        self, block: Block, target: str, x: Tensor, into: Tensor | None = None, keep: bool = False
-    ) -> Tensor:
-        """Return [N, inputs] -> [N, outputs]; with `into` the result is added there. `keep` stores h where asked
-        for."""
+    def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return [N, inputs] -> [N, outputs]; with `into` the result is added there."""
         layer = block.linears[target]
         y = self.kernels.frozen_linear(x, layer.matrix, layer.bias, into)
         if layer.b is None:
             return y
-        h = layer.h(x)
-        if keep and self.store_h:
-            self.stored[target] = h
-        return self.kernels.add_product(y, h, cast(layer.b, x.dtype), layer.scale)
+        return self.kernels.add_product(y, layer.h(x), cast(layer.b, x.dtype), layer.scale)
 
     def linear_backward(
         self,
@@ -128,8 +120,7 @@ class Stages:
         layer = block.linears[target]
         if layer.a is None or layer.b is None:
             return None, None
-        h = self.stored.pop(target, None)
-        h = layer.h(x) if h is None else h
+        h = layer.h(x)
         gh = functional.linear(g, cast(layer.b, g.dtype)) * layer.scale  # Eq. 11: scale g B^T
         ga = cast(torch.mm(gh.t(), x), torch.float32)  # Eq. 10: gh^T x
         # Eq. 12: scale h^T g; scaled in float32, where a half-precision sum of many tokens cannot underflow again.
@@ -175,13 +166,11 @@ class Stages:
         g = self.kernels.rms_norm_backward(*parts)
         return g if g.shape == x.shape else g.reshape(x.shape)
 
-    def join(
-        self, block: Block, target: str, place: str, into: Tensor, x: Tensor, keep: bool = False
-    ) -> Tensor:
+    def join(self, block: Block, target: str, place: str, into: Tensor, x: Tensor) -> Tensor:
         """Compute into + the branch's last linear layer of x, with its norm and factor, in the memory of `into`."""
         if place not in block.norms and self.traits.residual_scale == 1.0:
-            return self.linear(block, target, x, into, keep)
-        y = self.normed(block, place, self.linear(block, target, x, keep=keep))
+            return self.linear(block, target, x, into)
+        y = self.normed(block, place, self.linear(block, target, x))
         scale = self.traits.residual_scale
         return (
             into.add_(y, alpha=scale)
@@ -211,17 +200,13 @@ class Stages:
         """Return [N, D] -> [N, D]."""
         return self.normed(block, "before_attention", x)
 
-    def project(
-        self, block: Block, n: Tensor, rows: int, keep: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, block: Block, n: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Compute n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
-        q, k, v = self._projections(block, n, keep)
+        q, k, v = self._projections(block, n)
         q, k = self.normed(block, "q", q), self.normed(block, "k", k)
         return self._heads(q, rows), self._heads(k, rows), self._heads(v, rows)
 
-    def _projections(
-        self, block: Block, n: Tensor, keep: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _projections(self, block: Block, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.traits.fused:
             dims = self.dims
             widths = (
@@ -229,9 +214,9 @@ class Stages:
                 dims.kv_heads * dims.head_dim,
                 dims.kv_heads * dims.head_dim,
             )
-            q, k, v = self.linear(block, "qkv_proj", n, keep=keep).split(widths, -1)
+            q, k, v = self.linear(block, "qkv_proj", n).split(widths, -1)
             return q, k, v
-        q, k, v = (self.linear(block, target, n, keep=keep) for target in QKV)
+        q, k, v = (self.linear(block, target, n) for target in QKV)
         return q, k, v
 
     def rope(self, block: Block, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
@@ -253,10 +238,10 @@ class Stages:
             o = self.apart.together(o)
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
-    def out(self, block: Block, x: Tensor, o: Tensor, keep: bool = False) -> Tensor:
+    def out(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
         """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
         into = x.clone() if self.kernels.in_place else x
-        return self.join(block, "o_proj", "after_attention", into, o, keep)
+        return self.join(block, "o_proj", "after_attention", into, o)
 
     def out_backward(self, block: Block, o: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """Return gradient of o from that of the middle."""
@@ -315,14 +300,12 @@ class Stages:
     def mlp_norm(self, block: Block, m: Tensor) -> Tensor:
         return self.normed(block, "before_mlp", m)
 
-    def gate_up(self, block: Block, n: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
+    def gate_up(self, block: Block, n: Tensor) -> tuple[Tensor, Tensor]:
         """Return [N, F] each."""
         if self.traits.fused:
-            gate, up = self.linear(block, "gate_up_proj", n, keep=keep).chunk(2, -1)
+            gate, up = self.linear(block, "gate_up_proj", n).chunk(2, -1)
             return gate, up
-        return self.linear(block, "gate_proj", n, keep=keep), self.linear(
-            block, "up_proj", n, keep=keep
-        )
+        return self.linear(block, "gate_proj", n), self.linear(block, "up_proj", n)
 
     def act(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) up, or with the activation that the block has, in new memory."""

@@ -91,7 +91,6 @@ def shapes(draw):
         "query_chunk_tokens": draw(st.integers(1, 20)),
         "loss_tiles": draw(st.integers(1, 6)),
         "loss_chunk_tokens": draw(st.sampled_from([None, 1, 4])),
-        "store_h": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
     }
     return sizes, options, draw(st.integers(1, 3)), draw(st.integers(2, 17))
@@ -266,9 +265,7 @@ def test_families_with_traits_of_their_own(tmp_path, family) -> None:
     """Against autograd in float64 over transformers' own forward pass."""
     sizes = FAMILIES[family]
     folder = save_tiny(tmp_path / "model", family.partition(",")[0], **sizes)
-    config = method_config(
-        "mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3, "store_h": family == "qwen3"}
-    )
+    config = method_config("mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3})
     session = open_session(open_model(str(folder)), config, 3, backend="mlx")
     session.model.settings = replace(session.model.settings, query_chunk_tokens=5)
     start, random = session.adapter(), np.random.default_rng(0)

@@ -116,7 +116,7 @@ def test_resumed_it_has_the_same_bits(folder, values) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"weight_placement": "streamed"}, {"store_h": True}, {"micro_batch_size": 1}, {"micro_batch_size": 2},
+    [{"weight_placement": "streamed"}, {"micro_batch_size": 1}, {"micro_batch_size": 2},
      {"loss_chunk_tokens": 2, "loss_tiles": 5}, {"mlp_tiles": 1}, {"baseline": "blockwise"}, {"baseline": "checkpoint"},
      {"baseline": "autodiff"}, {"baseline": "blockwise", "weight_placement": "streamed", "micro_batch_size": 2}],
 )  # fmt: skip

@@ -27,9 +27,7 @@ def on_gpu(dtype: torch.dtype = torch.float32, family: str = "qwen2", **chosen: 
     return session(loaded, device="cuda", **chosen)
 
 
-@pytest.mark.parametrize(
-    "chosen", [{}, {"mlp_chunk_tokens": 16, "activations": "host", "store_h": True}]
-)
+@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 16, "activations": "host"}])
 def test_float32_gradients_are_autograd_s(chosen) -> None:
     ids, labels = rows(3, 100, 1)
     opened = on_gpu(kernels="torch", **chosen)

@@ -100,8 +100,9 @@ def test_what_cannot_be_differentiated_alone_is_refused_by_name(tmp_path: Path) 
     ):
         open_session(loaded, method_config("mesp", {"target_modules": ["query_key_value"]}), 0)
     loaded = load_model(str(folder))
-    with pytest.raises(ConfigError, match=r"method.store_h goes with a block that is known"):
-        open_session(loaded, method_config("mesp", {"store_h": True}), 0)
+    with pytest.raises(ConfigError) as refused:
+        open_session(loaded, method_config("mesp", {"mlp_chunk_tokens": 5}), 0)
+    assert refused.value.received == 5 and refused.value.expected == "method.mlp_chunk_tokens: null"
     with pytest.raises(ModelError, match="not known") as caught:
         open_session(
             open_model(str(folder)), method_config("mesp", {"weight_placement": "streamed"}), 0

@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
     sizes, chosen = (
         FAMILIES[family] | sizes,
-        {"store_h": True, "mlp_chunk_tokens": 5} if sizes else {},
+        {"mlp_chunk_tokens": 5} if sizes else {},
     )
     ids, labels = rows(2, 19, 1)
     double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)

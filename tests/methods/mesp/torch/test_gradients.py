@@ -50,7 +50,6 @@ def choices(draw: Any) -> dict[str, Any]:
             draw(st.lists(st.sampled_from(ALL_TARGETS), min_size=1, unique=True))
         ),
         "optimizer": draw(st.sampled_from(("sgd", "adamw"))),
-        "store_h": draw(st.booleans()),
         "loss_tiles": draw(st.integers(1, 9)),
         "loss_chunk_tokens": draw(st.sampled_from((None, 1, 5))),
         "mlp_chunk_tokens": draw(st.sampled_from((None, 1, 3, 16))),
@@ -148,9 +147,7 @@ def test_gradients_of_smollm2_itself() -> None:
     assert rounded["manual"] <= 2 * rounded["autodiff"]
 
 
-@pytest.mark.parametrize(
-    "chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}, {"store_h": True}]
-)
+@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}])
 def test_nothing_below_the_last_pair_is_needed(chosen) -> None:
     """Targets of one linear each: what the others' inputs need is computed, and nothing else is learned."""
     ids, labels = rows(2, 12, 1)

@@ -80,16 +80,6 @@ def test_the_hand_written_pass_holds_less_than_half_of_checkpointing(build) -> N
     )
 
 
-def test_stored_h_is_in_memory(build) -> None:
-    """Table 5: rank numbers a token and projection of one block, no more, because blocks are computed one at a time;
-    down's is never there before its own gradient."""
-    plain, stored = (
-        measured(session(build("qwen2", QWEN), store_h=store_h, rank=64), 1, 128)
-        for store_h in (False, True)
-    )
-    assert stored - plain == 128 * 4 * 64 * 6
-
-
 def test_adapter_and_optimizer_are_what_a_session_keeps() -> None:
     for optimizer, moments in (("sgd", 0), ("adamw", 2)):
         opened = session(tiny_model(), optimizer=optimizer)

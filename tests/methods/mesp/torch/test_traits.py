@@ -82,11 +82,10 @@ def in_graph(dims: ModelDims) -> ModelDims:
     blocks(),
     st.data(),
     st.integers(1, 9),
-    st.booleans(),
     st.sampled_from((None, 2)),
     st.integers(0, 99),
 )
-def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk, seed) -> None:
+def test_gradients_of_a_block_are_autograd_s(dims, data, length, chunk, seed) -> None:
     kernels = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
         dims, chunk = in_graph(dims), None
@@ -108,7 +107,7 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
     chunk_queries, attention.CHUNK_QUERIES = attention.CHUNK_QUERIES, 2
     try:
         with torch.no_grad():
-            ours, learned = Blocks(Stages(dims, kernels, store_h), chunk), {}
+            ours, learned = Blocks(Stages(dims, kernels), chunk), {}
             y = ours.forward(block, x.detach(), position, ROWS)
             gx = ours.backward(
                 block,
