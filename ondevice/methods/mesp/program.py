@@ -44,7 +44,7 @@ def problems(
             "export.generator auto or aten"
         )
     if export.shared_context:
-        problems += _context_problems(export, dims)
+        problems += _context_problems(export, dims, export.shared_context)
     if config.max_grad_norm is not None:
         problems.append(
             "a mesp program updates each block as its gradients are known: "
@@ -59,7 +59,7 @@ def problems(
     return problems
 
 
-def _context_problems(export: ExportConfig, dims: ModelDims) -> list[str]:
+def _context_problems(export: ExportConfig, dims: ModelDims, context_tokens: int) -> list[str]:
     problems = []
     if export.quantize == "8da8w":
         problems.append(
@@ -70,10 +70,9 @@ def _context_problems(export: ExportConfig, dims: ModelDims) -> list[str]:
             "export.context_tokens is for blocks like Llama's; this model's have "
             f"{', '.join(beyond)}"
         )
-    if export.shared_context > dims.max_positions:
+    if context_tokens > dims.max_positions:
         problems.append(
-            f"export.context_tokens is {export.context_tokens}: the model takes "
-            f"{dims.max_positions}"
+            f"export.context_tokens is {context_tokens}: the model takes {dims.max_positions}"
         )
     return problems
 
