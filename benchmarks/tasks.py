@@ -33,7 +33,8 @@ class Task:
 def _cola(path: Path) -> Any:
     """CoLA's rows; the project's templates have no CoLA, so its question is this benchmark's."""
     from ondevice.data.rows import Row, Rows
-    from ondevice.data.tasks.templates import Choice, Task, render
+    from ondevice.data.tasks.task import Choice, Task
+    from ondevice.data.tasks.templates import render
 
     question = "Is this sentence grammatical? Yes or No?\n{sentence}\n"
     choices = (Choice("No", ("0",)), Choice("Yes", ("1",)))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.core.program import Agreement, Batch
     from ondevice.core.session import ProgramSession, Session
-    from ondevice.data.encode import Dataset
+    from ondevice.data.examples import Dataset
     from ondevice.models import LoadedModel, ModelFiles
 
 DEFAULT_STEPS = 20

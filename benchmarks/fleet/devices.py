@@ -21,7 +21,7 @@ from torch.nn import functional
 from benchmarks.prge.racing import EVAL_TOKENS
 from benchmarks.prge.racing_model import TARGETS, AnswerRows, RacingModel
 from ondevice.data.batching import Batches
-from ondevice.data.encode import Dataset
+from ondevice.data.examples import Dataset
 from ondevice.fleet.charter import Agreement, Charter
 from ondevice.fleet.member import private
 from ondevice.fleet.messages import Answer

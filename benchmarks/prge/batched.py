@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.prge.packed import LENGTHS, Packed, PackedModel, Rows, rounded
-from ondevice.data.encode import Dataset
+from ondevice.data.examples import Dataset
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.data.encode import IGNORE, Example
+from ondevice.core.session import IGNORE
+from ondevice.data.examples import Example
 from ondevice.methods.prge.layout import AdapterLayout
 
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -22,7 +22,7 @@ from benchmarks.prge.packed import Packed
 from benchmarks.prge.racing_model import TARGETS, AnswerRows, RacingModel
 from benchmarks.prge.variants import RULES, Variant
 from ondevice.data.batching import Batches
-from ondevice.data.encode import Dataset
+from ondevice.data.examples import Dataset
 
 AVERAGE = 0.99
 """Decay a step of the averaged adapter."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.prge.packed import LENGTHS, Packed, PackedModel, flat_index, rounded
-from ondevice.data.encode import IGNORE, Dataset
+from ondevice.core.session import IGNORE
+from ondevice.data.examples import Dataset
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 

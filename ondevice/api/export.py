@@ -9,12 +9,12 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
-from ondevice.data.tasks.templates import is_template
+from ondevice.data.tasks.task import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
-    from ondevice.data.encode import Dataset
+    from ondevice.data.examples import Dataset
 
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:

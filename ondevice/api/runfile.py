@@ -209,7 +209,7 @@ class RunConfig(StrictConfig):
         """
         from ondevice.artifact.files import sha256_file, sha256_spread
         from ondevice.data.readers.records import check_source
-        from ondevice.data.tasks.templates import is_template
+        from ondevice.data.tasks.task import is_template
 
         data = self.data
         hidden = {"path", "eval_path", "strict_columns"} | {

@@ -191,7 +191,7 @@ def _with_length(
             update={"max_length_tokens": tokens(given, None).max_length_tokens}
         )
         return config.model_copy(update={"data": data}), ()
-    from ondevice.data.readers.objects import as_rows
+    from ondevice.data.reading import as_rows
 
     return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded, when)
 

@@ -36,7 +36,7 @@ def data(
     if file is None:
         raise ConfigError("no data is given", expected="--data FILE, or a file as the first word")
     from ondevice.data import preview_rows, read_rows
-    from ondevice.data.encode import Report, refuse_unread
+    from ondevice.data.examples import Report, refuse_unread
     from ondevice.data.reading import open_reading
 
     # The file first: what is wrong with it is said before a tokenizer is loaded, which takes seconds.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.session import ProgramSession, Session
-    from ondevice.data.encode import Dataset
+    from ondevice.data.examples import Dataset
     from ondevice.models import LoadedModel, ModelFiles
 
 Batch = tuple["np.ndarray", "np.ndarray"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ondevice.core.session import IGNORE
 from ondevice.data.batching import Batch, Batches, pad_examples, pad_id_of, split_rows
-from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode, read_dataset
+from ondevice.data.dataset import read_dataset
+from ondevice.data.encode import encode
+from ondevice.data.examples import Dataset, Example, Item
 from ondevice.data.lengths import Length, length_of
 from ondevice.data.preview import Preview, preview, preview_rows
 from ondevice.data.reading import read_rows

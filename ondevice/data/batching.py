@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.encode import IGNORE, Dataset, Example, Item, Report
+from ondevice.core.session import IGNORE
+from ondevice.data.examples import Dataset, Example, Item, Report
 
 ROUND_TO_TOKENS = 8
 

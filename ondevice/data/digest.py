@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from ondevice.data.encode import Item
+from ondevice.data.examples import Item
 
 
 def rows_sha256(items: Iterable[Item]) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import Encoder, Item
+from ondevice.data.encode import Encoder
+from ondevice.data.examples import Item
 from ondevice.data.reading import Reading, about, each_row
 from ondevice.data.rows import Rows
 

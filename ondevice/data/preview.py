@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ondevice.core.session import IGNORE
 from ondevice.data.batching import round_up
-from ondevice.data.encode import IGNORE, Encoder, Example, Item, refuse_unread
+from ondevice.data.encode import Encoder
+from ondevice.data.examples import Example, Item, refuse_unread
 from ondevice.data.lengths import length_of
 from ondevice.data.reading import Reading, about, each_row, open_reading
 from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows

@@ -11,10 +11,14 @@ from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.readers.records import UNLIMITED, Limits, Record, Source, read_records
+from ondevice.data.readers.objects import NAME, Given
+from ondevice.data.readers.records import read_records
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
-from ondevice.data.tasks.formats import converter, fits, infer
-from ondevice.data.tasks.templates import Task, find_task
+from ondevice.data.tasks.columns import advise_task, infer, no_column, renaming
+from ondevice.data.tasks.formats import converter, fits
+from ondevice.data.tasks.task import Task
+from ondevice.data.tasks.templates import find_task
 
 REPORT_RECORDS = 5000
 """Records between two signs of life of a long pass."""
@@ -33,7 +37,7 @@ def read_rows(
     with wrong values, are left out and listed in `Rows.problems`.
 
     Args:
-        path: a file of one of `records.SUFFIXES`, a folder of them, or a data set's name.
+        path: a file of a suffix in `files.SUFFIXES`, a folder of them, or a data set's name.
         task: a task of Table 7 (`templates.TASKS`), or the path of a template of one's own (`.yaml`); None takes it
             from the rows' own "task", if any.
         columns: {field: the file's column}, for columns of other names; dots step into objects.
@@ -77,8 +81,6 @@ def named_task(task: str, path: str | Path) -> Task:
     try:
         return find_task(task)
     except ConfigError as unknown:
-        from ondevice.data.tasks.columns import advise_task
-
         unknown.hint = advise_task(path, unknown.hint)
         raise
 
@@ -251,16 +253,12 @@ class Reading:
         self._rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
         named: frozenset[str] = frozenset()
         if columns or (first is not None and chosen is None and not fits(first)):
-            from ondevice.data.tasks.columns import renaming
-
             self._rename, named = renaming(first, columns, chosen, self.notes)
         if first is None:
             return
         renamed = self._renamed(chain([first], usable))
         leader = next(renamed, None)
         if leader is None:
-            from ondevice.data.tasks.columns import no_column
-
             raise no_column(first, columns or {}, name)
         self.format, self.task = infer(chain([leader], renamed), leader, chosen, named, name)
         self._convert = converter(
@@ -305,3 +303,10 @@ class Reading:
 
 def _usable(source: Source) -> Iterator[dict[str, Any]]:
     return (record.fields for record in source.records if not isinstance(record.fields, BadRow))
+
+
+def as_rows(given: Given, task: str | None, columns: Mapping[str, str] | None) -> Rows:
+    """Turn records of texts into rows, as `read_rows` does with a file's; arguments and errors are its."""
+    rows = rows_of(given.source(), NAME, find_task(task) if task else None, columns=columns)
+    rows.notes += given.notes
+    return rows

@@ -174,3 +174,45 @@ def count_reasons(problems: Sequence[RowProblem]) -> dict[str, int]:
     told = dict(counts.most_common(MOST_REASONS))
     others = counts.total() - sum(told.values())
     return told | ({"other reasons": others} if others else {})
+
+
+_SURROGATE, _KEPT_BYTE = re.compile("[\ud800-\udfff]").search, re.compile("[\udc80-\udcff]").search
+
+
+def check_text(value: Any, name: str, *, empty: bool = False) -> str:
+    """Check that `value` is a text that every tokenizer accepts, and return it.
+
+    Raises:
+        BadRow: not a string, empty (unless `empty`), a NUL character, or half a surrogate pair
+            (which is how bytes that are not UTF-8 arrive from a CSV file).
+    """
+    if not isinstance(value, str):
+        raise BadRow(name, f"expected a text, received {describe(value)}")
+    if not empty and not value.strip():
+        raise BadRow(name, "is empty")
+    if "\0" in value:
+        raise BadRow(name, "contains a NUL character")
+    if not value.isascii() and _SURROGATE(value):
+        if _KEPT_BYTE(value):  # a byte of the file, kept as it was
+            raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
+        raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
+    return value
+
+
+def describe(value: Any) -> str:
+    """Describe a JSON value for messages, shortly and safely."""
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        shown = value if len(value) <= 40 else value[:37] + "..."
+        return "'" + shown.encode("utf-8", "backslashreplace").decode("utf-8") + "'"
+    short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**20)
+    shown = str(value) if short else ""
+    return f"{names.get(type(value), type(value).__name__)} {shown.lower()}".strip()

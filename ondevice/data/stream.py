@@ -21,19 +21,16 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
+from ondevice.core.session import IGNORE
 from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
 from ondevice.data.digest import rows_sha256
-from ondevice.data.encode import IGNORE, Dataset, Example, Report, refuse_preferences
-from ondevice.data.readers.records import (
-    Record,
-    Source,
-    check_source,
-    json_lines,
-    read_begin,
-    read_file,
-    read_lines,
-)
+from ondevice.data.examples import Dataset, Example, Report, refuse_preferences
+from ondevice.data.readers.files import read_file
+from ondevice.data.readers.json_lines import json_lines
+from ondevice.data.readers.records import check_source
+from ondevice.data.readers.source import Record, Source
+from ondevice.data.readers.text import read_begin, read_lines
 from ondevice.data.reading import named_task, rows_of
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 
@@ -68,7 +65,7 @@ def open_records(path: Path, skip: int = 0) -> Source:
         if read_begin(path)[:1] == b"[":
             raise _no_stream(path, "a JSON list is read whole")
         return Source(kind, json_lines(read_lines(path), skip))
-    source = read_file(path, kind)
+    source = read_file(path)
     return Source(kind, islice(source.records, skip, None), source.notes)
 
 

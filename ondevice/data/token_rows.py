@@ -9,10 +9,9 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
-from ondevice.data.encode import Dataset, Example, Item, refuse_unread
+from ondevice.data.examples import Dataset, Example, Item, refuse_unread
 from ondevice.data.readers.objects import NAME, Given
-from ondevice.data.readers.records import describe
-from ondevice.data.rows import BadRow, RowProblem
+from ondevice.data.rows import BadRow, RowProblem, describe
 
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 """Columns that are 1 at each token that is trained on."""

@@ -6,7 +6,7 @@ MLX reads beyond the table and trains on, torch ends in a traceback: so rows are
 from __future__ import annotations
 
 from ondevice.core.errors import DataError
-from ondevice.data.encode import Dataset, Item
+from ondevice.data.examples import Dataset, Item
 
 HINT = "the rows were encoded with another model's tokenizer, or it has tokens that the embedding was not resized for"
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config
 from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
-from ondevice.data.tasks.templates import TASKS, plain_name
+from ondevice.data.tasks.task import plain_name
+from ondevice.data.tasks.templates import TASKS
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX

@@ -257,7 +257,7 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
 
 def validate(file: str, task: str | None, columns: dict[str, str] | None = None) -> dict[str, Any]:
     """Check every row; return format, counts, and line, field and reason of the first bad rows."""
-    from ondevice.data.readers.records import FROM_OUTSIDE
+    from ondevice.data.readers.source import FROM_OUTSIDE
     from ondevice.data.reading import check_rows
 
     checked = check_rows(
@@ -287,7 +287,7 @@ def preview(
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.data import preview_rows
-    from ondevice.data.readers.records import FROM_OUTSIDE
+    from ondevice.data.readers.source import FROM_OUTSIDE
     from ondevice.data.reading import open_reading
     from ondevice.data.tasks.columns import parse_columns
     from ondevice.models import load_tokenizer, read_dims

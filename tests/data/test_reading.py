@@ -13,7 +13,8 @@ import pytest
 from ondevice.core.errors import DataError, OndeviceError
 from ondevice.data import length_of, preview_rows, read_rows
 from ondevice.data.readers import json_list
-from ondevice.data.readers.records import Limits, read_records
+from ondevice.data.readers.records import read_records
+from ondevice.data.readers.source import Limits
 from ondevice.data.reading import check_rows, open_reading
 
 Write = Callable[..., Path]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import DataError
+from ondevice.core.session import IGNORE
 from ondevice.data import Batches, read_dataset, read_rows
-from ondevice.data.encode import IGNORE, encode
+from ondevice.data.encode import encode
 from ondevice.data.stream import Stream, StreamBatches, first_rows
 from ondevice.training.fit import RunRows, _answers
 from tests.data.public_templates import tokenizer_for

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.core.session import Session, StepResult
-from ondevice.data.encode import Dataset, Example, Item
+from ondevice.data.examples import Dataset, Example, Item
 from ondevice.runtime_ops import generator
 
 EPSILON = 1e-2

@@ -14,7 +14,7 @@ from ondevice.core.registry import open_session
 from ondevice.core.registry import target as find_target
 from ondevice.core.session import Session
 from ondevice.data import Batches
-from ondevice.data.encode import Dataset, Example, Item
+from ondevice.data.examples import Dataset, Example, Item
 from ondevice.exporters.base import ExportJob
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.member import Member

@@ -138,7 +138,7 @@ def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
 def dataset(count: int) -> Any:
     from types import SimpleNamespace
 
-    from ondevice.data.encode import Dataset
+    from ondevice.data.examples import Dataset
 
     return Dataset(items=[SimpleNamespace(gold=i % 3, number=i) for i in range(count)])  # type: ignore[misc]
 

@@ -13,8 +13,9 @@ import torch
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method_config, methods, spec_of
+from ondevice.core.session import IGNORE
 from ondevice.data.batching import Batches, pack_examples, pad_examples
-from ondevice.data.encode import IGNORE, Dataset, Example, Item
+from ondevice.data.examples import Dataset, Example, Item
 from ondevice.models.tiny import tiny_model
 
 LENGTHS = (5, 17, 2, 9, 12, 3, 7)

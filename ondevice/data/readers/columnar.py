@@ -14,7 +14,7 @@ from ondevice.core.errors import DataError
 from ondevice.core.untrusted import Refused, parse_json
 from ondevice.core.untrusted.columns import check_batch, rows_of
 from ondevice.data.readers.hub import named, without_fills
-from ondevice.data.readers.records import UNLIMITED, Limits, Record, Source, missing_package
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, missing_package
 
 _ROWS = 1024
 _BATCH_BYTES = 16 << 20

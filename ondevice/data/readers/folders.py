@@ -11,15 +11,8 @@ from pathlib import Path
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import check_name, read_json
-from ondevice.data.readers.records import (
-    NAMED,
-    SUFFIXES,
-    UNLIMITED,
-    Limits,
-    Record,
-    Source,
-    read_file,
-)
+from ondevice.data.readers.files import NAMED, SUFFIXES, read_file
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
 from ondevice.data.rows import BadRow
 
 SPLITS = {
@@ -45,14 +38,14 @@ def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
         DataError: no such split, no data file, files of several kinds, or one that cannot be read.
     """
     folder, files, notes = _files(path)
-    kinds = {SUFFIXES[file.suffix.lower()] for file in files}
+    kinds = {SUFFIXES[file.suffix.lower()].kind for file in files}
     if len(kinds) > 1:
         shown = ", ".join(str(file.relative_to(folder)) for file in files[:8])
         raise DataError(f"{folder} has files of several kinds", expected="files of one kind", received=shown,
                         hint="name the one file, or move the others away")  # fmt: skip
     kind = kinds.pop()
     notes.append(f"{len(files)} file{'s' * (len(files) > 1)} of {folder}, {files[0].name} first")
-    return Source("texts" if kind == "txt" else kind, _records(folder, files, kind, limits), notes)
+    return Source("texts" if kind == "txt" else kind, _records(folder, files, limits), notes)
 
 
 def hash_files(path: Path) -> str:
@@ -82,11 +75,11 @@ def _files(path: Path) -> tuple[Path, list[Path], list[str]]:
     return folder, *_of_split(folder, files, split)
 
 
-def _records(folder: Path, files: list[Path], kind: str, limits: Limits) -> Iterator[Record]:
+def _records(folder: Path, files: list[Path], limits: Limits) -> Iterator[Record]:
     for file in files:
         name = str(file.relative_to(folder))
         try:
-            for record in read_file(file, kind, limits).records:
+            for record in read_file(file, limits).records:
                 yield record._replace(file=name)
         except DataError as error:
             if not error.message.endswith("is empty"):

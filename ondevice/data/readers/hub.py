@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ondevice.core.errors import DataError, MissingPackageError
-from ondevice.data.readers.records import Record
+from ondevice.data.readers.source import Record
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import MOST_DEPTH, check_depth, parse_row
-from ondevice.data.readers.records import UNLIMITED, Limits, Record, describe, unique_keys
-from ondevice.data.rows import BadRow
+from ondevice.data.readers.source import UNLIMITED, Limits, Record
+from ondevice.data.rows import BadRow, describe
 
 PIECE_BYTES = 1 << 20
 """Read at once of a list."""
@@ -210,3 +210,13 @@ def _record(value: Any) -> dict[str, Any] | BadRow:
     if isinstance(value, BadRow):
         return value
     return BadRow("", f"expected a JSON object, received {describe(value)}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; BadRow where a key occurs twice."""
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:  # json.loads alone would keep the last in silence
+            raise BadRow(key, "the key occurs twice")
+        record[key] = value
+    return record

@@ -10,10 +10,7 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.data.readers.hub import named, without_fills
-from ondevice.data.readers.records import Record, Source
-from ondevice.data.reading import rows_of
-from ondevice.data.rows import Rows
-from ondevice.data.tasks.templates import find_task
+from ondevice.data.readers.source import Record, Source
 
 NAME = "rows"
 """The name in messages of rows that are in no file."""
@@ -93,13 +90,6 @@ def given(rows: Any) -> Given:
             "there are no rows", expected="one row or more", received="an empty iterable"
         )
     return Given(kept, size, tuple(notes))
-
-
-def as_rows(given: Given, task: str | None, columns: Mapping[str, str] | None) -> Rows:
-    """Turn records of texts into rows, as `read_rows` does with a file's; arguments and errors are its."""
-    rows = rows_of(given.source(), NAME, find_task(task) if task else None, columns=columns)
-    rows.notes += given.notes
-    return rows
 
 
 def _record(row: Any, number: int) -> dict[str, Any]:

@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.readers.records import (
-    UNLIMITED,
-    Limits,
-    Record,
-    Source,
-    describe,
-    missing_package,
-)
-from ondevice.data.rows import BadRow
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, missing_package
+from ondevice.data.readers.text import read_begin
+from ondevice.data.rows import BadRow, describe
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _SAMPLE = 50
@@ -32,15 +26,14 @@ Cells = tuple[int, list[str] | BadRow]
 """(line, cells), or (line, why the line has none)."""
 
 
-def read_table(path: Path, begin: bytes, limits: Limits = UNLIMITED) -> Source:
-    """Read CSV in UTF-8; the separator is the one that splits the header and most rows in `begin` alike.
-
-    Args:
-        begin: the first bytes of the file, of `read_begin`.
+def read_table(path: Path, limits: Limits = UNLIMITED) -> Source:
+    """Read CSV in UTF-8; the separator is the one that splits the header and most first rows alike.
 
     Raises:
-        DataError: the file holds JSON lines; later: the header names a column twice, or a line is too long.
+        DataError: as `read_begin`, or the file holds JSON lines; while iterating: the header names
+            a column twice, or a line is too long.
     """
+    begin = read_begin(path)
     if begin.startswith(b'{"'):
         first = begin.partition(b"\n")[0].decode("utf-8", "surrogateescape")
         raise DataError(f"{path} holds JSON, not a table", expected="a header with the columns' names",

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.readers.records import check_text, describe, read_records
-from ondevice.data.rows import BadRow, Row, RowProblem
-from ondevice.data.tasks.formats import choice_index, task_fields, texts_of
+from ondevice.data.readers.records import read_records
+from ondevice.data.rows import BadRow, Row, RowProblem, check_text, describe
+from ondevice.data.tasks.formats import task_fields
 from ondevice.data.tasks.scoring import final_number
-from ondevice.data.tasks.templates import column, plain_name
+from ondevice.data.tasks.task import choice_index, column, plain_name, texts_of
 
 BENCHMARKS = ("mmlu", "gsm8k", "mt_bench")
 LETTERS = ("A", "B", "C", "D")

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ondevice.data.encode import IGNORE, Example, Item, Report, check_fit
+from ondevice.core.session import IGNORE
+from ondevice.data.examples import Example, Item, Report, check_fit
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
 from ondevice.data.tasks.chat_reads import Reads
 from ondevice.data.tasks.chat_template import ChatTemplate, Message, end_marks

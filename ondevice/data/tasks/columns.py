@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
-from ondevice.data.readers.records import describe, read_records
-from ondevice.data.rows import BadRow
+from ondevice.data.readers.records import read_records
+from ondevice.data.rows import BadRow, Format, describe
 from ondevice.data.tasks.formats import format_of
-from ondevice.data.tasks.templates import TASKS, Task, column
+from ondevice.data.tasks.task import Task, column, plain_name
+from ondevice.data.tasks.templates import TASKS
 
 FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
@@ -267,3 +268,30 @@ def advise_task(path: str | Path, hint: str | None) -> str | None:
         {field: first[key] for field, key in _without_case(first).items()}
     )
     return f"{hint}; without --task the rows are read as {format_}" if format_ else hint
+
+
+def infer(
+    records: Iterable[dict[str, Any]],
+    first: dict[str, Any],
+    task: Task | None,
+    named: frozenset[str],
+    name: str,
+) -> tuple[Format, Task | None]:
+    """Infer the file's format and task; the format of a task is its kind. Columns that the user `named` decide alone,
+    where they suffice.
+
+    Raises:
+        DataError: no record fits; says what the `first` one has, and calls the file by `name`.
+    """
+    if task is not None:
+        return task.kind, task
+    unknown = None
+    for record in records:
+        if "prompt_fields" in record and not named:
+            task = TASKS.get(plain_name(str(record.get("task"))))
+            if task is not None:
+                return task.kind, task
+            unknown = unknown or record.get("task")
+        elif (format_ := format_of(record, named)) is not None:
+            return format_, None
+    raise no_format(first, unknown, name)

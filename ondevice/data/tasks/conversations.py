@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.untrusted import parse_row
-from ondevice.data.readers.records import check_text, describe
-from ondevice.data.rows import BadRow, Row, Turn, keys_of
+from ondevice.data.rows import BadRow, Row, Turn, check_text, describe, keys_of
 from ondevice.data.tasks.turn_weights import ROW_MASKS, check_weights, flag
 
 ROLES = {

@@ -25,10 +25,8 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.untrusted import parse_row
 from ondevice.core.untrusted.yaml_documents import read_yaml
-from ondevice.data.readers.records import check_text, describe
-from ondevice.data.rows import BadRow
-from ondevice.data.tasks.formats import choice_index
-from ondevice.data.tasks.templates import Rendered, Task, answers_of, column, label_key
+from ondevice.data.rows import BadRow, check_text, describe
+from ondevice.data.tasks.task import Rendered, Task, answers_of, choice_index, column, label_key
 
 _PLACEHOLDER = re.compile(r"\{([^{}\n]*)\}")
 CHOSEN = ("accuracy", "macro_f1", "matthews")

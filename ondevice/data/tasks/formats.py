@@ -20,39 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.core.untrusted import parse_row
-from ondevice.data.readers.records import check_text, describe
-from ondevice.data.rows import BadRow, Fields, Format, Row
-from ondevice.data.tasks.templates import TASKS, Task, label_key, plain_name, render
-
-
-def infer(
-    records: Iterable[dict[str, Any]],
-    first: dict[str, Any],
-    task: Task | None,
-    named: frozenset[str],
-    name: str,
-) -> tuple[Format, Task | None]:
-    """Infer the file's format and task; the format of a task is its kind. Columns that the user `named` decide alone,
-    where they suffice.
-
-    Raises:
-        DataError: no record fits; says what the `first` one has, and calls the file by `name`.
-    """
-    if task is not None:
-        return task.kind, task
-    unknown = None
-    for record in records:
-        if "prompt_fields" in record and not named:
-            task = TASKS.get(plain_name(str(record.get("task"))))
-            if task is not None:
-                return task.kind, task
-            unknown = unknown or record.get("task")
-        elif (format_ := format_of(record, named)) is not None:
-            return format_, None
-    from ondevice.data.tasks.columns import no_format
-
-    raise no_format(first, unknown, name)
+from ondevice.data.rows import BadRow, Fields, Format, Row, check_text, describe
+from ondevice.data.tasks.conversations import (
+    chat_row,
+    history_of,
+    preference_row,
+    prompt_row,
+    system_of,
+    thumbs_row,
+)
+from ondevice.data.tasks.task import Task, choice_index, label_key, plain_name, texts_of
+from ondevice.data.tasks.templates import render
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -114,14 +92,12 @@ def converter(
             line, (("", _text(record, "text")),), end=kind != "txt", file=file
         )
     if format_ in ("chat", "preference", "thumbs"):
-        from ondevice.data.tasks import conversations
-
         if format_ == "chat" and not any(
             {"messages", "conversations"} & set(record) for record in records()
         ):
-            return conversations.prompt_row
-        return {"chat": conversations.chat_row, "preference": conversations.preference_row,
-                "thumbs": conversations.thumbs_row}[format_]  # fmt: skip
+            return prompt_row
+        return {"chat": chat_row, "preference": preference_row,
+                "thumbs": thumbs_row}[format_]  # fmt: skip
     return {
         "instruct": _instruct_row,
         "completion": _completion_row,
@@ -167,8 +143,6 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
 
 def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
     """Read a question and its answer, behind what the system and earlier turns said: context, not trained on."""
-    from ondevice.data.tasks.conversations import history_of, system_of
-
     instruction = _text(record, "instruction", "prompt", "question")
     context = next(
         (
@@ -239,38 +213,3 @@ def _choice_row(line: int, record: dict[str, Any], file: str) -> Row:
     pairs = tuple((f"{question}\nAnswer:", f" {text}") for text in texts)
     label = chr(ord("A") + gold) if gold < 26 else str(gold)
     return Row(line, pairs, gold, label=label, end=False, file=file)
-
-
-def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
-    """Return the texts of a list, which a CSV cell holds as JSON, without the space around them.
-
-    Raises:
-        BadRow: not a list of at least `least` texts.
-    """
-    if isinstance(value, str):
-        try:
-            value = parse_row(value)
-        except ValueError:
-            raise BadRow(name, "expected a JSON list of texts in the cell") from None
-    if not isinstance(value, list) or len(value) < least:
-        count = {1: "one text", 2: "two texts"}[least]
-        raise BadRow(name, f"expected a list of at least {count}, received {describe(value)}")
-    return [check_text(text, f"{name}.{index}").strip() for index, text in enumerate(value)]
-
-
-def choice_index(answer: Any, texts: list[str]) -> int:
-    """Return the index of the choice that `answer` names: by its text, its letter or its index.
-
-    Raises:
-        BadRow: it names none.
-    """
-    letters = [chr(ord("A") + index) for index in range(min(len(texts), 26))]
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
-        return answer
-    if isinstance(answer, str):
-        # A text first: "1" may be a choice, and then is not an index.
-        for names in (texts, letters, [str(index) for index in range(len(texts))]):
-            if answer.strip() in names:
-                return names.index(answer.strip())
-    allowed = f"one of the choices, {letters[0]} to {letters[-1]}, or 0 to {len(texts) - 1}"
-    raise BadRow("answer", f"expected {allowed}; received {describe(answer)}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.session import IGNORE
-from ondevice.data.encode import Dataset, encode
+from ondevice.data.encode import encode
+from ondevice.data.examples import Dataset
 from ondevice.data.rows import Row, Rows
-from ondevice.data.tasks.templates import Task, find_task, is_template
+from ondevice.data.tasks.task import Task, is_template
+from ondevice.data.tasks.templates import find_task
 
 LONGEST = 512
 """Tokens of a row that is made to see a task's answers."""

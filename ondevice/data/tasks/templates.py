@@ -11,65 +11,22 @@ are MeZO's (P-RGE, appendix A.3: "adopting the same prompt template from MeZO").
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.data.readers.records import check_text, describe
-from ondevice.data.rows import BadRow
-
-Pairs = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One class: the answer text that stands for it, and the labels in data files that mean it."""
-
-    answer: str
-    labels: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One row of Table 7.
-
-    `columns` maps a placeholder of `prompt` to the names that the column has in data files (dots step
-    into nested objects). `pairs` replaces `prompt` where candidates are not simply appended to it.
-    """
-
-    name: str
-    kind: Literal["classification", "multiple_choice", "qa", "completion", "regression"]
-    columns: dict[str, tuple[str, ...]]
-    choices: tuple[Choice, ...] = ()
-    prompt: str = ""
-    label: tuple[str, ...] = ("label",)
-    clean: Callable[[dict[str, str]], dict[str, str]] = dict
-    pairs: Callable[[dict[str, str]], Pairs] | None = None
-    own: Callable[[Task, dict[str, Any]], Rendered] | None = None
-    """Renders a row of a template of one's own (`custom.load_task`)."""
-
-    metric: str = ""
-    values: tuple[float, ...] = ()
-    """Of a template of one's own: what it is judged by, and the numbers that a regression's candidates stand for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A row in words: one (prompt, answer) pair per candidate, the index of the right one, and for
-    question answering every accepted answer (the pair holds the first)."""
-
-    pairs: Pairs
-    gold: int | None = None
-    answers: tuple[str, ...] = ()
-    label: str | None = None
-    value: float | None = None
-
-
-def is_template(name: str | None) -> bool:
-    """Return True if a task's name is the path of a template of one's own."""
-    return name is not None and name.lower().endswith((".yaml", ".yml"))
+from ondevice.data.rows import BadRow, check_text, describe
+from ondevice.data.tasks.custom import load_task
+from ondevice.data.tasks.task import (
+    Choice,
+    Pairs,
+    Rendered,
+    Task,
+    answers_of,
+    column,
+    is_template,
+    label_key,
+    plain_name,
+)
 
 
 def find_task(name: str) -> Task:
@@ -80,8 +37,6 @@ def find_task(name: str) -> Task:
         ConfigError: no such task, or the template cannot be used.
     """
     if is_template(name):
-        from ondevice.data.tasks.custom import load_task
-
         return load_task(name)
     task = TASKS.get(plain_name(name))
     if task is None:
@@ -135,55 +90,8 @@ def _gold(task: Task, fields: dict[str, Any]) -> int:
     )
 
 
-def label_key(value: Any) -> str | None:
-    """Return the label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int | float):
-        return str(value) if abs(value) < 10**9 else None
-    return value.strip().lower() if isinstance(value, str) else None
-
-
-def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """Return the value under the first of the keys that is there; dots step into objects.
-
-    Raises:
-        BadRow: none is there.
-    """
-    for key in keys:
-        value: Any = fields
-        for part in (key,) if key in fields else key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            return value
-    others = f"; expected one of the keys {', '.join(keys)}" if keys[1:] else ""
-    raise BadRow(keys[0], f"is missing{others}")
-
-
-def answers_of(value: Any, name: str) -> tuple[str, ...]:
-    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text.
-
-    Raises:
-        BadRow: there is none, or one is no text.
-    """
-    if isinstance(value, dict):
-        value = value.get("text")
-    items = value if isinstance(value, list) else [value]
-    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
-    if not texts:
-        raise BadRow(name, "has no answer")
-    return tuple(dict.fromkeys(check_text(text, name).strip() for text in texts))
-
-
 def _shown(choice: Choice) -> str:
     return choice.answer.strip() or choice.labels[-1]
-
-
-def plain_name(name: str) -> str:
-    """Return the task's name without case, '-' and '_'."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _boolq(values: dict[str, str]) -> dict[str, str]:

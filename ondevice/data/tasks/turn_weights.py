@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ondevice.data.readers.records import describe
-from ondevice.data.rows import BadRow
+from ondevice.data.rows import BadRow, describe
 
 TRAINS = ("weight", "train", "training", "trainable", "loss")
 """Keys of a turn that are 0 or false where it is context only."""

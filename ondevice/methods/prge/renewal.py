@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ondevice.core.session import ProgramSession
-    from ondevice.data.encode import Dataset
+    from ondevice.data.examples import Dataset
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.layout import Entry
     from ondevice.models import LoadedModel

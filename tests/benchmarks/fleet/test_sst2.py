@@ -16,8 +16,9 @@ from benchmarks.fleet import sst2  # noqa: E402
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder  # noqa: E402
 from benchmarks.prge.racing_model import RacingModel  # noqa: E402
 from ondevice import read_dataset  # noqa: E402
+from ondevice.core.session import IGNORE  # noqa: E402
 from ondevice.data.batching import Batches  # noqa: E402
-from ondevice.data.encode import IGNORE, Example  # noqa: E402
+from ondevice.data.examples import Example  # noqa: E402
 from ondevice.data.tasks.label_tokens import answers_of_rows  # noqa: E402
 from ondevice.fleet.charter import Charter  # noqa: E402
 from ondevice.fleet.member import Member  # noqa: E402

@@ -185,7 +185,7 @@ def test_bad_field_is_named(
         (b"a,a\n1,2\n", "a.csv", "a column twice"),
         (b'{"x": 1}', "a.jsonl", "cannot tell the format"),
         (b'{"task": "nope", "prompt_fields": {}, "label": 1}', "a.jsonl", "task without a prompt"),
-        (b"words", "a.pdf", "what kind of data"),
+        (b"words", "a.pdf", "unknown kind"),
     ],
 )
 def test_unusable_file_is_a_data_error(content: bytes, name: str, part: str, write: Write) -> None:

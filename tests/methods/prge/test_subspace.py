@@ -18,7 +18,7 @@ from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.config import ExportConfig  # noqa: E402
 from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
-from ondevice.data.encode import Example  # noqa: E402
+from ondevice.data.examples import Example  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
 from ondevice.methods.prge.informed import InformedProgram  # noqa: E402
 from ondevice.methods.prge.layout import AdapterLayout  # noqa: E402

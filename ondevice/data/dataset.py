@@ -1,0 +1,46 @@
+"""A file, or rows that Python holds, as an encoded data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ondevice.data.encode import encode
+from ondevice.data.examples import Dataset, refuse_preferences
+from ondevice.data.readers.objects import Given
+from ondevice.data.reading import as_rows, read_rows
+from ondevice.data.token_rows import tokens
+
+
+def read_dataset(
+    path: Path | str | Given,
+    tokenizer: Any,
+    *,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    columns: Mapping[str, str] | None = None,
+    classes: int = 0,
+    strict_columns: bool = False,
+) -> Dataset:
+    """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
+
+    Raises:
+        DataError: if no row can be used, or the rows are preferences, which no method here trains on.
+    """
+    if isinstance(path, Given):
+        if path.tokenized:
+            return tokens(path, max_length_tokens, strict_columns)
+        rows = as_rows(path, task, columns)
+    else:
+        rows = read_rows(path, task=task, columns=columns)
+    refuse_preferences(rows)
+    return encode(
+        rows,
+        tokenizer,
+        max_length_tokens=max_length_tokens,
+        train_on_prompt=train_on_prompt,
+        classes=classes,
+        strict_columns=strict_columns,
+    )
