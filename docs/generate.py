@@ -122,6 +122,8 @@ def fleet_settings() -> str:
 
 
 def _keys(section: Any) -> str:
+    from ondevice.core.flags import Flag
+
     rows, described = [], section.descriptions()
     for name, field in section.model_fields.items():
         default = (
@@ -129,9 +131,11 @@ def _keys(section: Any) -> str:
             if field.is_required()
             else f"`{_plain(field.get_default(call_default_factory=True))}`"
         )
-        rows.append(
-            (f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(described.get(name)))
-        )
+        flags = [flag.names for flag in field.metadata if isinstance(flag, Flag)]
+        meaning = _cell(described.get(name))
+        if flags:
+            meaning += f" Flag: {', '.join(f'`{name}`' for name in flags[0])}."
+        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, meaning))
     return _table(("Key", "Type", "Default", "Meaning"), rows)
 
 

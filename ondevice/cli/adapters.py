@@ -7,35 +7,39 @@ from typing import Annotated
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, print_json, table
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, one_of, print_json, show_table, table
 from ondevice.core.errors import ConfigError
 
-FORMS = "executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft, safetensors or vllm."
-"""As `ondevice.exits.form_names` finds them; a test holds them together, and `--help` reads no folder."""
+FORMS = "executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft, safetensors or vllm"
+"""The names that `ondevice.exits.form_names` finds, which a test compares; `--help` reads no folder."""
+To = Annotated[str, typer.Option("--to", help=f"Format: {FORMS}.")]
+WeightsDtype = Annotated[
+    str | None, typer.Option("--dtype", help="Type of the written weights: float16, q8_0, ...")
+]
 
 
 def fuse(
     first: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="The base model, or the artifact that was made of it."
+            metavar="[MODEL]", help="The base model, or an artifact of it: the same as --model."
         ),
     ] = None,
     second: Annotated[
         str | None, typer.Argument(metavar="[ADAPTER]", help="The same as --adapter.")
     ] = None,
-    model: common.Model = None,
-    revision: common.Revision = None,
-    dtype: common.Dtype = None,
+    model: flags.Model = None,
+    revision: flags.Revision = None,
+    dtype: flags.Dtype = None,
     adapter: common.AdapterPath = None,
     target_dir: common.Out = None,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Merge an adapter into its model and check that the result is base plus adapter."""
-    source, trained = common.both_of((first, second), model, adapter)
+    """Merge an adapter into its model, and check the result."""
+    source, trained = _model_and_adapter((first, second), model, adapter)
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
     from ondevice.training.fuse import fuse as fuse_model
@@ -45,39 +49,62 @@ def fuse(
             source, trained, target_dir, dtype=dtype, revision=revision, overwrite=overwrite
         )
     values = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    print_json(values) if json else table(values)
+    show_table(values, json)
+
+
+def _model_and_adapter(
+    words: tuple[str | None, ...], model: str | None, adapter: Path | None
+) -> tuple[str, Path]:
+    """Return model and adapter from their flags, otherwise from the words in this order.
+
+    Raises:
+        ConfigError: one of them is missing or is given twice.
+    """
+    left = [word for word in words if word is not None]
+    if model is None and left:
+        model = left.pop(0)
+    if adapter is None and left:
+        adapter = Path(left.pop(0))
+    if left:
+        raise ConfigError(
+            "the adapter is given twice",
+            expected="one adapter",
+            received=f"{left[0]} and {adapter}",
+        )
+    if model is None or adapter is None:
+        missing = "model" if model is None else "adapter"
+        raise ConfigError(f"no {missing} is given", expected=f"MODEL ADAPTER, or --{missing}")
+    return model, adapter
 
 
 def convert(
     first: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[ADAPTER]", help="An adapter's folder (PEFT's or mlx-lm's), or a run's."
+            metavar="[ADAPTER]", help="Folder of an adapter (PEFT or mlx-lm) or of a run."
         ),
     ] = None,
     adapter: common.AdapterPath = None,
-    to: Annotated[str, typer.Option("--to", help=FORMS)] = "peft",
-    model: common.Model = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Of a hub id.")] = None,
+    to: To = "peft",
+    model: flags.Model = None,
+    revision: flags.Revision = None,
     target: Annotated[
         Path | None, typer.Option("--out", "-o", help="File or folder to write.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")
-    ] = None,
+    dtype: WeightsDtype = None,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Write an adapter, or base plus adapter, as another program reads it, and check what was written."""
-    source = common.one_of(first, adapter, "adapter")
+    """Convert an adapter, or base plus adapter, for another program, and check the result."""
+    source = one_of(first, adapter, "adapter")
     if source is None:
         raise ConfigError(
             "no adapter is given", expected="--adapter, or an adapter as the first word"
         )
     if target is None:
-        raise ConfigError("no place is given", expected="--out PATH")
+        raise ConfigError("no output is given", expected="--out PATH")
     from ondevice.exits import convert as convert_source
 
     with common.stages(quiet or json):

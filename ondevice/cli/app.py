@@ -1,4 +1,4 @@
-"""All verbs, and how each of them reports an error."""
+"""The verbs by name, and the report of their errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STORAGE_ERRNOS = (
     errno.EISDIR,
     errno.EFBIG,
 )
-"""Errors of a full, read-only or missing disk; any other OSError is a bug and keeps its traceback."""
+"""Errors of a full, read-only or missing disk. Any other OSError is a bug and keeps its traceback."""
 
 EXTRAS = {
     **dict.fromkeys(
@@ -59,35 +59,35 @@ EXTRAS = {
         ("fastapi", "uvicorn", "sse_starlette", "starlette", "prometheus_client"), "serve"
     ),
 }
-"""Optional packages, and the extra that brings each: what a user sees where one is not there."""
+"""The extra that installs each optional package, for the hint if one is missing."""
 
 VERBS = {
-    "train": ("runs:train", "Fine-tune in eager PyTorch, or in MLX: any of the methods."),
-    "run": ("runs:run", "Fine-tune with an exported program, on this machine."),
+    "train": ("runs:train", "Fine-tune a model in PyTorch or MLX, with any method."),
+    "run": ("runs:run", "Fine-tune with an exported program on this machine."),
     "replay": ("runs:replay", "Rebuild a zeroth-order run's adapter from its log."),
-    "eval": ("runs:evaluate", "Compute loss and accuracy of a model or an artifact."),
+    "eval": ("runs:evaluate", "Compute loss and accuracy of a model or artifact."),
     "export": ("export:export", "Export the training step as a program for another device."),
-    "verify": ("export:verify", "Hold a program against eager PyTorch."),
-    "fuse": ("adapters:fuse", "Merge an adapter into its model and check the result."),
-    "convert": ("adapters:convert", "Write an adapter, or base plus adapter, for another program."),
-    "chat": ("chat:chat", "Talk to a model, or to an artifact in its runtime."),
-    "data": ("data:data", "Show decoded examples of a file, and its bad rows."),
-    "models": ("models:models", "List the types of models and the models on this disk."),
-    "push": ("phone:push", "Put an artifact into the app on a phone."),
-    "pull": ("phone:pull", "Bring the app's adapters from the phone."),
-    "plan": ("plans:plan", "Show memory by part, and if it fits, before anything is loaded."),
-    "doctor": ("plans:doctor", "Run a real kernel in every installed backend."),
-    "fleet": ("fleet:app", "Many devices train one adapter and send only numbers."),
-    "config": ("configs:app", "The run file: its schema, and what it resolves to."),
-    "runs": ("history:app", "The runs on this disk: list, show, compare, plot, remove."),
-    "serve": ("serve:app", "The daemon: a queue of jobs, an API and a page."),
-    "jobs": ("jobs:app", "The queue of a daemon; a token is read from ONDEVICE_TOKEN."),
+    "verify": ("export:verify", "Compare an exported program with eager PyTorch."),
+    "fuse": ("adapters:fuse", "Merge an adapter into its model, and check the result."),
+    "convert": ("adapters:convert", "Convert an adapter, or base plus adapter, to another format."),
+    "chat": ("chat:chat", "Chat with a model or an artifact."),
+    "data": ("data:data", "Check a file of rows: examples, lengths, bad rows."),
+    "models": ("models:models", "List supported types of models and models on this disk."),
+    "push": ("phone:push", "Copy an artifact to the app on a phone."),
+    "pull": ("phone:pull", "Copy the app's adapters from the phone."),
+    "plan": ("plans:plan", "Show the memory a run needs, and whether it fits."),
+    "doctor": ("plans:doctor", "Run a kernel in every installed backend."),
+    "fleet": ("fleet:app", "Train one adapter on many devices, which send only numbers."),
+    "config": ("configs:app", "Show the run file's schema, presets and defaults."),
+    "runs": ("history:app", "List, show, compare, plot or remove the runs on this disk."),
+    "serve": ("serve:app", "Run the daemon: a queue of jobs, an HTTP API and a web page."),
+    "jobs": ("jobs:app", "Create, watch and control the jobs of a daemon."),
 }
-"""Every verb's place in this package, and its line in the list of verbs."""
+"""Every verb's function or app in this package, `module:name`, and its line in the list of verbs."""
 
 
 class Verbs(MutableMapping[str, Any]):
-    """The commands by name, each imported when it is asked for: one verb must not pay for the imports of all."""
+    """The commands by name. Each is imported when it is needed, so that one does not import all."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -96,12 +96,12 @@ class Verbs(MutableMapping[str, Any]):
         if name not in self._made:
             made = load_place(f".{VERBS[name][0]}", "ondevice.cli")
             if isinstance(made, typer.Typer):
-                made.rich_markup_mode = None  # as the root's
+                made.rich_markup_mode = None  # the same as the root's
                 self._made[name] = typer.main.get_group(made)
             else:
-                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-                alone.command(name)(made)
-                self._made[name] = typer.main.get_command(alone)
+                single = typer.Typer(add_completion=False, rich_markup_mode=None)
+                single.command(name)(made)
+                self._made[name] = typer.main.get_command(single)
             self._made[name].name = name
         return self._made[name]
 
@@ -119,7 +119,7 @@ class Verbs(MutableMapping[str, Any]):
 
 
 class Group(typer.core.TyperGroup):
-    """The root: it lists its verbs without importing them."""
+    """The root command, which lists its verbs without importing them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -128,7 +128,7 @@ class Group(typer.core.TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of verbs."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, told) for name, (_, told) in VERBS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in VERBS.items()])
 
 
 app = typer.Typer(
@@ -159,28 +159,23 @@ def root(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with the code of `ondevice.core.errors`."""
+    """Run the command line, and exit with a code of `ondevice.core.errors`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     common.command_line[:] = arguments
-    # Before any verb imports a library that reads them; what the user has set stays.
-    if not err.is_terminal or {"-q", "--quiet"} & set(
-        arguments
-    ):  # a download shows how far it is to whoever looks
+    # Defaults for libraries that the verbs import later; the user's own settings stay.
+    if not err.is_terminal or {"-q", "--quiet"} & set(arguments):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("torch.utils._pytree").setLevel(
-        logging.ERROR
-    )  # torchao's import warns of its own enums
+    # The import of torchao warns of its own enums.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         code = app(args=arguments, standalone_mode=False)
     except OndeviceError as error:
         code = _report(error, arguments)
     except typer.Abort:
         code = INTERRUPTED_EXIT_CODE
-    except (
-        NoArgsIsHelpError
-    ) as error:  # a group without a verb: its help, which is no mistake's message
+    except NoArgsIsHelpError as error:  # a group without a verb prints its help
         err.print(error.format_message(), markup=False, soft_wrap=True)
         code = ConfigError.exit_code
     except USAGE_ERRORS as error:
@@ -190,14 +185,12 @@ def run(arguments: list[str] | None = None) -> None:
         if extra is None:  # a bug keeps its traceback
             raise
         hint = f"pip install 'ondevice-train[{extra}]'"
-        code = _report(
-            MissingPackageError(f"this needs the package '{error.name}'", hint=hint), arguments
-        )
+        missing = MissingPackageError(f"this needs the package '{error.name}'", hint=hint)
+        code = _report(missing, arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
-    except (
-        BrokenPipeError
-    ):  # `ondevice ... | head`: without this, Python's last flush would print a traceback
+    except BrokenPipeError:
+        # In `ondevice ... | head`, Python's last flush would otherwise print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
@@ -208,46 +201,41 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _usage(error: Any) -> ConfigError:
-    """Return what a mistake in the flags is reported as; of an unknown flag or verb with the one that was meant."""
-    hint, message = "`ondevice COMMAND --help` lists the flags", error.format_message()
-    unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    """Return the error for a mistake in the flags. For an unknown flag it suggests a near one."""
+    hint = "`ondevice COMMAND --help` lists the flags"
+    message = error.format_message()
+    unknown = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
     if unknown and context is not None:
-        known = [
-            name
-            for parameter in context.command.params
-            for name in parameter.opts
-            if name.startswith("--")
-        ]
-        # The parser's own guess goes by letters alone: `--lora-rank` would be `--dry-run`.
-        message, near = f"no such flag: {unknown}", nearest(unknown, known)
-        hint = f"did you mean {near}? {hint}" if near else hint
+        names = [name for parameter in context.command.params for name in parameter.opts]
+        known = [name for name in names if name.startswith("--")]
+        message = f"no such flag: {unknown}"
+        # The parser's own guess compares only letters: `--lora-rank` would become `--dry-run`.
+        if near := nearest(unknown, known):
+            hint = f"did you mean {near}? {hint}"
         if "--set" in known and (keys := _keys_named(unknown.lstrip("-").replace("-", "_"))):
             hint = f"that is a key of the run file: --set {keys[0]}=VALUE"
     return ConfigError(message, hint=hint)
 
 
 def _keys_named(name: str) -> list[str]:
-    """List the run file's keys whose last part is `name`, a method's of any method."""
-    from ondevice.api.runfile import RunConfig
+    """List the run file's keys whose last part is `name`; a key of any method counts."""
+    from ondevice.api.runfile import RunConfig  # loads pydantic, which the list of verbs must not
     from ondevice.core.registry import methods
 
-    sections = {section: field.annotation for section, field in RunConfig.model_fields.items()}
-    keys = [
-        f"{section}.{name}"
-        for section, kind in sections.items()
-        if name in getattr(kind, "model_fields", {})
-    ]
-    in_method = any(name in spec.config.model_fields for spec in methods())
-    return keys + ([f"method.{name}"] if in_method and f"method.{name}" not in keys else [])
+    keys = []
+    for section, field in RunConfig.model_fields.items():
+        if name in getattr(field.annotation, "model_fields", {}):
+            keys.append(f"{section}.{name}")
+    if any(name in spec.config.model_fields for spec in methods()):
+        keys.append(f"method.{name}")
+    return keys
 
 
 def _report(error: OndeviceError, arguments: list[str]) -> int:
-    """Print an error, as JSON too where `--json` is among the arguments; return its exit code."""
+    """Print an error, also as JSON with `--json`, and return its exit code."""
     name_methods(error)
-    values: dict[str, Any] = error.to_dict()
-    if (
-        "--json" in arguments
-    ):  # not from the parser: the error may be that the arguments cannot be parsed
-        print_json(values)
+    if "--json" in arguments:  # not from the parser, which may have raised the error
+        print_json(error.to_dict())
     err.print(f"error: {error}", markup=False, soft_wrap=True)
     return error.exit_code

@@ -1,4 +1,4 @@
-"""`ondevice chat`: one answer, or a conversation, as it is written."""
+"""`ondevice chat`: one reply or a conversation, printed while the model generates it."""
 
 from __future__ import annotations
 
@@ -9,110 +9,110 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, print_json
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, one_of, print_json
 from ondevice.core.errors import ConfigError, OndeviceError
 
 if TYPE_CHECKING:
     from ondevice.api.chat import Chat
 
-HELP = "Ctrl-D ends, Ctrl-C stops an answer, /new begins anew, /adapter PATH answers with it, /adapter without one."
+HELP = (
+    "Ctrl-D quits. Ctrl-C stops a reply. /new starts over. "
+    "/adapter PATH takes an adapter, /adapter alone the base model."
+)
 
 
 def chat(
-    first: common.FirstModel = None,
-    model: common.Model = None,
-    revision: common.Revision = None,
-    dtype: common.Dtype = None,
+    first: flags.FirstModel = None,
+    model: flags.Model = None,
+    revision: flags.Revision = None,
+    dtype: flags.Dtype = None,
     adapter: common.AdapterPath = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")
+        str | None, typer.Option("--prompt", "-p", help="Reply to this prompt and quit.")
     ] = None,
     system: Annotated[
-        str | None, typer.Option("--system", help="What the model is told first.")
+        str | None, typer.Option("--system", help="System message, before the conversation.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most.")
+        int, typer.Option("--max-new-tokens", min=1, help="Most tokens per reply.")
     ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 is greedy.")
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw among tokens of this probability together.")
+        float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this sum.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="A text that ends an answer (repeat).")
+        list[str] | None, typer.Option("--stop", help="Text that ends a reply (repeat for more).")
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Talk to a model, or to an artifact in its runtime, with or without an adapter."""
+    """Chat with a model or an artifact, with or without an adapter."""
     from ondevice.api.chat import open_chat
+    from ondevice.models.open import check_model
 
-    source = common.model_of(first, model)
+    source = one_of(first, model, "model")
     if source is None:
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
-    if not Path(source).is_dir():  # which may be an artifact
-        common.check_model(source, revision)
-    talk = open_chat(
-        source, adapter, **({} if dtype is None else {"dtype": dtype}), revision=revision
-    )
+    if not Path(source).is_dir():  # a folder may be an artifact
+        check_model(source, revision)
+    options = {} if dtype is None else {"dtype": dtype}
+    talk = open_chat(source, adapter, revision=revision, **options)
     if system is not None and not talk.templated:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
-    options = {
+    sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
+        "stop": stop or [],
     }
-    options["stop"] = stop or []
-    told = _Conversation(talk, system, options)
+    conversation = _Conversation(talk, system, sampling)
     if prompt is None:
-        _hold(told)
-        return
-    reply = "".join(told.ask(prompt)) if json else _show(told.ask(prompt))
-    if json:
-        print_json(
-            {
-                "prompt": prompt,
-                "answer": reply,
-                "finish": talk.ending.finish,
-                "tokens": talk.ending.tokens,
-            }
-        )
+        _converse(conversation)
+    elif json:
+        values = {"prompt": prompt, "answer": "".join(conversation.ask(prompt))}
+        print_json(values | {"finish": talk.ending.finish, "tokens": talk.ending.tokens})
+    else:
+        _print_pieces(conversation.ask(prompt))
 
 
 class _Conversation:
-    """With a chat template the model sees the whole conversation; without, each line is a text to continue."""
+    """A conversation. Without a chat template the model sees only the last line, to continue it."""
 
-    def __init__(self, talk: Chat, system: str | None, options: dict[str, Any]) -> None:
-        self.talk, self.options = talk, options
+    def __init__(self, talk: Chat, system: str | None, sampling: dict[str, Any]) -> None:
+        self.talk = talk
+        self.sampling = sampling
         self.first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.first)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer; a part of one that is stopped, by closing this, is a turn too, and a failed one is none."""
-        asked, said = [*self.messages, {"role": "user", "content": text}], ""
+        """Yield the reply. A stopped reply still counts as a turn; a failed one does not."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        reply = ""
         try:
-            for piece in self.talk.stream(asked if self.talk.templated else text, **self.options):
-                said += piece
+            prompt = messages if self.talk.templated else text
+            for piece in self.talk.stream(prompt, **self.sampling):
+                reply += piece
                 yield piece
         finally:
-            if said:
-                self.messages = [*asked, {"role": "assistant", "content": said}]
+            if reply:
+                self.messages = [*messages, {"role": "assistant", "content": reply}]
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with / says; return what to tell."""
+        """Run a line that begins with /, and return the message for the user."""
         name, _, rest = line[1:].partition(" ")
         if name == "adapter":
             self.talk.use(Path(rest.strip()).expanduser() if rest.strip() else None)
         elif name != "new":
             return HELP
         self.messages = list(self.first)
-        return "A new conversation."
+        return "New conversation."
 
 
-def _hold(told: _Conversation) -> None:
+def _converse(conversation: _Conversation) -> None:
     err.print(HELP, markup=False)
     while True:
         try:
@@ -121,21 +121,18 @@ def _hold(told: _Conversation) -> None:
             return
         try:
             if text.startswith("/"):
-                err.print(told.command(text), markup=False)
+                err.print(conversation.command(text), markup=False)
             elif text.strip():
-                _show(told.ask(text))
+                _print_pieces(conversation.ask(text))
         except KeyboardInterrupt:
             typer.echo()
         except OndeviceError as error:  # the conversation goes on
             err.print(f"error: {error}", markup=False, soft_wrap=True)
 
 
-def _show(pieces: Generator[str, None, None]) -> str:
-    """Print an answer as it comes."""
-    said = ""
+def _print_pieces(pieces: Generator[str, None, None]) -> None:
+    """Print a reply while it is generated."""
     with closing(pieces):
         for piece in pieces:
             typer.echo(piece, nl=False)
-            said += piece
     typer.echo()
-    return said

@@ -9,30 +9,32 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ondevice.cli import common
-from ondevice.cli.common import overrides, print_json
+from ondevice.api.runfile import RunConfig, presets
+from ondevice.cli import common, flags
+from ondevice.cli.common import one_of, print_json
 from ondevice.core.errors import ConfigError
 
-app = typer.Typer(help="The run file: its schema, and what it resolves to.", no_args_is_help=True)
+app = typer.Typer(help="Show the run file's schema, presets and defaults.", no_args_is_help=True)
 
 
 @app.command()
 def schema(json: common.Json = False) -> None:
-    """Print the JSON schema of a run file."""
-    from ondevice.api.runfile import RunConfig
-
-    told = RunConfig.model_json_schema()
-    print_json(told) if json else typer.echo(json_module.dumps(told, indent=2, ensure_ascii=False))
+    """Print the JSON schema of a run file: every key with its type, default and meaning."""
+    values = RunConfig.model_json_schema()
+    if json:
+        print_json(values)
+    else:
+        typer.echo(json_module.dumps(values, indent=2, ensure_ascii=False))
 
 
 @app.command()
 def preset(
-    name: Annotated[str | None, typer.Argument(help="Which one; without, they are listed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="The preset to print; without it, all are listed.")
+    ] = None,
     json: common.Json = False,
 ) -> None:
-    """Print a run file for a kind of device, to change and keep; `--config NAME` takes it as it is."""
-    from ondevice.api.runfile import presets
-
+    """Print a ready run file for a kind of device, to edit. `--config NAME` uses it unchanged."""
     known = presets()
     if name is not None and name not in known:
         raise ConfigError(f"there is no preset {name}", expected=", ".join(known), received=name)
@@ -43,25 +45,21 @@ def preset(
 
 
 @app.command()
-@common.with_run_options("--method", "--revision", "--dtype", loop=False)
+@flags.with_settings(
+    "model.source", "model.revision", "model.dtype", "method.name", model_first=False
+)
 def show(
     first: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config.")
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The run file: the same as --config.")
     ] = None,
-    config: common.Config = None,
-    model: common.Model = None,
-    settings: common.Settings = None,
     json: common.Json = False,
     *,
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Print the run file with every default filled in."""
-    from ondevice.api.runfile import RunConfig
-
-    file = common.one_of(first, config, "config")
-    resolved = RunConfig.load(
-        file, overrides(settings, model__source=model) | run_options
-    ).model_dump(mode="json")
+    """Print a run file with every default filled in."""
+    file = one_of(first, config, "config")
+    resolved = RunConfig.load(file, overrides).model_dump(mode="json")
     if json:
         print_json(resolved)
     else:

@@ -7,81 +7,68 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, out, overrides, print_json, table
+from ondevice.artifact.files import private
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, out, print_json, show, show_table, table
 from ondevice.cli.fleet_carry import carry
-from ondevice.cli.fleet_flower import LocalSteps, begin, certificates, device, server
+from ondevice.cli.fleet_flower import begin, certificates, device, server
+from ondevice.cli.history import Picture, picture_file
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ondevice.fleet.config import FleetRun
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Devices.")]
-RoundCount = Annotated[int | None, typer.Option("--rounds", min=1, help="Rounds.")]
-Dirichlet = Annotated[
-    float | None, typer.Option("--dirichlet", help="Split the rows by label, as 0.1; else evenly.")
-]
 Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
 
 
 @app.callback()
 def private_files(context: typer.Context) -> None:
-    """Many devices train one adapter and send only numbers."""
-    from ondevice.artifact.files import private
-
-    context.with_resource(private())  # adapters, keys, and paths of rows
+    """Train one adapter on many devices, which send only numbers."""
+    context.with_resource(private())  # for adapters, keys, and paths of rows
 
 
 @app.command()
-@common.with_run_options(
-    without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False
+@flags.with_settings(
+    "model",
+    "data",
+    "method",
+    "train.batch_size",
+    "train.seed",
+    "train.out",
+    "fleet",
+    "simulation",
+    without=("data.packing", "data.streaming"),
+    run=FleetRun,
 )
-@common.with_method_options
 def simulate(
-    first: common.FirstModel = None,
-    config: common.Config = None,
-    model: common.Model = None,
-    devices: Devices = None,
-    rounds: RoundCount = None,
-    local_steps: LocalSteps = None,
-    dirichlet: Dirichlet = None,
     engine: Annotated[
         str,
         typer.Option(
             "--engine",
-            help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.",
+            help="Engine: `own` (this process) or `flower` (Flower's, with Ray's actors).",
         ),
     ] = "own",
-    settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
     *,
-    method_options: dict[str, Any],
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Run a fleet of simulated devices in one process, with splits, dropouts, late and hostile devices."""
-    from ondevice.fleet.config import FleetRun
+    """Simulate a fleet in one process.
 
-    flags = overrides(
-        settings,
-        model__source=common.model_of(first, model),
-        simulation__devices=devices,
-        simulation__dirichlet=dirichlet,
-        fleet__rounds=rounds,
-        fleet__local_steps=local_steps,
-    )
-    run = FleetRun.load(config, flags | method_options | run_options)
+    Settings can split the rows and make devices drop out, reply late or lie."""
+    run = FleetRun.load(config, overrides)
     run.check_data()
     if dry_run:
-        print_json({"config": run.model_dump(mode="json")}) if json else table(
-            run.fleet.model_dump() | run.simulation.model_dump()
-        )
+        if json:
+            print_json({"config": run.model_dump(mode="json")})
+        else:
+            table(run.fleet.model_dump() | run.simulation.model_dump())
         return
     if engine not in ("own", "flower"):
-        raise ConfigError(
-            "an engine that does not exist", expected="own or flower", received=engine
-        )
+        raise ConfigError("unknown engine", expected="own or flower", received=engine)
     if engine == "flower":
         from ondevice.fleet.engine import simulate_with_flower
 
@@ -93,22 +80,28 @@ def simulate(
             run,
             resume=resume,
             overwrite=overwrite,
-            on_round=lambda done: None if json or quiet else _say(done),
+            on_round=lambda done: None if json or quiet else _print_round(done),
         )
     values = result.to_dict()
-    print_json(values) if json else table(
-        {name: value for name, value in values.items() if name != "curve"}
-    )
+    if json:
+        print_json(values)
+    else:
+        table({name: value for name, value in values.items() if name != "curve"})
     if result.interrupted:
-        err.print(f"stopped after round {result.rounds}; everything is saved. To go on: {common.resumed_command()}",
-                  markup=False, soft_wrap=True)  # fmt: skip
+        err.print(
+            f"stopped after round {result.rounds}; everything is saved. "
+            f"To go on: {common.resumed_command()}",
+            markup=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _say(done: Any) -> None:
-    loss = "no answers" if done.loss is None else f"loss {done.loss:.4f}"
+def _print_round(done: Any) -> None:
+    loss = "no replies" if done.loss is None else f"loss {done.loss:.4f}"
     err.print(
-        f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} answers  {done.refused} refused",
+        f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} replies  "
+        f"{done.refused} refused",
         markup=False,
     )
 
@@ -117,17 +110,19 @@ def _say(done: Any) -> None:
 def replay(
     log: Log,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=0, help="Only the first so many rounds.")
+        int | None, typer.Option("--rounds", min=0, help="Replay only this many rounds.")
     ] = None,
     target_dir: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Write the adapter too: a folder. Loads the model."),
+        typer.Option("--out", "-o", help="Also write the adapter to this folder; needs the model."),
     ] = None,
-    model: common.Model = None,
+    model: flags.Model = None,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Rebuild a fleet's adapter from its log: no data, no forward pass, and without --out no model."""
+    """Rebuild a fleet's adapter from its log, without data or forward passes.
+
+    Without --out it needs no model and prints only the adapter's hash."""
     from ondevice.fleet.log import read_file
     from ondevice.fleet.log import replay as replay_log
 
@@ -136,7 +131,7 @@ def replay(
     taken = content.events_until(rounds)
     if content.unfinished:
         err.print(
-            f"warning: the log ends with {content.unfinished} bytes of a round that is not whole",
+            f"warning: the log ends with {content.unfinished} bytes of an unfinished round",
             markup=False,
         )
     if target_dir is not None:
@@ -164,61 +159,48 @@ def replay(
         "elements": state.size,
         "adapter": target_dir,
     }
-    print_json(values) if json else table(values)
+    show_table(values, json)
 
 
 @app.command()
 def status(
     log: Log,
     delta: Annotated[
-        float, typer.Option("--delta", help="Of epsilon, where the charter has noise.")
+        float, typer.Option("--delta", help="Delta of the privacy budget, if there is noise.")
     ] = 1e-5,
     json: common.Json = False,
 ) -> None:
-    """Show a fleet's charter, its rounds, their losses and bytes, and the hash of its adapter."""
+    """Show a fleet's rounds with losses and bytes, and the hash of its adapter."""
     from ondevice.fleet.status import status as status_of
 
     values = status_of(log, delta)
     if json:
         print_json(values)
         return
-    table(
-        {name: value for name, value in values.items() if name not in ("rounds_table", "charter")}
-    )
+    hidden = ("rounds_table", "charter")
+    table({name: value for name, value in values.items() if name not in hidden})
     for row in values["rounds_table"][-10:]:
-        loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        loss = "no replies" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        text = f"round {row['round']}: {loss}, {row['answers']} replies, {row['bytes']} bytes"
         if row["bytes"] and not row["answers"]:
-            out.print(
-                f"before round {row['round']}: a new subspace, {row['bytes']} bytes", markup=False
-            )
-        else:
-            out.print(
-                f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes",
-                markup=False,
-            )
+            text = f"before round {row['round']}: a new subspace, {row['bytes']} bytes"
+        out.print(text, markup=False)
 
 
 @app.command()
 def plot(
     fleets: Annotated[list[Path], typer.Argument(help="Folders of simulated fleets.")],
-    target: common.Out = None,
+    target: Picture = None,
     json: common.Json = False,
 ) -> None:
-    """Draw accuracy by round and by bytes of simulated fleets: --out FILE.png, .svg or .pdf."""
+    """Plot accuracy of simulated fleets by round and by bytes."""
     from ondevice.fleet.plot import curve_of
     from ondevice.fleet.plot import plot as draw
 
-    target = target or Path("fleet.png")
-    if target.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(
-            "pictures of another kind", expected=".png, .svg or .pdf", received=target.name
-        )
-    draw(fleets, target)
-    values = {
-        "picture": str(target),
-        "curves": {str(folder): curve_of(folder) for folder in fleets},
-    }
-    print_json(values) if json else out.print(str(target), markup=False)
+    picture = picture_file(target, "fleet.png")
+    draw(fleets, picture)
+    curves = {str(folder): curve_of(folder) for folder in fleets}
+    show({"picture": str(picture), "curves": curves}, str(picture), json)
 
 
 for verb in (begin, server, device, certificates):

@@ -7,23 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, print_json, table
-from ondevice.cli.fleet_flower import Artifact, Copy, Epsilon, Folder
-from ondevice.core.errors import ConfigError
+from ondevice.artifact.files import atomic_write
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, print_json, show_table, table
+from ondevice.cli.fleet_flower import Artifact, Copy, Folder
+from ondevice.core.errors import ConfigError, FleetError
 
 carry = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Rounds as files below 2 kB, for devices without a network.",
+    help="Carry rounds as files below 2 kB, for devices without a network.",
 )
-Number = Annotated[int, typer.Option("--device", min=0, max=2**64 - 1, help="The device's number.")]
-
-
+Number = Annotated[
+    int, typer.Option("--device", min=0, max=2**64 - 1, help="Number of the device.")
+]
 QR = Annotated[
     bool,
     typer.Option(
-        "--qr", help="Also write each file as a QR code, FILE.png, and show it in a terminal."
+        "--qr", help="Also write each file as a QR code, FILE.png, and show it in the terminal."
     ),
 ]
 
@@ -34,13 +35,14 @@ def carry_out(
     device: Number,
     to: Annotated[Path, typer.Option("--to", help="File to write, such as phone.odfleet.")],
     last: Annotated[
-        bool, typer.Option("--last", help="Only what the device lacks: no task.")
+        bool, typer.Option("--last", help="Write only the missing rounds, without a task.")
     ] = False,
     qr: QR = False,
     json: common.Json = False,
 ) -> None:
-    """Write a round for a device: what it lacks, and its task; its first file also has the charter."""
-    from ondevice.artifact.files import atomic_write
+    """Write a device's next file: the rounds it has not seen, and a task.
+
+    The first file also has the charter."""
     from ondevice.fleet.carry import Desk
     from ondevice.fleet.store import Store
     from ondevice.training.checkpoint import RunLock
@@ -48,28 +50,29 @@ def carry_out(
     _check_fleet(folder)
     with RunLock(folder), Store.open(folder) as store:
         files = Desk(store).out(device, last)
-    names = [
-        to if place == 0 else to.with_stem(f"{to.stem}-{place + 1}") for place in range(len(files))
-    ]
-    for name, data in zip(names, files, strict=True):
+    names = [to, *(to.with_stem(f"{to.stem}-{number}") for number in range(2, len(files) + 1))]
+    written = dict(zip(names, files, strict=True))
+    for name, data in written.items():
         atomic_write(name, data)
     values = {"files": [str(name) for name in names], "bytes": [len(data) for data in files]}
     if qr:
-        values["qr"] = [_picture(name, data) for name, data in zip(names, files, strict=True)]
-    print_json(values) if json else table(
-        {str(name): f"{len(data)} bytes" for name, data in zip(names, files)}
-    )
+        values["qr"] = [_picture(name, data) for name, data in written.items()]
+    if json:
+        print_json(values)
+    else:
+        table({str(name): f"{len(data)} bytes" for name, data in written.items()})
 
 
 @carry.command("in")
 def carry_in(
     folder: Folder,
-    files: Annotated[list[Path] | None, typer.Argument(help="Answers of devices.")] = None,
-    close: Annotated[bool, typer.Option("--close", help="Then end the round.")] = False,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files with the devices' replies.")
+    ] = None,
+    close: Annotated[bool, typer.Option("--close", help="End the round afterwards.")] = False,
     json: common.Json = False,
 ) -> None:
-    """Take answers from files, and end the round with --close; a refused answer is said, and the others are taken."""
-    from ondevice.core.errors import FleetError
+    """Read the devices' replies from files. A refused reply is reported; the others count."""
     from ondevice.fleet.carry import Desk
     from ondevice.fleet.qr import read
     from ondevice.fleet.store import Store
@@ -95,7 +98,7 @@ def carry_in(
         "closed": None if outcome is None else outcome.round,
         "hash": digest,
     }
-    print_json(values) if json else table(values)
+    show_table(values, json)
     if refused:
         raise typer.Exit(FleetError.exit_code)
 
@@ -104,25 +107,22 @@ def carry_in(
 def carry_answer(
     files: Annotated[list[Path], typer.Argument(help="The round's files, in order.")],
     target_dir: Copy,
-    data: Annotated[
-        str | None, typer.Option("--data", "-d", help="This device's rows; they stay here.")
-    ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="File for the answer.")] = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
-    strict_columns: common.StrictColumns = False,
-    model: common.Model = None,
+    data: Annotated[str | None, common.OwnRows] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="File for the reply.")] = None,
+    task: flags.Task = None,
+    columns: flags.Columns = None,
+    strict_columns: flags.StrictColumns = False,
+    model: flags.Model = None,
     artifact: Artifact = None,
-    batch_size: common.BatchSize = None,
+    batch_size: flags.BatchSize = None,
     key: Annotated[
-        Path | None, typer.Option("--key", help="This device's private key: it signs the answer.")
+        Path | None, typer.Option("--key", help="This device's private key, to sign the reply.")
     ] = None,
-    epsilon: Epsilon = None,
+    epsilon: common.Epsilon = None,
     qr: QR = False,
     json: common.Json = False,
 ) -> None:
-    """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
-    from ondevice.artifact.files import atomic_write
+    """Act as the device: apply a round's files, do the task on its rows, write the reply."""
     from ondevice.data.readers.records import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings
@@ -135,7 +135,7 @@ def carry_answer(
             folder=str(target_dir),
             data=data or "",
             task=task,
-            columns=common.columns_of(columns),
+            columns=flags.columns_of(columns),
             strict_columns=strict_columns,
             model=model,
             artifact=None if artifact is None else str(artifact),
@@ -155,7 +155,7 @@ def carry_answer(
             continue
         if data is None or to is None:
             raise ConfigError(
-                "the file has a task", expected="--data with rows, and --to for the answer"
+                "the file has a task", expected="--data with rows, and --to for the reply"
             )
         answer = end.take({"task": parcel.task}, parcel.device)["answer"]
         (written,) = files_of(
@@ -165,11 +165,11 @@ def carry_answer(
         values |= {"answer": str(to), "bytes": len(written)}
         if qr:
             values["qr"] = _picture(to, written)
-    print_json(values) if json else table(values)
+    show_table(values, json)
 
 
 def _picture(name: Path, data: bytes) -> str:
-    """Write a file's QR code beside it, and show it where somebody looks; returns its name."""
+    """Write a file's QR code next to it, show it in a terminal, and return its name."""
     from ondevice.fleet import qr
 
     picture = name.with_name(name.name + ".png")
@@ -180,7 +180,7 @@ def _picture(name: Path, data: bytes) -> str:
 
 
 def _check_fleet(folder: Path) -> None:
-    """Refuse a folder without a fleet before a lock is written into it."""
+    """Refuse a folder without a fleet, before a lock is written to it."""
     from ondevice.fleet.store import Store
 
     Store.open(folder).close()

@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 from ondevice.core.errors import ConfigError
 
 app = typer.Typer(
-    help="The runs on this disk: list, show, compare, plot, remove.", no_args_is_help=True
+    help="List, show, compare, plot or remove the runs on this disk.", no_args_is_help=True
 )
-Run = Annotated[Path, typer.Argument(help="A run's folder.")]
-Runs = Annotated[list[Path], typer.Argument(help="Runs' folders.")]
+Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
+Picture = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Picture to write: .png, .svg or .pdf.")
+]
 
 
 @app.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder to search.")] = Path("runs"),
     json: common.Json = False,
 ) -> None:
-    """List the runs at and below a folder, the newest last."""
+    """List the runs in a folder and its subfolders, the newest last."""
     from ondevice.training.runs import find_runs, read_run
 
     runs = [read_run(path) for path in find_runs(folder)]
@@ -39,53 +44,52 @@ def list_runs(
     rows = []
     for run in runs:
         values = run.to_dict()
-        rows.append([values["run"], values["state"], values["model"], values["method"],
-                     f"{values['steps']}/{values['asked_steps']}", _number(values["final_loss"]),
-                     _number(values["best_accuracy"]), _when(run.started_s)])  # fmt: skip
+        rows.append(
+            [
+                *(values[key] for key in ("run", "state", "model", "method")),
+                f"{values['steps']}/{values['asked_steps']}",
+                _number(values["final_loss"]),
+                _number(values["best_accuracy"]),
+                _when(run.started_s),
+            ]
+        )
     _grid(head, rows)
 
 
 @app.command()
 def show(run: Run, json: common.Json = False) -> None:
-    """Show a run: its settings, figures, evaluations, resumes and checkpoints."""
+    """Show a run's settings, figures, evaluations, resumes and checkpoints."""
     from ondevice.training.runs import read_run
 
     summary = read_run(run)
     if json:
-        seen = [event.to_dict() for event in summary.evaluations]
-        resumes = [event.to_dict() for event in summary.resumes]
-        print_json(
-            summary.to_dict() | {"config": summary.config, "evaluations": seen, "resumes": resumes}
-        )
+        values = summary.to_dict() | {
+            "config": summary.config,
+            "evaluations": [event.to_dict() for event in summary.evaluations],
+            "resumes": [event.to_dict() for event in summary.resumes],
+        }
+        print_json(values)
         return
-    values = {
-        key: value
-        for key, value in summary.to_dict().items()
-        if key not in ("checkpoints", "started_s")
-    }
-    values |= {
-        "started": _when(summary.started_s),
-        "peak_memory_bytes": mebibytes(values["peak_memory_bytes"]),
-    }
-    table(values | {"checkpoints": ", ".join(summary.checkpoints)})
+    values = summary.to_dict()
+    del values["started_s"], values["checkpoints"]
+    values["started"] = _when(summary.started_s)
+    values["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
+    values["checkpoints"] = ", ".join(summary.checkpoints)
+    table(values)
     for event in summary.resumes:
         changes = ", ".join(
             f"{key} {str(old)[:20]} -> {str(new)[:20]}" for key, (old, new) in event.changed.items()
         )
-        out.print(
-            f"resumed at step {event.step}" + (f": {changes}" if changes else ""), markup=False
-        )
+        text = f"resumed at step {event.step}"
+        out.print(f"{text}: {changes}" if changes else text, markup=False)
     for event in summary.evaluations:
-        mark = "  best so far" if event.best else ""
-        out.print(
-            f"step {event.step}: loss {event.loss:.4f}, accuracy {_number(event.accuracy)}{mark}",
-            markup=False,
-        )
+        text = f"step {event.step}: loss {event.loss:.4f}, accuracy {_number(event.accuracy)}"
+        out.print(f"{text}  best so far" if event.best else text, markup=False)
 
 
 @app.command()
 def compare(runs: Runs, json: common.Json = False) -> None:
-    """Put runs side by side: their figures, and the settings in which they differ."""
+    """Compare runs side by side: figures, and the settings that differ."""
     from ondevice.training.runs import FIGURES, differences, read_run
 
     summaries = [read_run(path) for path in runs]
@@ -102,54 +106,58 @@ def compare(runs: Runs, json: common.Json = False) -> None:
 
 
 @app.command()
-def plot(runs: Runs, target: common.Out = None, json: common.Json = False) -> None:
-    """Draw losses and evaluations of runs into one picture: --out runs.png, .svg or .pdf."""
+def plot(runs: Runs, target: Picture = None, json: common.Json = False) -> None:
+    """Plot the losses and evaluations of runs in one picture (default: runs.png)."""
     from ondevice.training.runs import plot_runs
 
-    target = target or Path("runs.png")
-    if target.suffix not in (".png", ".svg", ".pdf"):
+    picture = picture_file(target, "runs.png")
+    plot_runs(runs, picture)
+    common.show({"picture": str(picture)}, str(picture), json)
+
+
+def picture_file(target: Path | None, default: str) -> Path:
+    """Return the file of a plot, and refuse one that is not a picture."""
+    picture = target or Path(default)
+    if picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(
-            "pictures of another kind", expected=".png, .svg or .pdf", received=target.name
+            "unknown kind of picture", expected=".png, .svg or .pdf", received=picture.name
         )
-    plot_runs(runs, target)
-    print_json({"picture": str(target)}) if json else out.print(str(target), markup=False)
+    return picture
 
 
 @app.command()
 def remove(
     runs: Runs,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only name what would be deleted.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
     """Delete runs with their checkpoints and adapters."""
     from ondevice.training.runs import read_run, remove_run
 
-    for path in runs:  # all of them are runs before the first one goes
+    for path in runs:  # nothing is deleted unless all of them are runs
         read_run(path)
+    folders = [str(path) for path in runs]
     if dry_run:
-        folders = [str(path) for path in runs]
         values = {"removed": folders, "dry_run": True}
-        print_json(values) if json else out.print(
-            f"would delete {', '.join(folders)}", markup=False
-        )
+        common.show(values, f"would delete {', '.join(folders)}", json)
         return
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody can be asked here", expected="--yes", received="no terminal")
-        typer.confirm(f"delete {', '.join(map(str, runs))}?", abort=True, err=True)
+            raise ConfigError(
+                "cannot ask without a terminal", expected="--yes", received="no terminal"
+            )
+        typer.confirm(f"delete {', '.join(folders)}?", abort=True, err=True)
     for path in runs:
         remove_run(path)
-    print_json({"removed": [str(path) for path in runs]}) if json else None
+    if json:
+        print_json({"removed": folders})
 
 
 def _grid(head: tuple[str, ...], rows: list[list[Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    if (
-        not out.is_terminal
-    ):  # into a file or a pipe each run stays on one line, however long its path
+    if not out.is_terminal:  # in a file or a pipe each run stays on one line
         cells = [[str(cell) for cell in row] for row in (head, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         for row in cells:
@@ -164,7 +172,9 @@ def _grid(head: tuple[str, ...], rows: list[list[Any]]) -> None:
 
 
 def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _when(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""`ondevice jobs`: the queue of a daemon, from anywhere."""
+"""`ondevice jobs`: the jobs, adapters and ratings of a daemon, from any machine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from ondevice.cli import common, submit
-from ondevice.cli.adapters import FORMS
-from ondevice.cli.common import err, out, print_json
+from ondevice.cli.adapters import To, WeightsDtype
+from ondevice.cli.common import err, out, print_json, show
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
 
 app = typer.Typer(
-    help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True
+    help="Create, watch and control the jobs of a daemon. The token is read from ONDEVICE_TOKEN.",
+    no_args_is_help=True,
 )
-adapters = typer.Typer(help="Adapters of the daemon.", no_args_is_help=True)
+adapters = typer.Typer(help="List, fetch, convert or activate adapters.", no_args_is_help=True)
 app.add_typer(adapters, name="adapters")
-thumbs = typer.Typer(help="Answers that were judged with thumbs up or down.", no_args_is_help=True)
+thumbs = typer.Typer(help="List, export or delete rated replies.", no_args_is_help=True)
 app.add_typer(thumbs, name="thumbs")
-Adapter = Annotated[str, typer.Argument(help="The adapter's id.")]
+Adapter = Annotated[str, typer.Argument(help="Id of the adapter.")]
 
 
 @app.command("list")
@@ -28,18 +31,16 @@ def list_jobs(
     url: Url = None,
     ca: Ca = None,
     state: Annotated[
-        list[str] | None, typer.Option("--state", help="Only jobs in this state (repeat).")
+        list[str] | None,
+        typer.Option("--state", help="List only jobs in this state (repeat for more)."),
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """List the jobs that run, wait, and have ended."""
+    """List the jobs: running, waiting and ended."""
     jobs = open_client(url, ca).jobs(*(state or []))
     if json:
         print_json({"jobs": jobs})
         return
-    from rich.markup import escape
-    from rich.table import Table
-
     grid = Table(box=None, pad_edge=False)
     for heading in ("job", "state", "step", "loss", "name"):
         grid.add_column(heading, justify="right" if heading in ("step", "loss") else "left")
@@ -58,33 +59,36 @@ app.command("change")(submit.change)
 
 @app.command()
 def delete(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Forget an ended job, with its log, events and checkpoints; its adapters stay."""
+    """Delete an ended job with its log, events and checkpoints; its adapters stay."""
     open_client(url, ca).delete_job(job)
-    print_json({"deleted": job}) if json else out.print(f"{job} is deleted", markup=False)
+    show({"deleted": job}, f"deleted {job}", json)
 
 
-@app.command()
-def show(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Show one job."""
+@app.command("show")
+def show_one(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Show a job: its state, progress, limits and adapters."""
     show_job(open_client(url, ca).job(job), json)
 
 
 @app.command()
 def watch(
     job: Job,
-    after: Annotated[int, typer.Option("--after", min=0, help="Only events with larger ids.")] = 0,
+    after: Annotated[
+        int, typer.Option("--after", min=0, help="Show only events after this id.")
+    ] = 0,
     url: Url = None,
     ca: Ca = None,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Follow a job until it ends; with --json, one event a line."""
+    """Follow a job until it ends. With --json, print one event per line."""
     import json as json_module
 
     from ondevice.training import events
     from ondevice.training.progress import ProgressSink
 
-    client, last = open_client(url, ca), {}
+    client = open_client(url, ca)
+    last: dict[str, Any] = {}
     with ProgressSink(silent=json or quiet) as sink:
         for event in client.events(job, after):
             if json:
@@ -100,38 +104,41 @@ def watch(
         raise TrainingError(
             f"job {job} is {last.get('state', 'gone')}",
             received=problem.get("message") or last.get("reason"),
-            hint=f"`ondevice jobs log {job}` shows what it printed",
+            hint=f"`ondevice jobs log {job}` shows its output",
         )
 
 
 @app.command()
 def pause(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Stop after the running step, with the state saved."""
+    """Pause a job after the current step, and save its state."""
     show_job(open_client(url, ca).pause(job), json)
 
 
 @app.command()
 def resume(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Go on with a paused or failed job."""
+    """Resume a paused or failed job."""
     show_job(open_client(url, ca).resume(job), json)
 
 
 @app.command()
 def cancel(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """End a job for good."""
+    """Cancel a job for good."""
     show_job(open_client(url, ca).cancel(job), json)
 
 
 @app.command()
 def log(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Print the end of the log of the job's workers."""
+    """Print the last part of a job's log."""
     text = open_client(url, ca).log(job)
-    print_json({"log": text}) if json else typer.echo(text, nl=False)
+    if json:
+        print_json({"log": text})
+    else:
+        typer.echo(text, nl=False)
 
 
 @adapters.command("list")
 def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """List all adapters, the newest first."""
+    """List the adapters, the newest first."""
     rows = open_client(url, ca).adapters()
     if json:
         print_json({"adapters": rows})
@@ -147,43 +154,45 @@ def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> 
 @adapters.command()
 def download(
     adapter: Adapter,
-    folder: common.Out = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write to (default: ./ID).")
+    ] = None,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Write an adapter's two files, as PEFT loads them; into a folder of its name without --out."""
+    """Download an adapter in PEFT's format."""
     written = open_client(url, ca).download_adapter(adapter, folder or Path(adapter))
-    print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(
-        str(written), markup=False
-    )
+    show({"adapter": adapter, "folder": str(written)}, str(written), json)
 
 
 @adapters.command("convert")
 def convert_adapter(
     adapter: Adapter,
-    to: Annotated[str, typer.Option("--to", help=FORMS)],
+    to: To,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="If not the adapter's own.")
+        str | None,
+        typer.Option("--model", "-m", help="Base model, if it is not the one the adapter names."),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")
-    ] = None,
+    dtype: WeightsDtype = None,
     target: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write, a zip for a folder.")
+        Path | None, typer.Option("--out", "-o", help="File to write; a folder comes as a zip.")
     ] = None,
     url: Url = None,
     ca: Ca = None,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Convert an adapter on the daemon's machine, as `ondevice convert` does, and download what was written."""
+    """Convert an adapter on the daemon's machine, as `ondevice convert` does, and download it."""
     client = open_client(url, ca)
     begun = client.convert(adapter, to, model=model, dtype=dtype)
+
+    def report(stage: str) -> None:
+        if not quiet and not json:
+            err.print(stage, markup=False)
+
     try:
-        done = client.wait_for_conversion(
-            begun["id"], lambda stage: None if quiet or json else err.print(stage, markup=False)
-        )
+        done = client.wait_for_conversion(begun["id"], report)
         path = client.download_conversion(done["id"], target or Path(done["file"]))
     finally:
         client.delete_conversion(begun["id"])
@@ -197,13 +206,13 @@ def convert_adapter(
 
 @adapters.command()
 def activate(adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Use an adapter: the store's link `active` points to it."""
+    """Activate an adapter: the store's link `active` then points to it."""
     _show_active(open_client(url, ca).activate(adapter), json)
 
 
 @adapters.command("rollback")
 def roll_back(url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """Use what was in use before: another adapter, or the base model."""
+    """Go back to what was active before: another adapter, or the base model."""
     _show_active(open_client(url, ca).roll_back(), json)
 
 
@@ -211,59 +220,57 @@ def roll_back(url: Url = None, ca: Ca = None, json: common.Json = False) -> None
 def delete_adapter(
     adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False
 ) -> None:
-    """Delete an adapter that is not active and that no waiting or running job starts from."""
+    """Delete an adapter that is neither active nor used by a waiting or running job."""
     open_client(url, ca).delete_adapter(adapter)
-    print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
+    show({"deleted": adapter}, f"deleted {adapter}", json)
 
 
 @thumbs.command("list")
 def list_thumbs(
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=1000, help="At most so many, the newest first.")
+        int, typer.Option("--limit", min=1, max=1000, help="Most ratings to list.")
     ] = 100,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """List judged answers, the newest first."""
+    """List rated replies, the newest first."""
     rows = open_client(url, ca).thumbs(limit)
     if json:
         print_json({"thumbs": rows})
         return
     for row in rows:
-        by = f"{row['model']} with {row['adapter']}" if row["adapter"] else row["model"]
-        thumb, answer = "up" if row["liked"] else "down", " ".join(row["answer"].split())
-        out.print(f"{row['id']}  {thumb:4}  {by}  {answer[:60]}", markup=False)
+        model = f"{row['model']} with {row['adapter']}" if row["adapter"] else row["model"]
+        thumb = "up" if row["liked"] else "down"
+        reply = " ".join(row["answer"].split())
+        out.print(f"{row['id']}  {thumb:4}  {model}  {reply[:60]}", markup=False)
 
 
 @thumbs.command()
 def export(
-    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
+    target: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path(
+        "thumbs.jsonl"
+    ),
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Write all judged answers as JSON lines, which `ondevice data` reads; into thumbs.jsonl without --out."""
-    path = target or Path("thumbs.jsonl")
-    rows = open_client(url, ca).export_thumbs(path)
-    print_json({"file": str(path), "rows": rows}) if json else out.print(
-        f"{rows} rows in {path}", markup=False
-    )
+    """Write all rated replies as JSON lines, ready to train on."""
+    rows = open_client(url, ca).export_thumbs(target)
+    show({"file": str(target), "rows": rows}, f"{rows} rows in {target}", json)
 
 
 @thumbs.command("delete")
 def delete_thumb(
-    thumb: Annotated[str, typer.Argument(help="Its id.")],
+    thumb: Annotated[str, typer.Argument(help="Id of the rating.")],
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Forget a judgement."""
+    """Delete a rating."""
     open_client(url, ca).delete_thumb(thumb)
-    print_json({"deleted": thumb}) if json else out.print(f"{thumb} is deleted", markup=False)
+    show({"deleted": thumb}, f"deleted {thumb}", json)
 
 
-def _show_active(answer: dict[str, Any], json: bool) -> None:
-    print_json(answer) if json else out.print(
-        f"in use: {answer['active'] or 'the base model'}", markup=False
-    )
+def _show_active(response: dict[str, Any], json: bool) -> None:
+    show(response, f"active: {response['active'] or 'the base model'}", json)

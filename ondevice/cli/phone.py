@@ -6,31 +6,30 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 
 Serial = Annotated[
-    str | None, typer.Option("--serial", help="Which phone, as `adb devices` names it.")
+    str | None, typer.Option("--serial", help="Serial number of the phone, from `adb devices`.")
 ]
 
 
 def push(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
-    name: Annotated[str | None, typer.Option("--name", help="What the app calls it.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name in the app.")] = None,
     serial: Serial = None,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Put an artifact into the app on a phone that is connected by USB."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
+    """Copy an artifact to the app on a phone that is connected by USB."""
     from ondevice.api.phone import push as send
 
     columns = (
@@ -54,7 +53,8 @@ def push(
     table({"phone": sent["phone"], "place": sent["place"], "size": mebibytes(sent["bytes"])})
     if sent["import_by_hand"]:
         err.print(
-            "The app cannot be reached from here: in it, choose Models, Import, and the zip in Download."
+            "The app cannot be reached from here. In the app, choose Models, then Import, "
+            "and the zip in Download."
         )
 
 
@@ -63,7 +63,7 @@ def pull(
     serial: Serial = None,
     json: common.Json = False,
 ) -> None:
-    """Bring the app's adapters from the phone: DIR/MODEL/ADAPTER."""
+    """Copy the app's adapters from the phone into DIR/MODEL/ADAPTER."""
     from ondevice.api.phone import pull as bring
 
     adapters = bring(target_dir or Path("adapters-from-phone"), serial=serial)

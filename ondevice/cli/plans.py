@@ -9,20 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, out, overrides, print_json
+from ondevice.api.runfile import RunConfig
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, out, print_json
 from ondevice.core.errors import DoesNotFitError
-from ondevice.core.registry import target
+from ondevice.core.registry import backend_for, spec_of, target
 
 
-@common.with_run_options(without=("--out",))
-@common.with_method_options
+@flags.with_settings("model", "data", "method", "train", "export.quantize", without=("train.out",))
 def plan(
-    first: common.FirstModel = None,
-    config: common.Config = None,
-    model: common.Model = None,
     device: Annotated[
-        str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")
+        str, typer.Option("--device", help="Device: oneplus-12, orin-nano-8gb, h200 or this.")
     ] = "this",
     device_file: Annotated[
         Path | None, typer.Option("--device-file", help="YAML file with more devices.")
@@ -30,11 +27,6 @@ def plan(
     exported: Annotated[
         bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")
     ] = False,
-    quantize: Annotated[
-        str | None,
-        typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported)."),
-    ] = None,
-    settings: common.Settings = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -44,12 +36,10 @@ def plan(
     force: common.Force = False,
     json: common.Json = False,
     *,
-    method_options: dict[str, Any],
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Show memory by part before anything is loaded, and if it fits the device."""
-    from ondevice.api.runfile import RunConfig
-    from ondevice.core.registry import backend_for, spec_of
+    """Show the memory a run needs, part by part, and whether it fits. Nothing is loaded."""
     from ondevice.planning.advice import describe, measure, predict_step, recommend
     from ondevice.planning.devices import place
     from ondevice.planning.estimate import PLAN_LENGTH_TOKENS
@@ -57,15 +47,11 @@ def plan(
     from ondevice.planning.precision import with_precision
     from ondevice.planning.render import render
 
-    length = run_options.get("data.max_length_tokens")
-    flags = overrides(
-        settings,
-        model__source=common.model_of(first, model),
-        export__batch_size=run_options.get("train.batch_size"),
-        export__lengths_tokens=None if length is None else [length],
-        export__quantize=quantize,
-    )
-    run_config = RunConfig.load(config, flags | method_options | run_options)
+    if "train.batch_size" in overrides:
+        overrides["export.batch_size"] = overrides["train.batch_size"]
+    if "data.max_length_tokens" in overrides:
+        overrides["export.lengths_tokens"] = [overrides["data.max_length_tokens"]]
+    run_config = RunConfig.load(config, overrides)
     if run_config.chosen and not json:
         err.print(run_config.chosen, markup=False)
     spec = target(run_config.export.target)
@@ -121,17 +107,17 @@ def plan(
         lines = describe(advice["offload"]) if "offload" in advice else []
         for line in [*lines, *advice.get("recommendation", {}).get("sentences", ())]:
             out.print(line)
-    if not estimate.fits and not force:  # a verdict after the table, for scripts; no error message
+    if not estimate.fits and not force:  # for scripts: an exit code, but no error message
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
 def doctor(
     target: Annotated[
-        str | None, typer.Option("--target", help="Only what this target needs.")
+        str | None, typer.Option("--target", help="Check only what this target needs.")
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Run a real kernel in every installed backend; say what is missing and how to install it."""
+    """Run a kernel in every installed backend; name what is missing and how to install it."""
     from ondevice.planning.doctor import doctor as examine
     from ondevice.planning.doctor import exit_code
     from ondevice.planning.render import render_checks

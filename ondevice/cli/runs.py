@@ -7,19 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.cli import common
-from ondevice.cli.common import err, mebibytes, out, overrides, print_json, share, table
+from ondevice.api.runfile import RunConfig
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, mebibytes, one_of, out, print_json, show, table
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
+Artifact = Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")]
 
-@common.with_run_options()
-@common.with_method_options
+
+@flags.with_settings("model", "data", "method", "train")
 def train(
-    first: common.FirstModel = None,
-    config: common.Config = None,
-    model: common.Model = None,
     adapter: common.AdapterPath = None,
-    settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     force: common.Force = False,
@@ -27,26 +25,22 @@ def train(
     quiet: common.Quiet = False,
     json: common.Json = False,
     *,
-    method_options: dict[str, Any],
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
-    from ondevice.api.runfile import RunConfig
+    """Fine-tune a model in PyTorch or MLX, with any of the methods."""
+    from ondevice.models.open import check_model
 
-    flags = (
-        overrides(settings, model__source=common.model_of(first, model))
-        | method_options
-        | run_options
-    )
-    run_config = RunConfig.load(config, flags)
-    run_config.check_data()  # before the frameworks, which take seconds to import
-    common.check_model(run_config.model.source, run_config.model.revision)
+    run_config = RunConfig.load(config, overrides)
+    # Mistakes are reported before the frameworks are imported, which takes seconds.
+    run_config.check_data()
+    check_model(run_config.model.source, run_config.model.revision)
     from ondevice.api.train import train as train_run
     from ondevice.planning.devices import place
 
     placement = place(run_config)
     if dry_run:
-        if placement.rank == 0:  # under torchrun every rank runs this verb, and one of them prints
+        if placement.rank == 0:  # under torchrun every rank runs this verb, and one prints
             _dry_run(run_config, placement, json)
         return
     with _progress(json or quiet) as sink:
@@ -62,35 +56,34 @@ def train(
         _finish(trained, json)
 
 
-@common.with_run_options(
+@flags.with_settings(
+    "data",
+    "method.learning_rate",
+    "train",
     without=(
-        "--method",
-        "--revision",
-        "--dtype",
-        "--packing",
-        "--batch-size",
-        "--max-length",
-        "--backend",
-        "--seed",
-    )
+        "data.packing",
+        "data.max_length_tokens",
+        "train.batch_size",
+        "train.backend",
+        "train.seed",
+    ),
 )
 def run(
-    artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
-    config: common.Config = None,
+    artifact: Artifact,
     adapter: common.AdapterPath = None,
-    settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
     *,
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Fine-tune with an exported program in its own runtime, on this machine."""
+    """Fine-tune with an exported program on this machine, in the program's runtime."""
     from ondevice.api.export import run_config as resolve
 
-    run_config = resolve(artifact, config, overrides(settings) | run_options)
+    run_config = resolve(artifact, config, overrides)
     run_config.check_data()
     if dry_run:
         from ondevice.artifact.manifest import read_manifest
@@ -98,12 +91,8 @@ def run(
 
         manifest = read_manifest(artifact)
         _read_rows(run_config, manifest.task)
-        _print_plan(
-            run_config,
-            plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes),
-            (),
-            json,
-        )
+        plan = plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes)
+        _print_plan(run_config, plan, (), json)
         return
     from ondevice.api.train import run_artifact
 
@@ -116,15 +105,20 @@ def run(
 
 def replay(
     log: Annotated[Path, typer.Argument(help="A run's folder, or its events.jsonl.")],
-    target_dir: common.Out = None,
-    steps: common.Steps = None,
+    target_dir: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write to (default: adapter-replayed)."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "-n", help="Replay only this many steps.")
+    ] = None,
     artifact: Annotated[
-        Path | None, typer.Option("--artifact", help="The program, for a run of `ondevice run`.")
+        Path | None, typer.Option("--artifact", help="Program of a run of `ondevice run`.")
     ] = None,
     adapter: common.AdapterPath = None,
     json: common.Json = False,
 ) -> None:
-    """Rebuild a zeroth-order run's adapter from its log: the seed and one scalar a query."""
+    """Rebuild a zeroth-order run's adapter from its log: the seed and one number per query."""
     from ondevice.api.evaluate import replay as replay_run
     from ondevice.artifact.adapter import save_adapter
 
@@ -132,17 +126,15 @@ def replay(
     rebuilt = replay_run(log, steps=steps, artifact=artifact, adapter=adapter, warn=warnings.append)
     if rebuilt is None:
         raise ConfigError(
-            "the run trained the whole model; its log rebuilds no adapter",
-            hint="resume from its checkpoint",
+            "a run that trained all parameters has no adapter to rebuild",
+            hint="resume it from its checkpoint",
         )
     folder = target_dir or (log if log.is_dir() else log.parent) / "adapter-replayed"
     save_adapter(rebuilt, folder)
-    if json:
-        print_json({"adapter": folder, "warnings": warnings})
-        return
-    for warning in warnings:
-        err.print(f"warning: {warning}", markup=False)
-    out.print(f"adapter rebuilt in {folder}", markup=False)
+    if not json:
+        for warning in warnings:
+            err.print(f"warning: {warning}", markup=False)
+    show({"adapter": folder, "warnings": warnings}, f"adapter rebuilt in {folder}", json)
 
 
 def evaluate(
@@ -150,123 +142,119 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A model (hub id, directory, .gguf, package:...), or an artifact.",
+            help="A model (hub id, folder, .gguf file, package:NAME), or an artifact.",
         ),
     ] = None,
-    model: common.Model = None,
-    revision: common.Revision = None,
-    dtype: common.Dtype = None,
+    model: flags.Model = None,
+    revision: flags.Revision = None,
+    dtype: flags.Dtype = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            "-d",
-            help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name.",
-        ),
+        str | None, typer.Option("--data", "-d", help=f"Rows to evaluate: {common.ROWS}.")
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
             "--task",
-            help="A benchmark (mmlu, gsm8k, mt_bench), a template (sst2, ...) or your .yaml file.",
+            help="A benchmark (mmlu, gsm8k, mt_bench), a template (sst2, ...), or a .yaml file.",
         ),
     ] = None,
     adapter: common.AdapterPath = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")
+        int | None,
+        typer.Option("--rows", "--limit", min=1, help="Evaluate only this many rows."),
     ] = None,
-    columns: common.Columns = None,
-    strict_columns: common.StrictColumns = False,
-    max_length: common.MaxLength = None,
+    columns: flags.Columns = None,
+    strict_columns: flags.StrictColumns = False,
+    max_length: flags.MaxLength = None,
     shots: Annotated[
         int | None,
-        typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k)."),
+        typer.Option("--shots", min=0, help="Solved examples before each question (mmlu, gsm8k)."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-new-tokens", min=1, help="Tokens an answer, at most (gsm8k, mt_bench)."
-        ),
+        typer.Option("--max-new-tokens", min=1, help="Most tokens per answer (gsm8k, mt_bench)."),
     ] = None,
     target_dir: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder of a benchmark's answers; else runs/eval-TASK."),
+        typer.Option(
+            "--out", "-o", help="Folder for a benchmark's answers (default: runs/eval-TASK)."
+        ),
     ] = None,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Compute loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a
-    benchmark."""
+    """Compute loss and accuracy, or a benchmark, of a model or artifact.
+
+    Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter."""
     from ondevice.data.readers.records import check_source
     from ondevice.data.reading import named_task
     from ondevice.data.tasks.benchmarks import BENCHMARKS, find_benchmark
+    from ondevice.models.open import check_model
 
-    source = common.model_of(first, model)
+    source = one_of(first, model, "model")
     if source is None:
         raise ConfigError(
-            "no model is given", expected="--model, or a model or an artifact as the first word"
+            "no model is given", expected="--model, or a model or artifact as the first word"
         )
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
-    name = find_benchmark(task)
-    if name is None:  # before the frameworks, which take seconds to import
+    benchmark = find_benchmark(task)
+    # Mistakes are reported before the frameworks are imported, which takes seconds.
+    if benchmark is None:
         check_source(data)
         if task is not None:
             named_task(task, data)
-    if not Path(source).is_dir():  # which may be an artifact, or a network of a method's own
-        common.check_model(source, revision)
+    if not Path(source).is_dir():  # a folder may be an artifact, or a network of a method
+        check_model(source, revision)
     from ondevice.api.evaluate import evaluate as evaluate_rows
 
-    flags = {
+    chosen = {
+        "adapter": adapter,
+        "rows": rows,
+        "max_length_tokens": max_length,
+        "revision": revision,
+    }
+    if dtype is not None:
+        chosen["dtype"] = dtype
+    if benchmark is not None:
+        if columns:
+            raise ConfigError(
+                "--column is not for a benchmark",
+                expected="the columns of the benchmark",
+                received=columns[0],
+            )
+        chosen |= {"shots": shots or 0, "max_new_tokens": max_new_tokens}
+        chosen |= {"out": target_dir, "overwrite": overwrite}
+        _benchmark(source, benchmark, Path(data), json, quiet, **chosen)
+        return
+    for_benchmarks = {
         "--shots": shots,
         "--max-new-tokens": max_new_tokens,
         "--out": target_dir,
         "--overwrite": overwrite,
     }
-    if name is not None and columns:
+    if used := [flag for flag, value in for_benchmarks.items() if value]:
         raise ConfigError(
-            "--column is not for a benchmark",
-            expected="the columns of the benchmark",
-            received=columns[0],
-        )
-    used = [flag for flag, value in flags.items() if value]
-    if name is None and used:
-        raise ConfigError(
-            f"{used[0]} is for a benchmark",
+            f"{used[0]} is only for a benchmark",
             expected=f"--task {' or '.join(BENCHMARKS)}",
             received=task,
         )
-    chosen = {"revision": revision, **({} if dtype is None else {"dtype": dtype})}
-    if name is not None:
-        limits = chosen | {
-            "rows": rows,
-            "max_length_tokens": max_length,
-            "max_new_tokens": max_new_tokens,
-        }
-        _benchmark(source, name, Path(data), json, quiet, adapter=adapter, shots=shots or 0, out=target_dir,
-                   overwrite=overwrite, **limits)  # fmt: skip
-        return
-    named = common.columns_of(columns)
     result = evaluate_rows(
         source,
         Path(data),
         task=task,
-        adapter=adapter,
-        rows=rows,
-        columns=named,
-        max_length_tokens=max_length,
+        columns=flags.columns_of(columns),
         strict_columns=strict_columns,
         **chosen,
     )
+    figures = result.figures()
     if json:
-        print_json(
-            result.figures()
-            | {"correct": result.correct, "accuracy_interval": result.accuracy_interval}
-        )
+        interval = {"accuracy_interval": result.accuracy_interval}
+        print_json(figures | {"correct": result.correct} | interval)
     else:
-        figures = result.figures() | {"accuracy": share(result.figures(), result.accuracy_interval)}
-        table({"correct": result.correct} | figures)
+        accuracy = _accuracy(figures, result.accuracy_interval)
+        table({"correct": result.correct} | figures | {"accuracy": accuracy})
 
 
 def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **options: Any) -> None:
@@ -279,23 +267,28 @@ def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **op
     if json:
         print_json(figures)
     else:
-        table({
-            name: share(group, group.get("accuracy_interval")) or group["rows"]
-            for name, group in result.groups.items()
-        })  # fmt: skip
+        groups = {}
+        for name, group in result.groups.items():
+            groups[name] = _accuracy(group, group.get("accuracy_interval")) or group["rows"]
+        table(groups)
         hidden = ("groups", "accuracy_interval", "interrupted")
-        table({name: value for name, value in figures.items() if name not in hidden} | {
-            "accuracy": share(figures, result.accuracy_interval)})  # fmt: skip
+        shown = {name: value for name, value in figures.items() if name not in hidden}
+        table(shown | {"accuracy": _accuracy(figures, result.accuracy_interval)})
         if task == "mt_bench":
-            err.print(
-                "not judged: the answers have the layout of FastChat's model answers, for a judge",
-                markup=False,
-            )
+            err.print("not judged: the answers are in FastChat's format, for a judge", markup=False)
     if result.interrupted:
         err.print(
             f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False
         )
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _accuracy(figures: dict[str, Any], interval: tuple[float, float] | None) -> str | None:
+    """Format an accuracy with its interval and its rows; return None without one."""
+    if figures.get("accuracy") is None or interval is None:
+        return None
+    low, high = interval
+    return f"{figures['accuracy']:.4f} ({low:.4f} to {high:.4f}, 95%) of {figures['rows']}"
 
 
 def _progress(silent: bool) -> Any:
@@ -305,7 +298,7 @@ def _progress(silent: bool) -> Any:
 
 
 def _read_rows(config: Any, task: str | None = None) -> Any:
-    """Read the rows of a dry run, where bad ones are found now and not after loading; return those to train on."""
+    """Read the rows of a dry run, so that bad ones are reported; return those to train on."""
     from ondevice.data import read_rows
 
     rows, *_ = [
@@ -343,22 +336,13 @@ def _finish(trained: Any, json: bool) -> None:
     if json:
         print_json(values)
     else:
-        shown = {
-            key: value
-            for key, value in values.items()
-            if key not in ("evaluation", "interrupted", "overlap", "data") and value is not None
-        }
+        hidden = ("evaluation", "interrupted", "overlap", "data")
+        shown = {key: value for key, value in values.items() if key not in hidden}
         shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
-        if values["evaluation"]:
-            shown |= {
-                f"evaluation_{key}": values["evaluation"][key]
-                for key in ("loss", "accuracy", "f1")
-                if values["evaluation"].get(key) is not None
-            }
+        for key in ("loss", "accuracy", "f1"):
+            shown[f"evaluation_{key}"] = (values["evaluation"] or {}).get(key)
         table(shown)
-    if (
-        values["data"].get("train", {}).get("streamed")
-    ):  # at the start these were known of the first window alone
+    if values["data"].get("train", {}).get("streamed"):  # at the start only one window was known
         err.print("\n".join(describe_data("train", values["data"]["train"])), markup=False)
     if values["unused_rows"]:
         err.print(
@@ -366,8 +350,10 @@ def _finish(trained: Any, json: bool) -> None:
             markup=False,
         )
     if trained.result.interrupted:
-        again = f"everything is saved. To go on: {common.resumed_command()}"
         err.print(
-            f"stopped after step {trained.result.steps}; {again}", markup=False, soft_wrap=True
+            f"stopped after step {trained.result.steps}; everything is saved. "
+            f"To go on: {common.resumed_command()}",
+            markup=False,
+            soft_wrap=True,
         )
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

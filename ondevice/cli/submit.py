@@ -8,49 +8,56 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ondevice.api.runfile import NULL, read_yaml
 from ondevice.artifact.files import sha256_file
-from ondevice.cli import common
-from ondevice.cli.common import out, overrides, print_json
+from ondevice.cli import common, flags
+from ondevice.cli.common import print_json, show
 from ondevice.cli.daemon import Ca, Job, Url, bytes_of, open_client, show_job, show_plan, window_of
 from ondevice.core.errors import ConfigError, OndeviceError
 
 if TYPE_CHECKING:
     from ondevice.server.client import Client
 
+Priority = Annotated[
+    int | None, typer.Option("--priority", help="Jobs with a higher priority run first.")
+]
+Retries = Annotated[
+    int | None, typer.Option("--retries", help="Crashes in a row before the job fails.")
+]
 
-@common.with_run_options(without=("--data", "--eval-data", "--memory-limit", "--out"))
-@common.with_method_options
+
+@flags.with_settings(
+    "model",
+    "data",
+    "method",
+    "train",
+    without=("data.path", "data.eval_path", "train.memory_limit_bytes", "train.out"),
+)
 def create(
-    first: common.FirstModel = None,
-    config: common.Config = None,
-    model: common.Model = None,
     artifact: Annotated[
-        str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")
+        str | None, typer.Option("--artifact", help="Train an artifact of the daemon, not a model.")
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")
     ] = None,
     eval_data: Annotated[
-        str | None, typer.Option("--eval-data", help="Likewise, only evaluated.")
+        str | None, typer.Option("--eval-data", help="Held-out rows: a file to upload, or an id.")
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option("--adapter", "-a", help="An adapter's id to start from.")
+        str | None, typer.Option("--adapter", "-a", help="Id of an adapter to start from.")
     ] = None,
-    settings: common.Settings = None,
-    name: Annotated[str, typer.Option("--name", help="For people.")] = "",
-    priority: Annotated[int, typer.Option("--priority", help="Higher runs first.")] = 0,
+    name: Annotated[str, typer.Option("--name", help="Name of the job, for people.")] = "",
+    priority: Priority = 0,
     window: Annotated[
-        str | None, typer.Option("--window", help="Only between these times: 22:00-06:00.")
+        str | None, typer.Option("--window", help="Run only between these times: 22:00-06:00.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="Memory that the job may take: 6GiB.")
+        str | None, typer.Option("--memory-limit", help="Most memory the job may take: 6GiB.")
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", help="Seconds of running, in all.")
+        float | None, typer.Option("--time-limit", help="Most seconds the job may run in total.")
     ] = None,
-    retries: Annotated[
-        int | None, typer.Option("--retries", help="Crashes in a row before it fails.")
-    ] = None,
+    retries: Retries = None,
     force: common.Force = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; queue nothing, keep no upload.")
@@ -59,33 +66,31 @@ def create(
     ca: Ca = None,
     json: common.Json = False,
     *,
-    method_options: dict[str, Any],
-    run_options: dict[str, Any],
+    config: Path | None,
+    overrides: dict[str, Any],
 ) -> None:
-    """Queue a job; a data file is uploaded first, unless the daemon has it, and deleted again if the job is refused."""
-    from ondevice.api.runfile import read_yaml
+    """Queue a job. A data file that the daemon does not have is uploaded first.
 
-    model = common.model_of(first, model)
+    The upload is deleted again if the job is refused."""
     client = open_client(url, ca)
-    values = read_yaml(config) if config is not None else {}
-    flags = overrides(settings) | method_options | run_options
-    sections = _sections(values, flags)
+    sections = _sections(read_yaml(config) if config is not None else {}, overrides)
     source = sections.get("model", {}).pop("source", None)
-    # A run file works here as it is: paths become uploads, and what only the daemon can say is left out.
+    # Any run file works here: its paths become uploads, and what the daemon decides is left out.
     paths = {key: sections.get("data", {}).pop(key, None) for key in ("path", "eval_path")}
     sections.get("train", {}).pop("out", None)
     sections.pop("export", None)
     if (rows := data or paths["path"]) is None:
         raise ConfigError("no data is given", expected="--data FILE, or a data set's id")
-    eval_rows, sent = eval_data or paths["eval_path"], []
+    eval_rows = eval_data or paths["eval_path"]
+    sent: list[str] = []
     limits = {"memory_bytes": bytes_of(memory_limit), "time_s": time_limit, "retries": retries}
     job: dict[str, Any] = {
         "name": name,
-        "model": None if artifact else model or source,
+        "model": None if artifact else source,
         "artifact": artifact,
         "adapter": adapter,
         "config": {section: values for section, values in sections.items() if values},
-        "priority": priority,
+        "priority": priority or 0,
         "window": window_of(window),
         "limits": {key: value for key, value in limits.items() if value is not None},
         "force": force,
@@ -96,10 +101,13 @@ def create(
         job["eval_dataset"] = _dataset(client, eval_rows, sections, sent) if eval_rows else None
         if dry_run:
             planned = client.plan(**job)
-            print_json(planned) if json else show_plan(planned["plan"])
+            if json:
+                print_json(planned)
+            else:
+                show_plan(planned["plan"])
             return
         created = client.create_job(**job)
-        print_json(created) if json else out.print(created["id"], markup=False)
+        show(created, created["id"], json)
     finally:
         for dataset in sent if created is None else ():
             with suppress(OndeviceError):
@@ -107,46 +115,45 @@ def create(
 
 
 def upload(
-    kind: Annotated[str, typer.Argument(help="model, artifact, adapter or dataset.")],
-    path: Annotated[Path, typer.Argument(help="A folder, a zip of one, or a file with rows.")],
+    kind: Annotated[str, typer.Argument(help="Kind: model, artifact, adapter or dataset.")],
+    path: Annotated[Path, typer.Argument(help="A folder, its zip, or a file of rows.")],
     name: Annotated[
-        str | None, typer.Option("--name", help="Its name there; the file's by default.")
+        str | None, typer.Option("--name", help="Name in the store (default: the file's).")
     ] = None,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Send a model, an exported program, an adapter or rows; prints the id that a job names."""
-    placed = open_client(url, ca).upload(kind, path, name)
-    print_json(placed) if json else out.print(placed["id"], markup=False)
+    """Upload a model, an artifact, an adapter or rows, and print the id for a job."""
+    stored = open_client(url, ca).upload(kind, path, name)
+    show(stored, stored["id"], json)
 
 
 def change(
     job: Job,
-    priority: Annotated[int | None, typer.Option("--priority", help="Higher runs first.")] = None,
+    priority: Priority = None,
     window: Annotated[
-        str | None, typer.Option("--window", help="22:00-06:00; none for always.")
+        str | None, typer.Option("--window", help="Daily window, such as 22:00-06:00, or none.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="6GiB; none for no limit.")
+        str | None, typer.Option("--memory-limit", help="Memory limit, such as 6GiB, or none.")
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time-limit", help="Seconds in all; none for no limit.")
+        str | None, typer.Option("--time-limit", help="Seconds in total, or none for no limit.")
     ] = None,
-    retries: Annotated[
-        int | None, typer.Option("--retries", help="Crashes in a row before it fails.")
-    ] = None,
+    retries: Retries = None,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Change priority, window or limits of a job that is not done; what is not given stays."""
-    client, values = open_client(url, ca), {}
+    """Change the priority, window or limits of an unfinished job. Omitted flags change nothing."""
+    client = open_client(url, ca)
+    values: dict[str, Any] = {}
     if priority is not None:
         values["priority"] = priority
     if window is not None:
         values["window"] = window_of(window)
-    # `none` takes a limit away, which is not the same as a flag that is not given.
+    # `none` removes a limit; an omitted flag keeps it.
     parsed = {
         "memory_bytes": bytes_of(memory_limit),
         "time_s": _seconds(time_limit),
@@ -156,36 +163,30 @@ def change(
     if limits := {key: parsed[key] for key, text in flags.items() if text is not None}:
         values["limits"] = client.job(job)["limits"] | limits
     if not values:
-        raise ConfigError(
-            "nothing is to be changed", expected="--priority, --window, --memory-limit, ..."
-        )
+        raise ConfigError("nothing to change", expected="--priority, --window, --memory-limit, ...")
     show_job(client.change_job(job, **values), json)
 
 
 def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: list[str]) -> str:
-    """Return the id of `rows`; a file that the daemon does not have is uploaded, and its id is appended to `sent`."""
+    """Return the id of `rows`. A file that the daemon does not have is uploaded, and noted in `sent`."""
     if not Path(rows).is_file():
         return str(rows)
-    named = {key: sections.get("data", {}).get(key) for key in ("task", "columns")}
-    digest, name = sha256_file(Path(rows)), Path(rows).name
+    options = {key: sections.get("data", {}).get(key) for key in ("task", "columns")}
+    wanted = {"sha256": sha256_file(Path(rows)), "name": Path(rows).name, **options}
     for known in client.datasets():
-        options = {key: known.get(key) for key in named}
-        if (known["sha256"], known["name"], options) == (digest, name, named):
+        if all(known.get(key) == value for key, value in wanted.items()):
             return known["id"]
-    sent.append(
-        client.upload("dataset", rows, **{key: value for key, value in named.items() if value})[
-            "id"
-        ]
-    )
+    options = {key: value for key, value in options.items() if value}
+    sent.append(client.upload("dataset", rows, **options)["id"])
     return sent[-1]
 
 
-def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    from ondevice.api.runfile import NULL
-
-    sections: dict[str, Any] = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
-                for key, value in values.items()}  # fmt: skip
-    for key, value in flags.items():
+def _sections(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return a run file's sections with the overrides on top."""
+    if isinstance(values.get("method"), str):
+        values = values | {"method": {"name": values["method"]}}
+    sections = {key: dict(section) for key, section in values.items()}
+    for key, value in overrides.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = None if value is NULL else value
     return sections

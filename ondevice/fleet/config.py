@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.flags import Flag
 from ondevice.core.registry import method_config, methods, spec_of
 from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
 from ondevice.fleet.charter import Charter, FleetConfig
@@ -25,12 +26,12 @@ Attack = Literal["flip", "random", "huge"]
 class SimulationConfig(StrictConfig):
     """Devices of a simulated fleet, and what goes wrong with them."""
 
-    devices: int = Field(default=8, ge=1, le=100_000)
-    """Devices."""
+    devices: Annotated[int, Flag("--devices")] = Field(default=8, ge=1, le=100_000)
+    """Simulated devices."""
 
-    dirichlet: float | None = Field(default=None, gt=0)
-    """Concentration of a Dirichlet split of the rows by their label: 0.1 gives most devices one label. None deals the
-    rows out evenly."""
+    dirichlet: Annotated[float | None, Flag("--dirichlet")] = Field(default=None, gt=0)
+    """Split the rows by label with this Dirichlet concentration, otherwise evenly. 0.1 gives most
+    devices one label."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the devices that do not answer in a round, drawn anew for each."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ondevice.core.config import StrictConfig
+from ondevice.core.flags import BUS_LIMIT, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY
 
 
 class EngineConfig(StrictConfig):
@@ -21,7 +22,7 @@ class EngineConfig(StrictConfig):
     """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the first
     where there is a C++ compiler."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, WEIGHT_DECAY] = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -33,7 +34,7 @@ class EngineConfig(StrictConfig):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
 
-    max_grad_norm: float | None = Field(default=None, gt=0)
+    max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["previous", "layer", "global"] = "previous"
@@ -41,7 +42,7 @@ class EngineConfig(StrictConfig):
     their number), and no layer may exceed the limit alone; `layer` clips each layer to the limit; `global` is exact
     and updates only after the backward pass, with all gradients in host memory (2 bytes a parameter more)."""
 
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""
 
     loss_chunk_tokens: int = Field(default=2048, ge=1)
@@ -56,7 +57,7 @@ class EngineConfig(StrictConfig):
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for a transfer or an update before the step gives up."""
 
-    bus_limit_gb_per_s: float | None = Field(default=None, gt=0)
+    bus_limit_gb_per_s: Annotated[float | None, BUS_LIMIT] = Field(default=None, gt=0)
     """Simulated bus: no direction moves more than this many GB/s; None is the real one."""
 
     @property

@@ -135,7 +135,7 @@ def test_training_stops_before_it_loads_what_does_not_fit(ondevice, tmp_path) ->
     options = ("--model", "tiny:llama", "--data", data, "--steps", 1, "--out", out, "--batch-size", 2_000_000,
                "--memory-limit", "4GiB")  # fmt: skip
     done = ondevice("train", *options, "--max-length", 100_000)
-    assert done.code == 8 and "--force" in done.err and not out.exists()
+    assert done.code == 8 and "a higher --memory-limit" in done.err and not out.exists()
     dry = ondevice("train", *options, "--max-length", 16, "--dry-run", "--json")
     assert dry.code == 0 and dry.json["plan"]["fits"] is False and not out.exists()
 

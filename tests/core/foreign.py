@@ -10,10 +10,11 @@ METHOD = '''
 import numpy as np
 import torch
 from pydantic import Field
-from typing import Literal
+from typing import Annotated, Literal
 
 from ondevice.core.config import StrictConfig
-from ondevice.core.method import MemoryModel, MethodSpec, Option, StepCost
+from ondevice.core.flags import Flag
+from ondevice.core.method import MemoryModel, MethodSpec, StepCost
 from ondevice.core.session import Session, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
@@ -25,8 +26,8 @@ class NormSgdConfig(StrictConfig):
     name: Literal["norm-sgd"] = "norm-sgd"
     learning_rate: float = Field(default=0.1, gt=0)
     """Learning rate."""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Of the gradients."""
+    momentum: Annotated[float, Flag("--momentum")] = Field(default=0.0, ge=0, lt=1)
+    """Momentum of the gradients."""
 
 
 class NormSgdSession(Session):
@@ -67,7 +68,7 @@ MEMORY = MemoryModel(lambda dims, config, rows, length, item: {"activations": ro
 METHOD = MethodSpec(
     name="norm-sgd", package=__name__, summary="gradient descent on the norms alone", config=NormSgdConfig,
     trains="all", order="first", sessions={"torch": __name__ + ":NormSgdSession"}, memory=__name__ + ":MEMORY",
-    cost=__name__ + ":cost", options=(Option("--momentum", "momentum", float, "Momentum of the gradients"),),
+    cost=__name__ + ":cost",
 )
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ondevice.core.config import AnswerLossConfig
+from ondevice.core.flags import (
+    ALPHA,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MICRO_BATCH_SIZE,
+    RANK,
+    TARGET_MODULES,
+    WEIGHT_DECAY,
+)
 
 
 class LoraConfig(AnswerLossConfig):
@@ -21,27 +30,29 @@ class LoraConfig(AnswerLossConfig):
     name: Literal["lora"] = "lora"
     """Method name."""
 
-    rank: int = Field(default=16, ge=1, le=1024)
+    rank: Annotated[int, RANK] = Field(default=16, ge=1, le=1024)
     """LoRA rank r."""
 
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Annotated[float, ALPHA] = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
+        default=("q_proj", "v_proj"), min_length=1
+    )
     """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
     projections into attention, or into what stands in attention's place. The matrices of experts, one parameter a
     layer, carry a pair for each expert: `experts.gate_up_proj`, `experts.down_proj`."""
 
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=3e-4, gt=0)
     """AdamW's learning rate."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, WEIGHT_DECAY] = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
 
-    max_grad_norm: float | None = Field(default=None, gt=0)
+    max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
     """Clip the whole gradient to this norm; None does not clip."""
 
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
 
     loss_tiles: int = Field(default=8, ge=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ondevice.core.flags import LEARNING_RATE
 from ondevice.methods.lora.config import LoraConfig
 
 
@@ -17,5 +18,5 @@ class LoraFaConfig(LoraConfig):
     name: Literal["lora-fa"] = "lora-fa"  # type: ignore[assignment]
     """Method name."""
 
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-3, gt=0)
     """AdamW's learning rate; B alone moves, so it is LoRA's three times."""

@@ -1,6 +1,6 @@
 """LSP-Offload: all parameters over a slow bus, through sparse projections."""
 
-from ondevice.core.method import MethodSpec, Option
+from ondevice.core.method import MethodSpec
 from ondevice.methods.lsp.config import LspConfig
 
 METHOD = MethodSpec(
@@ -16,9 +16,6 @@ METHOD = MethodSpec(
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
-    options=(
-        Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),
-    ),
     offloads=True,
     precision="compute",
     ranks=True,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import StrictConfig
+from ondevice.core.flags import LEARNING_RATE
 from ondevice.offload.config import EngineConfig
 
 FOLDED = 1 << 24
@@ -53,7 +54,7 @@ class LspConfig(EngineConfig, ProjectorConfig):
     name: Literal["lsp"] = "lsp"
     """Method name."""
 
-    learning_rate: float = Field(default=3e-5, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=3e-5, gt=0)
     """AdamW's learning rate."""
 
     project: bool = True

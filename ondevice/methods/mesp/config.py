@@ -6,11 +6,20 @@ A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimensi
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import AnswerLossConfig, TargetModule
+from ondevice.core.flags import (
+    ALPHA,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MICRO_BATCH_SIZE,
+    RANK,
+    TARGET_MODULES,
+    WEIGHT_DECAY,
+)
 
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -34,17 +43,19 @@ class MespConfig(AnswerLossConfig):
     name: Literal["mesp"] = "mesp"
     """Method name."""
 
-    rank: int = Field(default=8, ge=1, le=1024)
+    rank: Annotated[int, RANK] = Field(default=8, ge=1, le=1024)
     """LoRA rank r."""
 
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Annotated[float, ALPHA] = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[str, ...] = Field(default=ALL_TARGETS, min_length=1)
+    target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
+        default=ALL_TARGETS, min_length=1
+    )
     """Linear layers that carry an adapter; a family with fused projections takes them as they are. A mixture of experts
     takes `experts.gate_up_proj` and `experts.down_proj` too: a pair for each expert (torch)."""
 
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -59,14 +70,14 @@ class MespConfig(AnswerLossConfig):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, WEIGHT_DECAY] = Field(default=0.0, ge=0)
     """Decoupled weight decay, of either optimizer."""
 
-    max_grad_norm: float | None = Field(default=None, gt=0)
+    max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
     """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's size in float32. None
     does not clip."""
 
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
     None computes all rows at once, and every gradient is applied and dropped where it arises."""
 

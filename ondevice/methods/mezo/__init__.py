@@ -1,6 +1,6 @@
 """MeZO: zeroth-order training of all parameters, in place."""
 
-from ondevice.core.method import MethodSpec, Option
+from ondevice.core.method import MethodSpec
 from ondevice.methods.mezo.config import MezoConfig
 
 METHOD = MethodSpec(
@@ -17,10 +17,6 @@ METHOD = MethodSpec(
     packs=("torch",),
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
-    options=(
-        Option("--queries", "queries", int, "q: random directions a step"),
-        Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
-    ),
     replayable=True,
     any_decoder=True,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ondevice.core.config import AnswerLossConfig, LossOver
+from ondevice.core.flags import LEARNING_RATE, PERTURBATION_SCALE, QUERIES
 
 
 class MezoConfig(AnswerLossConfig):
@@ -15,17 +16,17 @@ class MezoConfig(AnswerLossConfig):
     name: Literal["mezo"] = "mezo"
     """Method name."""
 
-    queries: int = Field(default=1, ge=1, le=256)
+    queries: Annotated[int, QUERIES] = Field(default=1, ge=1, le=256)
     """q: random directions a step, one after the other."""
 
     fresh_batches: bool = False
     """Cut a step's rows among its queries, so that each has a batch of its own (Algorithm 2); off, each sees them
     all."""
 
-    perturbation_scale: float = Field(default=1e-3, gt=0)
+    perturbation_scale: Annotated[float, PERTURBATION_SCALE] = Field(default=1e-3, gt=0)
     """epsilon."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
     """eta of ZO-SGD. The paper's is 1e-6, with which 500 steps change no answer of SmolLM2-135M on SST-2."""
 
     loss: LossOver = "auto"

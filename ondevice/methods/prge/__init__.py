@@ -1,6 +1,6 @@
 """P-RGE: zeroth-order LoRA-FA, all queries and both signs in one forward pass."""
 
-from ondevice.core.method import MethodSpec, Option
+from ondevice.core.method import MethodSpec
 from ondevice.methods.prge.config import PrgeConfig
 
 METHOD = MethodSpec(
@@ -17,16 +17,6 @@ METHOD = MethodSpec(
     packs=("torch",),
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
-    options=(
-        Option("--queries", "queries", int, "q: random directions a step"),
-        Option(
-            "--paper",
-            "paper",
-            bool,
-            "The paper's settings: a random subspace, SGD, the loss over all tokens",
-        ),
-        Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
-    ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
     replayable=True,
     for_training=PrgeConfig.for_training,

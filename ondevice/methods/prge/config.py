@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import AnswerLossConfig, LossOver
+from ondevice.core.flags import (
+    ALPHA,
+    LEARNING_RATE,
+    PERTURBATION_SCALE,
+    QUERIES,
+    RANK,
+    TARGET_MODULES,
+    Flag,
+)
 
 PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
 """The settings that `paper` stands for."""
@@ -28,27 +37,29 @@ class PrgeConfig(AnswerLossConfig):
     name: Literal["prge"] = "prge"
     """Method name."""
 
-    rank: int = Field(default=16, ge=1, le=1024)
+    rank: Annotated[int, RANK] = Field(default=16, ge=1, le=1024)
     """LoRA rank r. In a gradient's subspace four directions are trained for each."""
 
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Annotated[float, ALPHA] = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
+        default=("q_proj", "v_proj"), min_length=1
+    )
     """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
     projections into attention, or into what stands in attention's place."""
 
-    queries: int = Field(default=4, ge=1, le=256)
+    queries: Annotated[int, QUERIES] = Field(default=4, ge=1, le=256)
     """q: random directions a step."""
 
-    perturbation_scale: float = Field(default=1e-2, gt=0)
+    perturbation_scale: Annotated[float, PERTURBATION_SCALE] = Field(default=1e-2, gt=0)
     """epsilon: how far B is moved along a direction."""
 
-    learning_rate: float = Field(default=5e-3, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=5e-3, gt=0)
     """eta."""
 
-    paper: bool = False
-    """The paper's own settings: `subspace: random`, `optimizer: sgd`, `loss: vocabulary`."""
+    paper: Annotated[bool, Flag("--paper")] = False
+    """The paper's settings: a random subspace, SGD, the loss over the vocabulary."""
 
     subspace: Literal["auto", "gradient", "random"] = "auto"
     """The parameters that a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C,

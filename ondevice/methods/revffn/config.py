@@ -5,11 +5,12 @@ Sections and equations are the paper's. What goes beyond it says so.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import StrictConfig
+from ondevice.core.flags import LEARNING_RATE, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY, Flag
 
 STAGE1_STEPS = 100
 """Steps of stage 1 where the settings name none and the coupling has adapters."""
@@ -60,10 +61,10 @@ class RevffnConfig(StrictConfig):
     fused_update: bool = True
     """Update a block as soon as its gradients are known, and free them: one block's gradients exist at a time."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
     """Learning rate of stage 2."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, WEIGHT_DECAY] = Field(default=0.0, ge=0)
     """Decoupled weight decay, of every optimizer."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -79,14 +80,14 @@ class RevffnConfig(StrictConfig):
     """How an updated bfloat16 weight is rounded. To the nearest, steps below 1/256 of a weight vanish; stochastic
     rounding keeps them on average, with bits that are a function of seed, step and element."""
 
-    max_grad_norm: float | None = Field(default=None, gt=0)
+    max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["block", "global"] = "block"
     """`block` clips each block's gradients to the limit alone, in the same backward pass. `global` divides by the norm
     of the whole gradient: with the fused update it takes two passes, once for the norm and once to update."""
 
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows that pass through a block at once. A batch of more is accumulated block by block: every part of the batch
     goes back through a block, its gradients are summed in float32, then the block is updated."""
 
@@ -100,11 +101,11 @@ class RevffnConfig(StrictConfig):
     stage1_learning_rate: float = Field(default=1e-4, gt=0)
     """Learning rate of stage 1; it follows the same schedule."""
 
-    skip_stage1: bool = False
-    """Train everything from the first step (Table 3, without stage 1)."""
+    skip_stage1: Annotated[bool, Flag("--skip-stage1")] = False
+    """Train all parameters from the first step (Table 3, without stage 1)."""
 
-    stage1_only: bool = False
-    """Train the adapters only, in every step (Table 3, without stage 2)."""
+    stage1_only: Annotated[bool, Flag("--stage1-only")] = False
+    """Train only the adapters, in every step (Table 3, without stage 2)."""
 
     train_router: bool = False
     """Train the experts' router in stage 2, too; the paper keeps it frozen."""

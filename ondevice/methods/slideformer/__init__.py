@@ -1,6 +1,6 @@
 """SlideFormer: all parameters of a model larger than the accelerator; layers slide through it."""
 
-from ondevice.core.method import MethodSpec, Option
+from ondevice.core.method import MethodSpec
 from ondevice.methods.slideformer.config import SlideformerConfig
 
 METHOD = MethodSpec(
@@ -16,9 +16,6 @@ METHOD = MethodSpec(
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
-    options=(
-        Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),
-    ),
     offloads=True,
     precision="compute",
     ranks=True,

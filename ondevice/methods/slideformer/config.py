@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ondevice.core.flags import LEARNING_RATE
 from ondevice.offload.config import EngineConfig
 
 WINDOW, BUFFERS = 3, 4
@@ -22,7 +23,7 @@ class SlideformerConfig(EngineConfig):
     name: Literal["slideformer"] = "slideformer"
     """Method name."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
     """AdamW's learning rate."""
 
     moments: Literal["float32", "bfloat16", "int8"] = "float32"

@@ -1,0 +1,254 @@
+"""Flags of the run file's settings. Their names, types, defaults and help come from the settings themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from ondevice.api.runfile import NULL, RunConfig
+from ondevice.cli.common import one_of
+from ondevice.core.config import Documented
+from ondevice.core.errors import ConfigError
+from ondevice.core.flags import Flag
+from ondevice.core.registry import method_names, methods
+from ondevice.core.untrusted.yaml_documents import parse_yaml
+
+SENTENCE_END = re.compile(r"\.\s+(?=[A-Z0-9`])|\.$")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag and the setting that it sets.
+
+    Attributes:
+        names: the flag, then other spellings of it.
+        key: dotted, such as `train.steps`.
+        type: of the value on the command line: `bool` is a switch, `list[...]` a flag to repeat.
+        help: one sentence without its full stop.
+        parse: turns the value on the command line into the setting's.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    type: Any
+    help: str
+    parse: Callable[[Any], Any] = lambda value: value
+
+    @property
+    def argument(self) -> str:
+        """Name of the verb's parameter."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+    @property
+    def annotation(self) -> Any:
+        """Type of the verb's parameter."""
+        kind = bool if self.type is bool else self.type | None
+        return Annotated[kind, typer.Option(*self.names, help=f"{self.help}.")]
+
+
+def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
+    """Parse `--column field=column`; return None without one."""
+    if not pairs:
+        return None
+    from ondevice.data.tasks.columns import parse_columns  # it loads numpy
+
+    return parse_columns(pairs)
+
+
+def _names(text: str) -> list[str]:
+    """Split `a,b` into names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def options_of(section: str, config: type[Documented]) -> Iterator[Option]:
+    """Yield the flags of a section's settings, in the order of its fields."""
+    texts = config.descriptions()
+    for name, field in config.model_fields.items():
+        for flag in field.metadata:
+            if isinstance(flag, Flag):
+                text = flag.help or SENTENCE_END.split(texts.get(name, ""))[0]
+                default = None if flag.help else field.get_default(call_default_factory=True)
+                yield _option(flag, f"{section}.{name}", field.annotation, text, default)
+
+
+def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> Option:
+    """Build a setting's flag; its help also says what may be given, and the default."""
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    kind = parts[0] if NoneType in get_args(annotation) else annotation
+    item = next(iter(get_args(kind)), None)
+    option = Option(flag.names, key, flag.type or kind, text)
+    notes = []
+    if get_origin(kind) is Literal:
+        option = replace(option, type=str)
+        notes.append(", ".join(get_args(kind)))
+    elif get_origin(kind) is dict:
+        option = replace(option, type=list[str], parse=columns_of)
+        notes.append("repeat for more")
+    elif get_origin(kind) is tuple and flag.repeat:
+        option = replace(option, type=list[item])  # type: ignore[valid-type]
+        notes.append("repeat for more")
+    elif get_origin(kind) is tuple:
+        option = replace(option, type=str, parse=_names)
+        notes.append("comma-separated")
+        notes += [", ".join(get_args(item))] if get_origin(item) is Literal else []
+    elif kind is Path:
+        option = replace(option, parse=str)
+    if default and isinstance(default, int | float | str):
+        notes.append(f"default: {default}")
+    return replace(option, help=f"{text} ({'; '.join(notes)})") if notes else option
+
+
+def _method_options() -> Iterator[Option]:
+    """Yield `--method` and the flags of every method; the help of a flag names the methods with it."""
+    yield Option(("--method",), "method.name", str, f"Training method: {', '.join(method_names())}")
+    options: dict[str, Option] = {}
+    owners: dict[str, list[str]] = {}
+    for spec in methods():
+        for option in options_of("method", spec.config):
+            options.setdefault(option.key, option)
+            owners.setdefault(option.key, []).append(spec.name)
+    for key, option in options.items():
+        if len(owners[key]) < len(methods()):
+            option = replace(option, help=f"{option.help} [{', '.join(owners[key])}]")
+        yield option
+
+
+@functools.cache
+def all_options(run: type[RunConfig] = RunConfig) -> dict[str, Option]:
+    """Return the flags of a run file's settings by key, section by section."""
+    options: list[Option] = []
+    for section, field in run.model_fields.items():
+        if section == "method":
+            options += _method_options()
+        else:
+            options += options_of(section, field.annotation)  # type: ignore[arg-type]
+    return {option.key: option for option in options}
+
+
+def flag(key: str) -> Any:
+    """Return the flag of one setting, for a verb that reads no run file: `Annotated[..., flag("data.task")]`."""
+    option = all_options()[key]
+    return typer.Option(*option.names, help=f"{option.help}.")
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="A run file (YAML), or a preset: phone, jetson, one-gpu, mac. Flags win over it.",
+    ),
+]
+FirstModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Set any key of the run file: method.rank=8 (repeat for more)."),
+]
+Model = Annotated[str | None, flag("model.source")]
+Revision = Annotated[str | None, flag("model.revision")]
+Dtype = Annotated[str | None, flag("model.dtype")]
+Task = Annotated[str | None, flag("data.task")]
+Columns = Annotated[list[str] | None, flag("data.columns")]
+StrictColumns = Annotated[bool, flag("data.strict_columns")]
+MaxLength = Annotated[int | None, flag("data.max_length_tokens")]
+BatchSize = Annotated[int | None, flag("train.batch_size")]
+
+
+def with_settings(
+    *keys: str,
+    without: tuple[str, ...] = (),
+    run: type[RunConfig] = RunConfig,
+    model_first: bool = True,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb `--config`, `--set` and flags of the run file's settings.
+
+    The verb receives the path `config` and the dictionary `overrides` of dotted keys, without those whose flags were
+    not given. Flags win over `--set`.
+
+    Args:
+        keys: which settings: sections, such as `train`, or keys, such as `train.seed`.
+        without: sections and keys to leave out.
+        run: the run file's class.
+        model_first: the model may also be the first word.
+    """
+
+    def among(key: str, names: tuple[str, ...]) -> bool:
+        return key in names or key.partition(".")[0] in names
+
+    options = {
+        option.argument: option
+        for key, option in all_options(run).items()
+        if among(key, keys) and not among(key, without)
+    }
+    model_first = model_first and "model" in options
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        # Typer reads a function's signature, so the flags are written into that of a wrapper.
+        @functools.wraps(verb)
+        def wrapped(config: Path | None, settings: list[str] | None, **values: Any) -> None:
+            if model_first:
+                values["model"] = one_of(values.pop("first"), values["model"], "model")
+            overrides = parse_settings(settings)
+            if values.get("steps") is not None and values.get("epochs") is not None:
+                raise ConfigError(
+                    "--steps and --epochs both say how long to train", expected="one of them"
+                )
+            for argument, option in options.items():
+                value = values.pop(argument)
+                # None, False and [] mean that the flag was not given. 0 equals False, and was.
+                if value is not None and value is not False and value != []:
+                    overrides[option.key] = option.parse(value)
+            verb(config=config, overrides=overrides, **values)
+
+        own = inspect.signature(verb, eval_str=True).parameters
+        parameters = [_parameter("first", FirstModel)] if model_first else []
+        parameters.append(_parameter("config", Config))
+        for argument, option in options.items():
+            default = False if option.type is bool else None
+            parameters.append(_parameter(argument, option.annotation, default))
+        parameters.append(_parameter("settings", Settings))
+        for parameter in own.values():
+            if parameter.name not in ("config", "overrides"):
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {item.name: item.annotation for item in parameters}
+        return wrapped
+
+    return decorate
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    """Return the dotted keys of `--set a.b=c` with their values, which are YAML; null is `NULL`.
+
+    Raises:
+        ConfigError: one has no `=`, or a value that is not YAML.
+    """
+    values: dict[str, Any] = {}
+    for item in settings or []:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ConfigError(
+                f"--set {item}", expected="key=value, such as method.rank=8", received=item
+            )
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error)) from None
+        values[key.strip()] = NULL if value is None and text.strip() else value
+    return values

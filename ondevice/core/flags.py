@@ -1,0 +1,39 @@
+"""Command-line flags as metadata of settings: a field declares its flag, and every verb with its
+section offers it."""
+
+from __future__ import annotations
+
+
+class Flag:
+    """The flag of a setting: `rank: Annotated[int, Flag("--rank")] = 8`.
+
+    Args:
+        names: the flag, then other spellings of it: `--steps`, `-n`.
+        help: what it sets; by default the first sentence of the field's docstring.
+        type: of the value on the command line, if the field's validator reads another than the
+            field has.
+        repeat: repeat the flag for each value of a list, instead of commas.
+    """
+
+    def __init__(
+        self, *names: str, help: str = "", type: type | None = None, repeat: bool = False
+    ) -> None:
+        self.names = names
+        self.help = help
+        self.type = type
+        self.repeat = repeat
+
+
+# Flags of settings that several methods have, so that they read the same for all of them.
+ALPHA = Flag("--alpha", help="LoRA alpha: the adapter's output is scaled by alpha / rank")
+BUS_LIMIT = Flag("--bus-limit", help="Simulate a bus with this many GB/s in each direction")
+LEARNING_RATE = Flag("--learning-rate", "--lr", help="Learning rate; the default is the method's")
+MAX_GRAD_NORM = Flag("--max-grad-norm", help="Clip the gradient to this norm")
+MICRO_BATCH_SIZE = Flag(
+    "--micro-batch-size", help="Rows computed at once; the gradients of a batch are accumulated"
+)
+PERTURBATION_SCALE = Flag("--perturbation-scale", help="Distance along a direction (epsilon)")
+QUERIES = Flag("--queries", help="Random directions per step (q)")
+RANK = Flag("--rank", help="LoRA rank")
+TARGET_MODULES = Flag("--target-modules", help="Linear layers that get an adapter")
+WEIGHT_DECAY = Flag("--weight-decay", help="Decoupled weight decay")
