@@ -109,7 +109,7 @@ def test_mistakes_say_what_to_do(folder, ondevice) -> None:
     assert "no such file or folder" in said("--task", "mmlu", "--data", folder / "none", code=3)
     rows = write_rows(folder / "bad.jsonl", [{"question": "q", "answer": "none"}])
     assert "bad.jsonl:1: 'answer'" in said("--task", "gsm8k", "--data", rows, code=3)
-    assert "--shots is for a benchmark" in said(
+    assert "--shots is only for a benchmark" in said(
         "--task", "sst2", "--data", rows, "--shots", 1, code=2
     )
     assert "without examples" in said(

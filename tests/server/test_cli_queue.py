@@ -58,7 +58,7 @@ def test_priority_window_and_limits_are_changed_and_the_rest_stays(ondevice, ser
     assert changed["limits"] == {"memory_bytes": None, "time_s": None, "retries": 1}
     assert "failed" not in ondevice("jobs", "change", job, "--priority", 8).out
     for flags, words in (
-        ((), "nothing is to be changed"),
+        ((), "nothing to change"),
         (("--time-limit", "soon"), "cannot be read"),
     ):
         refused = ondevice("jobs", "change", job, *flags)

@@ -106,7 +106,8 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(
 ) -> None:
     data = rows(tmp_path / "my rows.jsonl")
     seat = ("serve", "fleet", "home", "--store", tmp_path / "store", "--data", data)
-    assert "encrypted" in ondevice(*seat, "--json").json["message"]
+    refused = ondevice(*seat, "--json").json
+    assert refused["expected"] == "--certificates and --key, or --insecure"
     assert ondevice(*seat, "--insecure", "--window", "25:00-6", "--json").code != 0
     flags = (
         "--window",
