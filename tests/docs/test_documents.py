@@ -78,6 +78,11 @@ def test_relative_links_resolve(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", EVERY_MARKDOWN, ids=name)
+def test_a_page_has_no_marks_of_a_merge(document: Path) -> None:
+    assert not re.search(r"^(<{7}|>{7}) ", document.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", EVERY_MARKDOWN, ids=name)
 def test_the_tests_that_a_page_names_are_in_the_files_that_it_links_to(document: Path) -> None:
     for test, file in re.findall(r"\[`(test_\w+)`\]\(([^)]+\.py)\)", document.read_text()):
         assert f"def {test}(" in (document.parent / file).read_text(), f"{file} has no {test}"
