@@ -22,7 +22,8 @@ from benchmarks.prge.racing import EVAL_TOKENS
 from benchmarks.prge.racing_model import TARGETS, AnswerRows, RacingModel
 from ondevice.data.batching import Batches
 from ondevice.data.examples import Dataset
-from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.agreement import Agreement
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.member import private
 from ondevice.fleet.messages import Answer
 from ondevice.fleet.numbers import pack

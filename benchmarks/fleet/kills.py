@@ -26,8 +26,9 @@ from benchmarks.common import ROOT, finish, parse_args
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import OndeviceError
 from ondevice.core.session import Session, StepResult
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.carry import Desk, Parcel, files_of, parcel_of
-from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
 from ondevice.fleet.store import Store

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import finish, parse_args
-from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.agreement import Agreement
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import log_bytes, read_log, replay
 from ondevice.fleet.messages import Answer, Group, Outcome
 from ondevice.fleet.numbers import pack

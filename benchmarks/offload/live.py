@@ -19,15 +19,15 @@ from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.offload import device as offload_device
+from ondevice.offload import cuda
 
 
 class Pinned:
     """Time and size of the host memory that the engine has locked."""
 
     def __init__(self) -> None:
-        self.seconds, self.bytes, self.plain = 0.0, 0, offload_device.buffer
-        offload_device.buffer = self.buffer
+        self.seconds, self.bytes, self.plain = 0.0, 0, cuda.buffer
+        cuda.buffer = self.buffer
 
     def buffer(self, size_bytes: int, pin: bool) -> torch.Tensor:
         started = time.perf_counter()

@@ -19,8 +19,7 @@ from ondevice.core.dims import ModelDims
 from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
 from ondevice.offload.device import Device
-from ondevice.offload.drive import buffer
-from ondevice.offload.host import moments_bytes, moments_in
+from ondevice.offload.host import buffer, moments_bytes, moments_in
 from ondevice.runtime_ops import layer_adam as la
 
 FIELDS = (
@@ -158,7 +157,7 @@ def release(device: str) -> None:
 
 def copy_rates(device: str) -> dict[str, float]:
     """Bytes a second of pinned copies: each way alone, and both ways at once (the sum)."""
-    from ondevice.offload.device import open_device
+    from ondevice.offload.engine import open_device
 
     opened = open_device(device)
     count = (512 << 20 if opened.type == "cuda" else 1 << 20) // 2

@@ -29,10 +29,9 @@ from benchmarks.common import finish, median, parse_args, write_result
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
 from benchmarks.offload.live import Peak, other, reason, short
-from ondevice.methods.slideformer.auto import Room, resolve
+from ondevice.methods.slideformer.auto import Room, Work, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.methods.slideformer.planner import Work
 from ondevice.offload.calibrate import calibrate
 from ondevice.offload.engine import host_threads
 from ondevice.offload.kernels import use_liger

@@ -123,8 +123,8 @@ def replay(
     """Rebuild a fleet's adapter from its log, without data or forward passes.
 
     Without --out it needs no model and prints only the adapter's hash."""
-    from ondevice.fleet.log import read_file
     from ondevice.fleet.log import replay as replay_log
+    from ondevice.fleet.store import read_file
 
     content = read_file(log)
     state = replay_log(content, rounds=rounds)

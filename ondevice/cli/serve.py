@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,10 +50,15 @@ def serve(
         return
     from ondevice.server.serve import serve as run
 
+    def fleet_progress(folder: Path) -> dict[str, Any] | None:
+        from ondevice.fleet.status import progress  # only once somebody asks about fleets
+
+        return progress(folder)
+
     def ready(address: str) -> None:
         show({"address": address}, f"ready on {address}", json)
 
-    run(store, host, port, tls_cert, tls_key, ready)
+    run(store, host, port, tls_cert, tls_key, ready, fleet_progress)
 
 
 @app.command()

@@ -38,7 +38,7 @@ class StepResult:
         losses: the loss of each forward copy; one entry for first-order methods.
         projected_gradients: one scalar a query (empty for first-order methods); with the seed they are the
             whole run (P-RGE section 3; the update is learning_rate / q * sum of g_i z_i).
-        overlap: what ran beside what in the step before, seconds and bytes (`ondevice.offload.report.Overlap`), for
+        overlap: what ran beside what in the step before, seconds and bytes (`ondevice.offload.device.Overlap`), for
             methods that offload.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,95 +13,12 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
 from ondevice.core.flags import Flag
 from ondevice.core.untrusted import parse_json
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.codes import Code, Refusal
-from ondevice.fleet.combine import Rule
 from ondevice.fleet.messages import MOST_NUMBERS, VERSION, Task
-from ondevice.fleet.secure import MOST_ROWS
 from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
 
 MOST_CHARTER_BYTES = 1 << 20
-
-
-class Agreement(StrictConfig):
-    """The settings by which a server combines answers: part of the charter, so they stay as they were begun."""
-
-    local_steps: Annotated[int, Flag("--local-steps")] = Field(default=1, ge=1, le=65535)
-    """Steps of a device before it replies."""
-
-    seeds: Literal["shared", "own"] = "shared"
-    """`shared`: all devices try the same directions, and an outcome is as large as one answer. `own`: each device has
-    its own, so that a round has more directions and an outcome grows with the devices."""
-
-    combine: Rule = "mean"
-    """How the answers become one: a mean weighted by rows, a trimmed mean, or a median, of each number."""
-
-    trim: float = Field(default=0.2, ge=0, lt=0.5)
-    """Share of the answers that `trimmed_mean` drops at each end."""
-
-    clip_norm: float | None = Field(default=None, gt=0)
-    """Longest vector of numbers that a device may answer with; longer ones are shortened, by the device and again by
-    the server."""
-
-    noise_multiplier: float = Field(default=0.0, ge=0)
-    """Gaussian noise that a device adds to each of its clipped numbers, in multiples of `clip_norm`."""
-
-    most_rows: int = Field(default=10_000, ge=1, lt=1 << 32)
-    """A device counts for at most so many rows in a mean, whatever it claims."""
-
-    batch_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of its own rows that a device's step reads, one row at least, so that devices with many rows measure more
-    exactly. None: every device reads as many as its owner says. A program reads what it was exported for."""
-
-    server_rate: float = Field(default=1.0, gt=0)
-    """Factor of the learning rate that the server applies to the combined numbers."""
-
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Momentum of the outcomes, rounded to a multiple of 1/256."""
-
-    decay_rounds: int | None = Field(default=None, ge=1)
-    """Rounds over which the learning rate falls to zero, on a line; the fleet ends there. None: it stays."""
-
-    open_rounds: int = Field(default=1, ge=1, le=64)
-    """Rounds under way at once: a slow device may answer to an older one while it is open."""
-
-    def batch_rows(self, held: int, otherwise: int) -> int:
-        """Return the rows of a step of a device that holds `held`; `otherwise` without `batch_share`."""
-        return otherwise if self.batch_share is None else max(1, round(self.batch_share * held))
-
-    secure: bool = False
-    """Secure aggregation (SecAgg+): the server learns the sum of the devices' numbers, losses and rows, and no device's
-    own. For `combine: mean` of `seeds: shared` with a `clip_norm`; a server over Flower, and three devices at least."""
-
-    def longest(self, count: int) -> float:
-        """Return the longest vector of `count` numbers that a device may send: noise makes a clipped one longer.
-
-        Noise of a standard deviation s is longer than s (sqrt(count) + 4) once in more than a thousand vectors.
-        """
-        if self.clip_norm is None:
-            return math.inf
-        return self.clip_norm * (
-            1 + self.noise_multiplier * (math.sqrt(count) + 4 if self.noise_multiplier else 0)
-        )
-
-    @model_validator(mode="after")
-    def _combinations(self) -> Self:
-        if self.seeds == "own" and self.combine != "mean":
-            raise ValueError(
-                f"combine {self.combine} compares the devices' numbers, so it needs seeds: shared"
-            )
-        if self.noise_multiplier and self.clip_norm is None:
-            raise ValueError("noise_multiplier is in multiples of clip_norm: set clip_norm too")
-        if self.open_rounds > 1 and self.momentum:
-            raise ValueError("momentum needs rounds in order: open_rounds must be 1")
-        if self.secure and (
-            self.seeds != "shared" or self.combine != "mean" or self.clip_norm is None
-        ):
-            raise ValueError(
-                "secure: sums need seeds: shared, combine: mean, and a clip_norm to fix their units"
-            )
-        if self.secure and (self.most_rows > MOST_ROWS or self.open_rounds > 1):
-            raise ValueError(f"secure: most_rows is {MOST_ROWS} at most, and open_rounds 1")
-        return self
 
 
 LANE = 1 << 40

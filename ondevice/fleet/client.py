@@ -10,6 +10,7 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from ondevice.fleet.asking import ask
+from ondevice.fleet.averaging.records import content_of, request_of
 
 RECORD = "fleet"
 
@@ -22,8 +23,6 @@ def answer(message: Message, device: Path, number: int) -> Message:
         number: the device's, as the server knows it.
     """
     if RECORD not in message.content:
-        from ondevice.fleet.averaging.records import content_of, request_of
-
         reply = ask(device, request_of(message.content), number)
         return Message(content=content_of(reply), reply_to=message)
     reply = ask(device, dict(message.content[RECORD]), number)

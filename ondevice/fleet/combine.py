@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median_low
-from typing import TYPE_CHECKING, Literal
 
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.messages import LARGEST_UNIT, UNIT, Answer, Group
 from ondevice.fleet.numbers import pack
 
-if TYPE_CHECKING:
-    from ondevice.fleet.charter import Agreement
-
-Rule = Literal["mean", "trimmed_mean", "median"]
 LEAST = 3
 """Answers that can be held against each other."""
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from ondevice.api.runfile import RunConfig
+from ondevice.api.runfile import RunConfig, read_yaml
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.flags import Flag
 from ondevice.core.registry import method_config, methods, spec_of
-from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.averaging.rules import Averaging
 from ondevice.fleet.charter import Charter, FleetConfig
+from ondevice.fleet.combine import shared_group
 from ondevice.fleet.keys import fingerprints
+from ondevice.fleet.member import load_vector, vector_name
+from ondevice.fleet.messages import UNIT, Outcome
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
@@ -91,8 +96,6 @@ class FleetRun(RunConfig):
         Where the method is not named, it is the one whose answers are numbers. Where its noise is not named, it is
         signs: they replay several times faster than Gaussians.
         """
-        from ondevice.api.runfile import read_yaml
-
         values = read_yaml(path) if path is not None else {}
         section = values.get("method")
         named = section if isinstance(section, str) else (section or {}).get("name")
@@ -216,8 +219,6 @@ class FleetRun(RunConfig):
             model: names the base model, by `source` and `sha256`.
             device_keys: folder of the devices' public keys.
         """
-        import numpy as np
-
         vectors = [
             value.size
             for value in session.state().values()
@@ -267,12 +268,6 @@ def check_update(session: Session, charter: Charter) -> None:
     Raises:
         ConfigError: the update is another.
     """
-    import numpy as np
-
-    from ondevice.fleet.combine import shared_group
-    from ondevice.fleet.member import load_vector, vector_name
-    from ondevice.fleet.messages import UNIT, Outcome
-
     name, before = vector_name(session, charter.session_size), session.state()
     if charter.subspace == "seed" and (more := sorted(set(before) - {name, "seed"})):
         raise ConfigError(

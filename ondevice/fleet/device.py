@@ -21,6 +21,7 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import OndeviceError
+from ondevice.data import Batches, pad_id_of, read_dataset
 from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
@@ -34,6 +35,7 @@ from ondevice.fleet.ledger import Ledger, cost_of
 from ondevice.fleet.log import checked as of_fleet
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Refresh, Task, read_event
+from ondevice.fleet.open import check_method, open_for, public_source, task_of
 from ondevice.fleet.replies import Request, checked, sent
 from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.stages import read_request
@@ -41,7 +43,6 @@ from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
-    from ondevice.data import Batches
     from ondevice.fleet.state import State
 
 log = logging.getLogger("ondevice.fleet")
@@ -347,9 +348,6 @@ def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> Ad
 
 
 def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
-    from ondevice.data import Batches, pad_id_of, read_dataset
-    from ondevice.fleet.open import check_method, open_for, public_source, task_of
-
     artifact = None if settings.artifact is None else Path(settings.artifact)
     check_method(charter)
     model = settings.model if settings.model or artifact else public_source(charter)

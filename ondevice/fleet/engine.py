@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
+from ondevice.fleet.config import FleetRun
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.open import open_run
 from ondevice.fleet.post import Post, Sent
-from ondevice.fleet.simulate import Simulated, lie, make_room
+from ondevice.fleet.simulate import Simulation, lie
+from ondevice.fleet.simulated import Simulated, make_room
 from ondevice.fleet.store import FILE_NAME, Store
+from ondevice.training.checkpoint import RunLock
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
-
-    from ondevice.fleet.config import FleetRun
 
 log = logging.getLogger("ondevice.fleet")
 
@@ -85,8 +87,6 @@ def simulate_with_flower(
         ConfigError: a setting that only `simulate` has.
         FleetError: the folder holds a fleet and neither flag is set, or Flower ended with an error.
     """
-    from ondevice.training.checkpoint import RunLock
-
     if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
         raise MissingPackageError(
             "Flower's engine is not installed", hint="pip install 'flwr[simulation]==1.41.0'"
@@ -199,10 +199,6 @@ def _client_app(given: str, out: str) -> Any:
 @functools.lru_cache(maxsize=1)
 def _world(given: str) -> Any:
     """The simulated devices of a run file, opened once in a process: one session computes for all."""
-    from ondevice.fleet.config import FleetRun
-    from ondevice.fleet.open import open_run
-    from ondevice.fleet.simulate import Simulation
-
     return Simulation(*open_run(FleetRun.model_validate(json.loads(given))))
 
 

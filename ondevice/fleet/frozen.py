@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.messages import Event, Refresh
@@ -48,9 +50,6 @@ class Frozen:
         Raises:
             FleetError: it does not.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
         try:
             finite = all(np.isfinite(value).all() for value in load(self.data).values())
         except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:

@@ -161,33 +161,3 @@ def replay(
         state.apply(event, check=place % CHECK_EVERY == 0 or place == len(events))
         on_round(place)
     return state
-
-
-def read_file(path: Path) -> FleetLog:
-    """Read a log, or the log in a server's or device's store.
-
-    Raises:
-        FleetError: there is none, or it is damaged.
-    """
-    from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
-    from ondevice.fleet.store import FILE_NAME, Store
-
-    path = Path(path)
-    if path.is_dir():
-        if (path / ADAPTERS).is_file():
-            raise FleetError(
-                f"{path} is of first-order devices, whose rounds are whole adapters: there is no log to replay",
-                hint=f"`ondevice fleet status {path}` says its hash",
-            )
-        path = path / FILE_NAME
-    if not path.is_file():
-        raise FleetError(
-            f"{path}: there is no log",
-            expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file",
-        )
-    with open(path, "rb") as file:
-        first = file.read(16)
-    if first.startswith(b"SQLite format 3"):
-        with Store.open(path.parent, path.name) as store:
-            return store.log()
-    return read_log(path.read_bytes(), str(path))

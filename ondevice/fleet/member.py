@@ -20,7 +20,8 @@ from ondevice.fleet.secure import exponent_of
 if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Batches
-    from ondevice.fleet.charter import Agreement, Charter
+    from ondevice.fleet.agreement import Agreement
+    from ondevice.fleet.charter import Charter
     from ondevice.fleet.frozen import Frozen, Space
     from ondevice.fleet.state import State
 

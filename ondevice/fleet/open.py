@@ -5,22 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError
-from ondevice.core.registry import method_config
+from ondevice.core.registry import method_config, target
 from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
 from ondevice.data.tasks.task import plain_name
 from ondevice.data.tasks.templates import TASKS
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.config import FleetRun
+from ondevice.models import load_model
+from ondevice.models.open import artifact_tokenizer
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
+from ondevice.planning.devices import place
 from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
+from ondevice.training.length import with_length
 
 if TYPE_CHECKING:
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.fleet.averaging.charter import AdapterCharter
     from ondevice.fleet.charter import Charter
-    from ondevice.fleet.config import FleetRun
 
 
 def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
@@ -33,8 +40,6 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
         ConfigError: no rows are named, or the method is none of a fleet's.
         DataError: no row can be used.
     """
-    from ondevice.training.length import with_length
-
     config.check_data()
     if config.data.max_length_tokens is None:
         with_tokens, _ = with_length(config)
@@ -67,9 +72,6 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
 
 def _load(config: FleetRun) -> tuple[Any, Placement]:
     """Load the model of a run file where it will be computed."""
-    from ondevice.models import load_model
-    from ondevice.planning.devices import place
-
     placement = place(config)
     device = placement.spec.load_device(config.method, placement.device)
     source = config.model
@@ -98,13 +100,7 @@ def open_for(
     Raises:
         ArtifactError: the model or the program is not the fleet's.
     """
-    from ondevice.fleet.config import FleetRun
-
     if artifact is not None:
-        from ondevice.artifact.manifest import read_manifest
-        from ondevice.core.registry import target
-        from ondevice.models.open import artifact_tokenizer
-
         manifest = read_manifest(artifact)
         if manifest.model.sha256 != charter.model_sha256:
             raise ArtifactError(

@@ -28,6 +28,7 @@ import numpy as np
 
 from ondevice.core.errors import FleetError, MissingPackageError
 from ondevice.core.untrusted import parse_json
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.keys import Signed, fingerprint, verify
 from ondevice.fleet.numbers import LIMIT, Numbers
@@ -44,7 +45,6 @@ from ondevice.fleet.stages import (
 )
 
 if TYPE_CHECKING:
-    from ondevice.fleet.charter import Agreement
     from ondevice.fleet.keys import DeviceKey
     from ondevice.fleet.messages import Answer
 
@@ -55,9 +55,6 @@ HALF_RING = 16
 LOSS_UNIT = -10
 """A loss is summed in whole numbers of 2^-10, below 1,024 nats."""
 MOST_LOSS = 1 << 20
-MOST_ROWS = 1 << 24
-"""So that the sums of 65,535 devices stay below 2^63."""
-
 DOMAIN = b"ondevice-fleet-keys-1\0"
 
 

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.core.errors import FleetError
+from ondevice.artifact.adapter import save_adapter
+from ondevice.data import Batches
+from ondevice.fleet.averaging.simulate import AveragingSimulation
 from ondevice.fleet.codes import Refusal
-from ondevice.fleet.curve import Curve
 from ondevice.fleet.frozen import Space
 from ondevice.fleet.log import SUFFIX, write_log
 from ondevice.fleet.member import Member, load_vector, vector_name
 from ondevice.fleet.messages import Answer, Event, Outcome
 from ondevice.fleet.numbers import LIMIT, Numbers, pack
+from ondevice.fleet.open import open_run
 from ondevice.fleet.rounds import Rounds
+from ondevice.fleet.simulated import Curve, Round, Simulated, make_room
 from ondevice.fleet.split import split
 from ondevice.fleet.store import FILE_NAME, Store
+from ondevice.training.checkpoint import RunLock
+from ondevice.training.evaluate import evaluate_dataset
+from ondevice.training.loop import StopRequest
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ondevice.core.session import Session
     from ondevice.fleet.config import Attack, FleetRun
     from ondevice.fleet.state import State
     from ondevice.training.fit import RunRows
-
-
-@dataclass(frozen=True)
-class Round:
-    """The result of a round, for progress."""
-
-    number: int
-    rounds: int
-    loss: float | None
-    answers: int
-    refused: int
 
 
 @dataclass(frozen=True)
@@ -48,45 +41,6 @@ class Fate:
     away: bool
     late: bool
     draw: np.random.Generator
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A simulated fleet's result.
-
-    Attributes:
-        hashes_equal: every device that followed the log has the server's hash.
-        final_hash: SHA-256 of the state, 64 hexadecimal digits.
-        bytes_per_device_round: mean bytes of a task, an answer and an outcome, for a device that answered.
-        rounds: that were done.
-        loss_first, loss_last: of the adapter before the first and after the last round, on the rows to evaluate,
-            nats a token.
-        accuracy_first, accuracy_last: the same; None where the rows have no candidates.
-        refused: answers by the code of their refusal (`codes.Code`).
-        log: the file that the folder keeps of all rounds.
-        interrupted: stopped by a signal; the folder goes on.
-        curve: `round`, `loss`, `accuracy`, and `bytes` to and from a device until then, at each evaluation.
-    """
-
-    hashes_equal: bool
-    final_hash: str
-    bytes_per_device_round: float
-    rounds: int
-    loss_first: float
-    loss_last: float
-    accuracy_first: float | None
-    accuracy_last: float | None
-    devices: int
-    rows_by_device: tuple[int, int]
-    refused: dict[str, int]
-    log: str
-    adapter: str | None
-    interrupted: bool = False
-    curve: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def simulate(
@@ -106,9 +60,6 @@ def simulate(
     Raises:
         FleetError: the folder holds a fleet and neither flag is set, or another fleet.
     """
-    from ondevice.fleet.averaging.simulate import AveragingSimulation
-    from ondevice.fleet.open import open_run
-
     config, session, rows, loaded = open_run(config)
     kind = AveragingSimulation if config.averages else Simulation
     try:
@@ -128,8 +79,6 @@ class Simulation:
     """
 
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
-        from ondevice.data import Batches
-
         self.config, self.session, self.rows = config, session, rows
         self.charter = config.charter(session, model)
         simulated, seed = config.simulation, config.train.seed
@@ -166,10 +115,6 @@ class Simulation:
 
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing, and compare all devices."""
-        from ondevice.artifact.adapter import save_adapter
-        from ondevice.training.checkpoint import RunLock
-        from ondevice.training.loop import StopRequest
-
         out, rounds = self.config.train.out, self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:
             make_room(out, FILE_NAME, resume, overwrite)
@@ -299,30 +244,11 @@ class Simulation:
 
     def _evaluate(self, state: State) -> Any:
         """Evaluate an adapter, whose subspace the session is in."""
-        from ondevice.training.evaluate import evaluate_dataset
-
         load_vector(self.session, state.flat(), self.name)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(
             self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows
         )
-
-
-def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds a fleet in file `name`, unless it is gone on with or replaced.
-
-    Raises:
-        FleetError: it holds one, and neither flag is set.
-    """
-    if not (out / name).exists() or resume:
-        return
-    if not overwrite:
-        raise FleetError(
-            f"{out} holds a fleet",
-            hint="--resume goes on with it, --overwrite replaces it; or choose another --out",
-        )
-    for file in (name, f"{name}-wal", f"{name}-shm"):
-        (out / file).unlink(missing_ok=True)
 
 
 def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:

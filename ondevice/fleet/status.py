@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.errors import MissingPackageError
+from ondevice.core.errors import MissingPackageError, OndeviceError
 from ondevice.fleet.averaging.arrays import digest
 from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
-from ondevice.fleet.log import read_file, replay
+from ondevice.fleet.device import traffic_of
+from ondevice.fleet.log import replay
 from ondevice.fleet.privacy import DELTA, epsilon
-from ondevice.fleet.store import FILE_NAME, Store
+from ondevice.fleet.store import FILE_NAME, Store, read_file
 
 
 def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
@@ -52,6 +53,17 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
         **_privacy(charter, most, delta),
         "charter": charter.model_dump(mode="json"),
         "rounds_table": table,
+    }
+
+
+def progress(folder: Path) -> dict[str, Any] | None:
+    """Return how far a device is: `fleet`, `model`, `rounds`, `hash` and `bytes`; None before its first message."""
+    try:
+        values = status(folder)
+    except OndeviceError:
+        return None
+    return {key: values[key] for key in ("fleet", "model", "rounds", "hash")} | {
+        "bytes": traffic_of(folder)
     }
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from ondevice.core.errors import FleetError
+from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.file import FleetFile, storage_error
 from ondevice.fleet.frozen import Frozen
-from ondevice.fleet.log import FleetLog, checked
+from ondevice.fleet.log import SUFFIX, FleetLog, checked, read_log
 from ondevice.fleet.messages import Answer, Event, Refresh, Task, read_event
 from ondevice.fleet.state import State
 
@@ -222,6 +223,33 @@ class Store(FleetFile):
         for number, event in enumerate(rest, 1):
             state.apply(read_event(event), check=number == len(rest))
         return state
+
+
+def read_file(path: Path) -> FleetLog:
+    """Read a log, or the log in a server's or device's store.
+
+    Raises:
+        FleetError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / ADAPTERS).is_file():
+            raise FleetError(
+                f"{path} is of first-order devices, whose rounds are whole adapters: there is no log to replay",
+                hint=f"`ondevice fleet status {path}` says its hash",
+            )
+        path = path / FILE_NAME
+    if not path.is_file():
+        raise FleetError(
+            f"{path}: there is no log",
+            expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file",
+        )
+    with open(path, "rb") as file:
+        first = file.read(16)
+    if first.startswith(b"SQLite format 3"):
+        with Store.open(path.parent, path.name) as store:
+            return store.log()
+    return read_log(path.read_bytes(), str(path))
 
 
 def _signed(number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -69,3 +70,17 @@ class EngineConfig(StrictConfig):
     def disk_tier(self) -> Path | None:
         """The folder of moments that are kept on a disk; None: all are in host memory."""
         return None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a machine: operations, bytes and parameters a second; a rate that is not needed is None.
+
+    A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
+    """
+
+    flops_s: float
+    h2d_bytes_s: float | None
+    d2h_bytes_s: float | None
+    parameters_s: float
+    disk_bytes_s: float | None

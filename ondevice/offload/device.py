@@ -5,30 +5,25 @@ Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
 
 from __future__ import annotations
 
-import statistics
-import threading
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any, Literal, Protocol, cast
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ondevice.core.errors import DoesNotFitError
-from ondevice.offload.drive import buffer
+
+if TYPE_CHECKING:
+    from ondevice.offload.device import Device, Event
 
 Lane = Literal["compute", "h2d", "d2h", "comm"]
 """`comm`: what several ranks do together."""
-BUS: tuple[Lane, ...] = ("h2d", "d2h")
-SPIN_CYCLES = 50_000_000
-MEASURED_BYTES = 64 << 20
-SHORTEST_S = 5e-6
-"""Less than a spinning kernel's start."""
-MEASURED_S = 2e-3
-"""A slow copy that takes so long says what the rates are now; in shorter ones the starts count too much."""
 
 
 class Event(Protocol):
@@ -136,183 +131,6 @@ class CpuDevice:
         return
 
 
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def since(self, event: _CudaEvent) -> float:
-        """Return seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the
-        longer a run is."""
-        return max(1e-6, event.event.elapsed_time(self.event) / 1000)
-
-
-class CudaDevice:
-    """Two copy streams, and one for ranks, beside the current one."""
-
-    type = "cuda"
-
-    def __init__(self, index: int | None = None) -> None:
-        self.index = torch.cuda.current_device() if index is None else index
-        self.device = torch.device("cuda", self.index)
-        with torch.cuda.device(self.index):
-            self.streams = {
-                "compute": torch.cuda.current_stream(),
-                "h2d": torch.cuda.Stream(),
-                "d2h": torch.cuda.Stream(),
-                "comm": torch.cuda.Stream(),
-            }
-            self.base = _CudaEvent(self.streams["compute"])
-            self.base.wait()
-        self.base_s = time.perf_counter()
-
-    def record(self, lane: Lane) -> _CudaEvent:
-        return _CudaEvent(self.streams[lane])
-
-    def hold(self, lane: Lane, event: Any) -> None:
-        self.streams[lane].wait_event(event.event)
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.streams[lane]):
-            target.copy_(source, non_blocking=True)
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.streams[lane])
-
-    def enter(self) -> None:
-        torch.cuda.set_device(self.index)
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return locked in place: torch's own pinned allocator rounds up to a power of two.
-
-        Raises:
-            DoesNotFitError: the system does not give or lock so much memory.
-        """
-        return buffer(max(1, numel * dtype.itemsize), pin=True).view(dtype)[:numel]
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def seconds(self, event: Any) -> float:
-        return self.base_s + self.base.event.elapsed_time(event.event) / 1000
-
-    def segments(self) -> int:
-        return torch.cuda.memory_stats(self.index)["segment.all.current"]
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.index)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.index)
-
-    def close(self) -> None:
-        """Wait for all lanes; host memory is unlocked with its last user."""
-        self.synchronize()
-
-
-class _SlowBus:
-    """`device`, whose copies over the bus take their time; here they block the caller, as all of a CPU's do.
-
-    One copy after the other in each direction, whichever threads they are from.
-    """
-
-    def __init__(self, device: Device, gb_per_s: float) -> None:
-        self.device, self.bytes_s = device, gb_per_s * 1e9
-        self.locks = {lane: threading.Lock() for lane in BUS}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.device, name)
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        if lane not in self.locks:
-            self.device.copy(lane, target, source)
-            return
-        with self.locks[lane]:
-            self._copy(lane, target, source, source.numel() * source.element_size())
-
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
-        end_s = time.perf_counter() + size_bytes / self.bytes_s
-        self.device.copy(lane, target, source)
-        missing_s = end_s - time.perf_counter()
-        if missing_s > 0:
-            time.sleep(missing_s)
-
-
-class _SlowCudaBus(_SlowBus):
-    """A kernel spins in the lane for the time that is missing; the calling thread goes on.
-
-    Its length is set before the copy runs, by the last copies' rates: under load the clock falls, and host memory is
-    shared with the update.
-    """
-
-    device: CudaDevice
-
-    def __init__(self, device: CudaDevice, gb_per_s: float) -> None:
-        super().__init__(device, gb_per_s)
-        rates, cycles_s = _measured(device.index)
-        self.rates: dict[Lane, deque[float]] = {lane: deque([rates[lane]], 9) for lane in BUS}
-        self.cycles_s: dict[Lane, deque[float]] = {lane: deque([cycles_s], 9) for lane in BUS}
-        self.running: dict[Lane, deque[Any]] = {lane: deque() for lane in BUS}
-        # The spinning kernel comes before the blocks of a matrix product that wait for a place.
-        device.streams |= {lane: torch.cuda.Stream(device.device, priority=-1) for lane in BUS}
-
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
-        self._update_rates(lane)
-        started = self.device.record(lane)
-        self.device.copy(lane, target, source)
-        copied = self.device.record(lane)
-        whole_s, cycles = size_bytes / self.bytes_s, 0
-        missing_s = whole_s - size_bytes / statistics.median(self.rates[lane])
-        if missing_s > SHORTEST_S:
-            cycles = int(missing_s * statistics.median(self.cycles_s[lane]))
-            with self.device.on(lane):
-                torch.cuda._sleep(cycles)
-        if whole_s > MEASURED_S:
-            self.running[lane].append(
-                (started, copied, self.device.record(lane), size_bytes, cycles)
-            )
-
-    def _update_rates(self, lane: Lane) -> None:
-        """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
-        running = self.running[lane]
-        while running and running[0][2].done():
-            started, copied, ended, size_bytes, cycles = running.popleft()
-            self.rates[lane].append(size_bytes / copied.since(started))
-            if cycles:
-                self.cycles_s[lane].append(cycles / ended.since(copied))
-
-
-@cache
-def _measured(index: int) -> tuple[dict[Lane, float], float]:
-    """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
-    device = CudaDevice(index)
-    host, device_buffer = (
-        device.pinned(MEASURED_BYTES, torch.uint8),
-        device.empty(MEASURED_BYTES, torch.uint8),
-    )
-
-    def seconds(lane: Lane, run: Callable[[], None]) -> float:
-        run()  # the clock rises, and the bus wakes up
-        started = device.record(lane)
-        run()
-        ended = device.record(lane)
-        ended.wait()
-        return ended.since(started)
-
-    with device.on("h2d"):
-        cycles_s = SPIN_CYCLES / seconds("h2d", lambda: torch.cuda._sleep(SPIN_CYCLES))
-    device.synchronize()
-    h2d_s = seconds("h2d", lambda: device.copy("h2d", device_buffer, host))
-    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, device_buffer))
-    return {"h2d": MEASURED_BYTES / h2d_s, "d2h": MEASURED_BYTES / d2h_s}, cycles_s
-
-
 @contextmanager
 def memory_errors(doing: str, hint: str) -> Iterator[None]:
     """Turn the accelerator's running out of memory, or the CPU's, into an error that says what to change.
@@ -336,23 +154,140 @@ def memory_errors(doing: str, hint: str) -> Iterator[None]:
         ) from error
 
 
-def open_device(name: str) -> Device:
-    """Return `cpu`, or `cuda` with an optional index."""
-    device = torch.device(name)
-    return CpuDevice() if device.type == "cpu" else CudaDevice(device.index)
+Spans = list[tuple[str, str, float, float, int]]
+"""Lane, name, start and end in seconds of `time.perf_counter`, bytes."""
+LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
 
 
-def throttled(device: Device, gb_per_s: float | None) -> Device:
-    """Return a device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s
-    * 1e9) seconds in its lane, each direction by itself. None gives the device itself.
+@dataclass(frozen=True)
+class Overlap:
+    """One step, seconds and bytes. Sums are over what a lane was busy, not over wall time.
 
-    On CUDA a copy is right within some percent from about 1 MB on; a smaller one may be faster than the limit says.
+    Attributes:
+        forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
+        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: wall time in which the disk was asked to move
+            something.
+        wall_s: from the step's begin to the next one's.
+        idle_s: wall time in which the accelerator computed nothing.
+        hiding_factor: backward_s / (d2h_s + update_s or, where that is more, disk_s) (SlideFormer section 3.1); 1 and
+            more hides the update.
+        bound: the lane that was busy longest.
+        comm_s: of gathers and sums over ranks, with what they waited for other ranks; 0 in one process.
+        simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
-    if gb_per_s is None:
-        return device
-    slow = (
-        _SlowCudaBus(device, gb_per_s)
-        if isinstance(device, CudaDevice)
-        else _SlowBus(device, gb_per_s)
+
+    forward_s: float
+    backward_s: float
+    h2d_s: float
+    d2h_s: float
+    update_s: float
+    disk_s: float
+    wall_s: float
+    idle_s: float
+    hiding_factor: float
+    h2d_bytes: int
+    d2h_bytes: int
+    bound: str
+    comm_s: float = 0.0
+    simulated_gb_per_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Span:
+    lane: str
+    name: str
+    start: Any
+    end: Any
+    size: int = 0
+
+
+class Timeline:
+    """Spans of the running step; those of the accelerator are events until they are asked for."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.spans: deque[_Span] = deque()  # its ends are safe between threads
+
+    def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        """Add a span of a host thread, seconds of `time.perf_counter`."""
+        self.spans.append(_Span(lane, name, start_s, end_s))
+
+    def span(self, lane: str, name: str, start: Event, end: Event, size_bytes: int = 0) -> None:
+        """Add a span of the accelerator."""
+        self.spans.append(_Span(lane, name, start, end, size_bytes))
+
+    def drain(self) -> Spans:
+        """Return every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
+        ended: Spans = []
+        for _ in range(len(self.spans)):
+            span = self.spans.popleft()
+            if isinstance(span.start, float):
+                ended.append((span.lane, span.name, span.start, span.end, span.size))
+            elif span.end.done():
+                start, end = (self.device.seconds(event) for event in (span.start, span.end))
+                ended.append((span.lane, span.name, start, end, span.size))
+            else:
+                self.spans.append(span)
+        return ended
+
+
+def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None) -> Overlap:
+    """Sum up the spans of one step."""
+    busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
+    sizes = {"h2d": 0, "d2h": 0}
+    for lane, _, start, end, size in spans:
+        busy[lane] += (end - start) * (lane != "disk")
+        if lane in sizes:
+            sizes[lane] += size
+    busy["disk"] = _covered([(start, end) for lane, _, start, end, _ in spans if lane == "disk"])
+    computed = busy["forward"] + busy["backward"]
+    groups = {
+        "compute": computed,
+        **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")},
+    }
+    leaving = busy["d2h"] + max(busy["update"], busy["disk"])
+    return Overlap(
+        forward_s=busy["forward"],
+        backward_s=busy["backward"],
+        h2d_s=busy["h2d"],
+        d2h_s=busy["d2h"],
+        update_s=busy["update"],
+        disk_s=busy["disk"],
+        wall_s=wall_s,
+        idle_s=max(0.0, wall_s - computed),
+        hiding_factor=busy["backward"] / leaving if leaving else float("inf"),
+        h2d_bytes=sizes["h2d"],
+        d2h_bytes=sizes["d2h"],
+        bound=max(groups, key=lambda lane: groups[lane]),
+        comm_s=busy["comm"],
+        simulated_gb_per_s=simulated_gb_per_s,
     )
-    return cast("Device", slow)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one span runs: the disk works at several transfers at once."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def chrome_trace(spans: Spans, path: Path) -> None:
+    """Write spans for chrome://tracing or Perfetto, microseconds from the first."""
+    first = min((span[2] for span in spans), default=0.0)
+    events = [
+        {
+            "name": name, "cat": lane, "ph": "X", "pid": 0, "tid": LANES.index(lane),
+            "ts": round((start - first) * 1e6, 1), "dur": round((end - start) * 1e6, 1), "args": {"bytes": size},
+        }
+        for lane, name, start, end, size in spans
+    ]  # fmt: skip
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
+        for number, lane in enumerate(LANES)
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}) + "\n", encoding="utf-8")

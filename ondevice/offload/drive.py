@@ -11,15 +11,14 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from ondevice.core.errors import DoesNotFitError, StorageError
+from ondevice.core.errors import StorageError
+from ondevice.offload.host import BLOCK_BYTES
 
-BLOCK_BYTES = 4096
-"""Direct I/O wants offsets, lengths and addresses at multiples of the drive's block; 4096 serves all of them."""
 Backend = Literal["auto", "direct", "buffered"]
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -29,59 +28,9 @@ _REASONS = {
 }
 
 
-def round_up(size_bytes: int) -> int:
-    """Return `size_bytes` up to the next whole block."""
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def reason(error: OSError) -> str:
     """Return the system's reason in words that a user knows."""
     return _REASONS.get(error.errno or 0, error.strerror or str(error))
-
-
-class _Pages(mmap.mmap):
-    """Anonymous private memory that takes its page lock back before it is unmapped."""
-
-    locked_at = 0
-    """The address that CUDA page-locked; 0 if it did not."""
-
-    def __del__(self) -> None:
-        if self.locked_at:
-            _cudart().cudaHostUnregister(self.locked_at)
-
-
-def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
-    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a multiple of 4096.
-
-    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the system
-    with the last tensor that views it. Finish the copies to and from the GPU before that.
-
-    Args:
-        size_bytes: at least 1.
-        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored where there is no CUDA.
-
-    Raises:
-        DoesNotFitError: the system has not that much memory, or CUDA cannot lock it.
-    """
-    if size_bytes < 1:
-        raise ValueError(f"a buffer needs at least 1 byte, not {size_bytes}")
-    size_bytes = round_up(size_bytes)
-    try:
-        pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise _no_memory(size_bytes, reason(error)) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages
-            pass
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    if pin and torch.cuda.is_available():
-        code = _cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
-        if int(code) != 0:
-            raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
-        pages.locked_at = tensor.data_ptr()
-    return tensor
 
 
 def checksum(chunk: torch.Tensor) -> bytes:
@@ -208,15 +157,3 @@ def _open(path: Path, *, direct: bool) -> tuple[int, str]:
     if direct and hasattr(fcntl, "F_NOCACHE"):  # macOS
         fcntl.fcntl(file, getattr(fcntl, "F_NOCACHE"), 1)  # noqa: B009
     return file, "buffered"
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _no_memory(size_bytes: int, why: str) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"no memory for an offload buffer of {size_bytes / 2**20:.0f} MiB",
-        received=why,
-        hint="close other programs, or move more of the optimizer state to the disk",
-    )

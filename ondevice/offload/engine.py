@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
-from ondevice.offload.device import open_device, throttled
+from ondevice.offload.cuda import CudaDevice, throttled
+from ondevice.offload.device import CpuDevice, Device, Overlap, Spans, Timeline, overlap
 from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.report import Overlap, Spans, Timeline, overlap
 from ondevice.offload.units import cut
 from ondevice.offload.worker import Watch
 
@@ -42,7 +42,9 @@ class OffloadEngine:
         self, family: Family, config: EngineConfig, device: str, ranks: Ranks = SINGLE
     ) -> None:
         self.config, self.where, self.ranks = config, torch.device(device), ranks
-        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
+        self.device = open_device(device)
+        if config.bus_limit_gb_per_s is not None:
+            self.device = throttled(self.device, config.bus_limit_gb_per_s)
         self.liger = use_liger(config, self.device.type)
         self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
         self.units = cut(family)
@@ -109,3 +111,9 @@ def host_threads(device: str, sharing: int = 1) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return max(1, processors // sharing - 2 * (device != "cpu"))
+
+
+def open_device(name: str) -> Device:
+    """Open `cpu`, or `cuda` with an optional index."""
+    device = torch.device(name)
+    return CpuDevice() if device.type == "cpu" else CudaDevice(device.index)

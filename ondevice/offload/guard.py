@@ -14,33 +14,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 GONE = "another rank has ended or does not answer"
 HINT = "its own message says why; the last checkpoint is intact, resume from it"
-
-
-MOST_S = 1.0
-"""Longest time between two looks that counts: those who wait look several times a second."""
-
-
-class Patience:
-    """Time that a wait has taken while this process ran.
-
-    If the machine sleeps, or the process is stopped (a paused container, Ctrl-Z), what is waited for stands still, too.
-    """
-
-    def __init__(self) -> None:
-        self.seconds, self.looked = 0.0, time.monotonic()
-
-    def spent(self) -> float:
-        """Return the seconds since the start; call it several times a second."""
-        now = time.monotonic()
-        self.seconds += min(MOST_S, now - self.looked)
-        self.looked = now
-        return self.seconds
+LOOK_S = 0.5
 
 
 class Guard:
@@ -72,20 +51,22 @@ class Guard:
 
 def watch(process: int) -> None:
     """Read lines until the process ends, or end it."""
-    left, limit_s, waits_for, patience = b"", 0.0, "", Patience()
+    left, limit_s, waits_for, waited_s = b"", 0.0, "", 0.0
     while os.getppid() == process:
-        if select.select([0], [], [], 0.5)[0]:
+        if select.select([0], [], [], LOOK_S)[0]:
             if not (read := os.read(0, 65536)):
                 return
             *lines, left = (left + read).split(b"\n")
             if lines:
                 seconds, _, waits_for = lines[-1].decode().partition(" ")
-                limit_s, patience = float(seconds), Patience()
-        elif patience.spent() > limit_s and waits_for:
+                limit_s, waited_s = float(seconds), 0.0
+            continue
+        waited_s += (
+            LOOK_S  # time in which the machine slept or this process was stopped does not count
+        )
+        if waited_s > limit_s and waits_for:
             message = f"error: {waits_for}: {GONE}\n"
-            message += (
-                f"  received: this rank's process could do nothing for {patience.seconds:.1f} s\n"
-            )
+            message += f"  received: this rank's process could do nothing for {waited_s:.1f} s\n"
             print(f"{message}  try: {HINT}", file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)
             return

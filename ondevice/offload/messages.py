@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import GONE, HINT, Patience
+from ondevice.offload.guard import GONE, HINT
+from ondevice.offload.worker import Patience
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""

@@ -8,12 +8,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.guard import GONE, HINT, Guard, Patience
+from ondevice.offload.guard import GONE, HINT, Guard
+from ondevice.offload.worker import Patience, Watch
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Event
     from ondevice.offload.ranks import Ranks
-    from ondevice.offload.worker import Watch
 
 LOOK_S = 0.1
 ABORT_S = 10.0

@@ -11,18 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.offload import loss
-from ondevice.offload.accumulate import Accumulator
-from ondevice.offload.kernels import LigerLoss
+from ondevice.offload.gradients import Accumulator
+from ondevice.offload.kernels import ChunkedLoss, LigerLoss
 
 if TYPE_CHECKING:
     from ondevice.models import Family
-    from ondevice.offload.activations import Activations
     from ondevice.offload.config import EngineConfig
-    from ondevice.offload.device import Device, Event
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.graphs import Compute
-    from ondevice.offload.report import Timeline
-    from ondevice.offload.transfers import Slot
+    from ondevice.offload.transfers import Activations, Slot
     from ondevice.offload.units import Unit, Units
 
 AHEAD = 3
@@ -327,16 +324,16 @@ class Passes:
 
     def _scores(
         self, normed: list[Tensor], labels: list[np.ndarray], scale: float
-    ) -> list[loss.ChunkedLoss]:
+    ) -> list[ChunkedLoss]:
         """Each position paired with the label of the next token."""
         scores = []
         for x, rows in zip(normed, labels, strict=True):
             targets = self._upload(rows[:, 1:]).reshape(-1)
             flat = x[:, :-1].reshape(-1, x.shape[-1])
-            scores.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
+            scores.append(ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
         return scores
 
-    def _score_tiles(self, scores: list[loss.ChunkedLoss]) -> None:
+    def _score_tiles(self, scores: list[ChunkedLoss]) -> None:
         """The first pass over the head's tiles."""
         for tile, (low, _) in enumerate(self.window.tiles):
             slot, weight = self._head_tile(tile)
@@ -345,7 +342,7 @@ class Passes:
                     score.forward(weight, low)
             slot.used = self.device.record("compute")
 
-    def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
+    def _head_backward(self, scores: list[ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
         """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
         window, single_tile = self.window, len(self.window.tiles) == 1
         fused: list[Any] = (

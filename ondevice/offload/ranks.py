@@ -1,7 +1,7 @@
 """Data parallelism with sharded states (ZeRO) under `torchrun`: the processes, and what they say to each other.
 
-Every rank keeps a contiguous share of every unit, its masters and moments, and updates it: host memory, copies and
-update are divided by the ranks. A rank copies its share to its accelerator over its own link, the accelerators gather
+Every rank keeps a contiguous shard of every unit, its masters and moments, and updates it: host memory, copies and
+update are divided by the ranks. A rank copies its shard to its accelerator over its own link, the accelerators gather
 the unit from each other; gradients are summed on their way to the ranks that keep them (reduce-scatter), in the compute
 dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds to bfloat16, as
 accumulation over micro-batches does.
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from math import fsum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,9 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from ondevice.core.errors import ConfigError
-from ondevice.offload import cores, shares
+from ondevice.offload import cores
 from ondevice.offload.messages import Arrays, Beat, Messages, together
-
-if TYPE_CHECKING:
-    from ondevice.offload.units import Unit
+from ondevice.offload.units import Unit, row_bounds, shard, shard_bounds, shard_numel
 
 _LOCAL = "LOCAL_WORLD_SIZE"
 START, GRACE = timedelta(minutes=10), timedelta(seconds=30)
@@ -128,21 +126,21 @@ class Ranks:
         """Return rank 0's settings: a choice that each rank made by itself might be another on each."""
         return config if self.single else self.calls.broadcast(config)
 
-    def share(self, unit: Unit) -> Unit:
+    def shard(self, unit: Unit) -> Unit:
         """Return what this rank keeps and updates of `unit`."""
-        return shares.share(unit, self.rank, self.world)
+        return shard(unit, self.rank, self.world)
 
     def padded(self, unit: Unit) -> int:
-        """Return the elements of all shares together: what a unit needs where all of them come together."""
-        return shares.length(unit, self.world) * self.world
+        """Return the elements of all shards together: what a unit needs where all of them come together."""
+        return shard_numel(unit, self.world) * self.world
 
     def bounds(self, unit: Unit, span: slice | None = None) -> Bounds:
-        """See `shares.bounds`."""
-        return shares.bounds(unit, self.world, span)
+        """See `units.shard_bounds`."""
+        return shard_bounds(unit, self.world, span)
 
     def row_bounds(self, unit: Unit, rows: Tensor) -> Bounds:
-        """See `shares.row_bounds`."""
-        return shares.row_bounds(unit, self.world, rows)
+        """See `units.row_bounds`."""
+        return row_bounds(unit, self.world, rows)
 
     def own(self, bounds: Bounds) -> slice:
         return slice(bounds[self.rank], bounds[self.rank + 1])

@@ -1,17 +1,19 @@
-"""A unit's way to and from the accelerator; with several ranks, each one's share to all, and back to each its sum."""
+"""A unit's way to and from the accelerator; with several ranks, each one's shard to all, and back to each its sum."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
+from ondevice.offload.gradients import square
+
 if TYPE_CHECKING:
-    from ondevice.offload.device import Device, Event, Lane
+    from ondevice.offload.device import Device, Event, Lane, Timeline
     from ondevice.offload.ranks import Bounds, Ranks
-    from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit
     from ondevice.offload.worker import Task
 
@@ -23,11 +25,6 @@ class Slot:
         self.memory = memory
         self.used: Event | None = None
         self.task: Task | None = None
-
-
-def square(gradient: Tensor) -> Tensor:
-    """Return the squared norm, float32 [1]."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32).square().reshape(1)
 
 
 class Transfers:
@@ -135,3 +132,144 @@ class Transfers:
         size = 0 if moved is None else moved.numel() * moved.element_size()
         self.timeline.span(lane, unit.name, started, event, size)
         return event
+
+
+AHEAD = 3
+"""Inputs on the accelerator at once, and how many layers the host may run ahead of it."""
+ON_HOST = 4
+"""Layers whose inputs are in host memory at once where they go to disk."""
+
+
+class ActivationFile(Protocol):
+    """A file that takes inputs from their host buffers."""
+
+    def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
+        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their
+        count."""
+        ...
+
+    def place(self, at: int) -> None:
+        """Let input `at` have its buffer, once what that held before is in the file."""
+        ...
+
+    def write(self, at: int) -> None: ...
+
+    def read(self, at: int) -> None: ...
+
+    def wait(self, at: int) -> None: ...
+
+
+class Activations:
+    """Inputs of all layers by (layer, micro-batch), in order: saved upwards, loaded downwards."""
+
+    def __init__(
+        self, device: Device, timeline: Timeline, place: str, disk: ActivationFile | None
+    ) -> None:
+        self.device, self.timeline, self.place, self.disk = device, timeline, place, disk
+        self.shape: tuple[int, int] = (0, 0)
+        self.host: list[Tensor] = []
+        self.ring: list[tuple[Tensor, Event | None]] = []
+        self.turn = 0
+        self.bytes = 0
+
+    def begin(self, layers: int, micro_batches: int, like: Tensor) -> None:
+        """Get memory for a step: `like` is the largest input. Nothing is allocated where it fits the last step's."""
+        self.kept: dict[int, Tensor] = {}
+        self.leaving: deque[tuple[Event, Tensor, int]] = deque()
+        self.left_host: dict[int, Event] = {}
+        self.arrived: dict[int, tuple[int, Event]] = {}
+        self.numel: dict[int, int] = {}
+        self.micro_batches = micro_batches
+        if self.place == "device":
+            return
+        count = layers * micro_batches
+        if self.shape[0] >= count and self.shape[1] >= like.numel():
+            return
+        self.shape = (count, like.numel())
+        if self.disk is None:
+            self.host = [self.device.pinned(like.numel(), like.dtype) for _ in range(count)]
+        else:
+            size, pin = like.numel() * like.element_size(), self.device.type != "cpu"
+            memory = self.disk.begin(count, size, min(count, ON_HOST * micro_batches), pin)
+            self.host = [buffer.view(like.dtype) for buffer in memory]
+        self.ring = [
+            (self.device.empty(like.numel(), like.dtype), None) for _ in range(min(count, AHEAD))
+        ]
+        self.bytes = len(self.host) * like.numel() * like.element_size()
+
+    def save(self, layer: int, micro: int, h: Tensor) -> None:
+        """Keep the input of a layer."""
+        at = layer * self.micro_batches + micro
+        if self.place == "device":
+            self.kept[at] = h
+            return
+        if self.disk is not None:
+            self.disk.place(at)
+        self.numel[at] = h.numel()
+        host = self._host(at)[: h.numel()]
+        self.device.hold("d2h", self.device.record("compute"))
+        started = self.device.record("d2h")
+        self.device.copy("d2h", host, h.reshape(-1))
+        event = self.device.record("d2h")
+        self.timeline.span("d2h", "activations", started, event, h.numel() * h.element_size())
+        self.leaving.append((event, h, at))
+        if len(self.leaving) > AHEAD:
+            self._resolve()
+
+    def prefetch(self, layer: int, micro: int) -> None:
+        """Ask for an input; at most `AHEAD` may be on their way or in use."""
+        at = layer * self.micro_batches + micro
+        if self.place == "device" or layer < 0 or at in self.arrived:
+            return
+        while (
+            self.leaving
+        ):  # the host waits until all are in its memory, so no event is needed from here on
+            self._resolve()
+        self.turn = (self.turn + 1) % len(self.ring)
+        memory, used = self.ring[self.turn][0][: self.numel[at]], self.ring[self.turn][1]
+        if self.disk is not None:
+            self.disk.read(at)
+            self.disk.wait(at)
+        if used is not None:
+            self.device.hold("h2d", used)
+        started = self.device.record("h2d")
+        self.device.copy("h2d", memory, self._host(at)[: memory.numel()])
+        event = self.device.record("h2d")
+        self.timeline.span(
+            "h2d", "activations", started, event, memory.numel() * memory.element_size()
+        )
+        self.arrived[at] = (self.turn, event)
+        ahead = at - 2 * self.micro_batches
+        if self.disk is not None and ahead >= 0:
+            above = self.left_host.get(ahead + len(self.host))
+            if above is not None:
+                above.wait()
+                self.disk.read(ahead)
+            self.left_host[at] = event
+
+    def load(self, layer: int, micro: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the input of a layer again; `done` says when it is no longer needed."""
+        at = layer * self.micro_batches + micro
+        if self.place == "device":
+            return self.kept.pop(at)
+        self.prefetch(layer, micro)
+        turn, event = self.arrived[at]
+        self.device.hold("compute", event)
+        return self.ring[turn][0][: math.prod(shape)].view(shape)
+
+    def done(self, layer: int, micro: int) -> None:
+        """Release an input: what was computed until now is the last that reads it."""
+        at = layer * self.micro_batches + micro
+        if self.place != "device":
+            turn, _ = self.arrived.pop(at)
+            self.ring[turn] = (self.ring[turn][0], self.device.record("compute"))
+
+    def _resolve(self) -> None:
+        """The oldest input that leaves is on the host now, and goes on to the disk."""
+        event, _, at = self.leaving.popleft()
+        event.wait()
+        if self.disk is not None:
+            self.disk.write(at)
+
+    def _host(self, at: int) -> Tensor:
+        return self.host[at % len(self.host)]

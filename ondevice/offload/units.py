@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ondevice.core.errors import ModelError
+from ondevice.core.errors import CheckpointError, ModelError
+from ondevice.runtime_ops.layer_adam import TILE
 
 if TYPE_CHECKING:
     from ondevice.models import Family
@@ -19,7 +23,7 @@ Kind = Literal["layer", "rest", "embedding", "head"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: elements `offset` to `offset + numel` of its unit; of a share, those from `start` on."""
+    """One parameter: elements `offset` to `offset + numel` of its unit; of a shard, those from `start` on."""
 
     name: str
     parameter: nn.Parameter
@@ -42,7 +46,7 @@ class Unit:
         name: `layer 3`, `embedding`, `head` or `rest` (what belongs to no layer: the final norm).
         order: when a forward pass needs it; the update thread takes the lowest first.
         numel: elements, with padding between parameters; `parameters` without.
-        low, of: of a rank's share (`ondevice.offload.shares`): its first element, and the elements of the whole unit.
+        low, of: of a rank's shard (`ondevice.offload.units`): its first element, and the elements of the whole unit.
     """
 
     index: int
@@ -61,7 +65,7 @@ class Unit:
 
     @property
     def here(self) -> int:
-        """Elements without what fills up a share that reaches beyond its unit's end."""
+        """Elements without what fills up a shard that reaches beyond its unit's end."""
         return min(self.numel, max(0, self.total - self.low))
 
     @property
@@ -142,3 +146,129 @@ def cut(family: Family) -> Units:
             "the output head is no parameter", expected="nn.Parameter", received=type(head).__name__
         )
     return Units(layers, small, embedding, unit(count + 2, "head", "head", count, [head]))
+
+
+TABLES = ("embedding", "head")
+
+
+def shard_numel(unit: Unit, world: int) -> int:
+    """Return the elements of each rank's shard."""
+    if world == 1:
+        return unit.numel
+    step = ALIGN
+    if unit.kind in TABLES:
+        width = unit.pieces[0].shape[1]
+        step = ALIGN * width // gcd(ALIGN, width)
+    return -(-unit.numel // (world * step)) * step
+
+
+def shard(unit: Unit, rank: int, world: int) -> Unit:
+    """Return the shard of one rank as a unit of its own; of a table, a table of fewer rows, which may be none."""
+    if world == 1:
+        return unit
+    size = shard_numel(unit, world)
+    low, pieces = rank * size, []
+    for piece in unit.pieces:
+        first = min(max(piece.offset, low), piece.offset + piece.numel)
+        count = max(0, min(piece.offset + piece.numel, low + size) - first)
+        if unit.kind in TABLES:
+            width = piece.shape[1]
+            shape: tuple[int, ...] = (count // width, width)
+        elif count:
+            shape = (count,)
+        else:
+            continue
+        offset = first - low if count else 0
+        pieces.append(
+            replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset)
+        )
+    return replace(unit, pieces=tuple(pieces), numel=size, low=low, of=unit.numel)
+
+
+def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> tuple[int, ...]:
+    """Return where the ranks' shards begin, and where the last one ends: `world + 1` elements.
+
+    Args:
+        span: only these elements of the unit are meant, and counted from the first of them; None: all, and what fills
+            up the last shards.
+    """
+    size = shard_numel(unit, world)
+    if span is None:
+        return tuple(rank * size for rank in range(world + 1))
+    inside = (min(max(rank * size, span.start), span.stop) - span.start for rank in range(world))
+    return (*inside, span.stop - span.start)
+
+
+def row_bounds(unit: Unit, world: int, rows: Tensor) -> tuple[int, ...]:
+    """Return the same for rows of a table, int64 [R] ascending: where in `rows` the ranks' own begin."""
+    if world == 1:
+        return (0, len(rows))
+    firsts = torch.arange(world) * (shard_numel(unit, world) // unit.pieces[0].shape[1])
+    return (*torch.searchsorted(rows, firsts).tolist(), len(rows))
+
+
+def extent(part: str, unit: Unit) -> tuple[int, int, int]:
+    """Return of an array of a unit's state the first element that a shard has, how many it has, and how many there
+    are; scales of moments are one for 128 elements."""
+    each = TILE if part.endswith("_scale") else 1
+    return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
+
+
+def array_name(part: str, unit: Unit) -> str:
+    """Return the name of an array in a checkpoint: `high/layer.3`, and of a shard `high/layer.3@first:last:all`."""
+    if not unit.of:
+        return f"{part}/{unit.key}"
+    first, count, size = extent(part, unit)
+    return f"{part}/{unit.key}@{first}:{first + count}:{size}"
+
+
+def unit_key(name: str) -> str:
+    """Return `Unit.key` of an array's name."""
+    return name.partition("/")[2].partition("@")[0]
+
+
+class Joined:
+    """Arrays by name out of those of a checkpoint, which may be in shards of any number of ranks."""
+
+    def __init__(self, arrays: Any) -> None:
+        self.whole: dict[str, Any] = {}
+        for name, value in arrays.items():
+            base, _, span = name.partition("@")
+            if span:
+                first, last, size = (int(word) for word in span.split(":"))
+                self.whole.setdefault(base, Pieces(base, size)).add(first, last, value)
+            else:
+                self.whole[name] = value
+
+    def get(self, name: str, /) -> Any:
+        """Return an array, or what is sliced like one; None where there is none."""
+        return self.whole.get(name)
+
+
+class Pieces:
+    """One array in pieces; only what is asked for is put together."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.shape, self.pieces = name, (size,), dict[int, tuple[int, np.ndarray]]()
+
+    @property
+    def dtype(self) -> Any:
+        return next(iter(self.pieces.values()))[1].dtype
+
+    def add(self, first: int, last: int, value: np.ndarray) -> None:
+        """Add elements `first` to `last`, exclusive."""
+        self.pieces[first] = last, value
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        found, at = [], span.start
+        for first, (last, value) in sorted(self.pieces.items()):
+            if first <= at < min(last, span.stop):
+                found.append(value[at - first : span.stop - first])
+                at = min(last, span.stop)
+        if at < span.stop:
+            raise CheckpointError(
+                f"the checkpoint lacks a part of {self.name}",
+                expected=f"element {at}",
+                hint="take an older checkpoint",
+            )
+        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, self.dtype), *found])

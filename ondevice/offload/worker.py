@@ -10,12 +10,32 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import OndeviceError, TrainingError
-from ondevice.offload.guard import Patience
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.2
+
+
+MOST_S = 1.0
+"""Longest time between two looks that counts: those who wait look several times a second."""
+
+
+class Patience:
+    """Time that a wait has taken while this process ran.
+
+    If the machine sleeps, or the process is stopped (a paused container, Ctrl-Z), what is waited for stands still, too.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.looked = 0.0, time.monotonic()
+
+    def spent(self) -> float:
+        """Return the seconds since the start; call it several times a second."""
+        now = time.monotonic()
+        self.seconds += min(MOST_S, now - self.looked)
+        self.looked = now
+        return self.seconds
 
 
 class Watch:

@@ -11,7 +11,7 @@ from ondevice.core.registry import methods, spec_of
 from ondevice.planning.estimate import plan_request
 
 if TYPE_CHECKING:
-    from ondevice.offload.rates import Rates
+    from ondevice.offload.config import Rates
     from ondevice.planning.estimate import Plan
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
-    from ondevice.offload.rates import Rates
+    from ondevice.offload.config import Rates
     from ondevice.planning.step_time import StepTime
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

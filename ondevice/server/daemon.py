@@ -17,7 +17,7 @@ from ondevice.server import uploads
 from ondevice.server.adapters import link_active
 from ondevice.server.conversions import Conversions
 from ondevice.server.events import Hub
-from ondevice.server.fleets import Fleets
+from ondevice.server.fleets import Fleets, Progress
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
 from ondevice.server.pools import Pools
@@ -38,11 +38,15 @@ LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
 class Daemon:
     """A store that is served by this process, and by no other while it is.
 
+    Args:
+        root: the store's folder.
+        fleet_progress: see `Fleets`.
+
     Raises:
         BusyError: another daemon serves this store.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, fleet_progress: Progress = lambda folder: None) -> None:
         self.store = Store(root)
         self._lock = _locked(self.store.root / LOCK)
         self.hub = Hub(self.store)
@@ -57,7 +61,9 @@ class Daemon:
         self.supervisor = Supervisor(
             self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0)
         )
-        self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
+        self.fleets = Fleets(
+            self.store.root, lambda: self.supervisor.running is not None, fleet_progress
+        )
         self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
         self.pools = Pools()

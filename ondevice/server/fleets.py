@@ -38,6 +38,8 @@ AGAIN_S = 30.0
 """A device that ended by itself is started again after so long."""
 STOP_S = 40.0
 LOG_BYTES = 1 << 20
+Progress = Callable[[Path], dict[str, Any] | None]
+NO_PROGRESS = {"fleet": None, "model": None, "rounds": 0, "hash": None, "bytes": 0}
 
 
 class Seat(StrictConfig):
@@ -137,14 +139,21 @@ class Fleets(threading.Thread):
     Args:
         root: the store's folder.
         busy: whether a job runs: jobs come first.
+        progress: returns how far the device in a folder is, None before its first message. The command line knows it:
+            the daemon itself imports nothing of fleets.
         clock: local time, seconds.
     """
 
     def __init__(
-        self, root: Path, busy: Callable[[], bool], clock: Callable[[], float] = time.time
+        self,
+        root: Path,
+        busy: Callable[[], bool],
+        progress: Progress = lambda folder: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="fleets", daemon=True)
         self.folder, self.busy, self.clock = root / FOLDER, busy, clock
+        self.progress = progress
         self.running: dict[str, Running] = {}
         self._ending = threading.Event()
 
@@ -245,16 +254,7 @@ class Fleets(threading.Thread):
         return rows
 
     def _progress(self, name: str) -> dict[str, Any]:
-        from ondevice.fleet.device import traffic_of
-        from ondevice.fleet.status import status
-
-        own = self.folder / name
-        try:
-            found = status(own)
-        except OndeviceError:  # no server has given its charter yet
-            return {"fleet": None, "model": None, "rounds": 0, "hash": None, "bytes": 0}
-        kept = {key: found[key] for key in ("fleet", "model", "rounds", "hash")}
-        return kept | {"bytes": traffic_of(own)}
+        return self.progress(self.folder / name) or dict(NO_PROGRESS)
 
 
 def _end(running: Running, now: float, wait: bool = False) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.server.fleets import Progress
 from ondevice.server.security import Tries, ensure_guarded, is_loopback, needs_token
 from ondevice.server.service import notify, start_log, watchdog_s
 
@@ -44,6 +45,7 @@ def serve(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     ready: Callable[[str], None] = lambda address: None,
+    fleet_progress: Progress = lambda folder: None,
 ) -> None:
     """Serve a store until SIGTERM or SIGINT; the running job's state is saved then, and it is queued again.
 
@@ -53,6 +55,7 @@ def serve(
         port: 0 takes a free one.
         tls_cert, tls_key: PEM files; both or none.
         ready: called with the address once it answers.
+        fleet_progress: see `Fleets`.
 
     Raises:
         BusyError: another daemon serves the store.
@@ -76,7 +79,7 @@ def serve(
                 f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner"
             )
     os.umask(0o077)  # data and tokens are this user's alone
-    daemon = Daemon(store or default_store())
+    daemon = Daemon(store or default_store(), fleet_progress)
     ensure_guarded(daemon.store, host)
     start_log(daemon.store.root / "logs")
     if not is_loopback(host) and tls_cert is None:

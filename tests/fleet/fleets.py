@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.agreement import Agreement
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.messages import Answer, Task
 from ondevice.fleet.numbers import pack
 

@@ -11,8 +11,8 @@ import pytest
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
-from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
-from ondevice.fleet.averaging.rules import Arrays, Combiner, Rule, check_alike
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.averaging.rules import Arrays, Averaging, Combiner, Rule, check_alike
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.config import FleetRun
 from tests.cli.command import CommandLine

@@ -16,13 +16,12 @@ from ondevice.fleet.carry import Desk
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.frozen import Frozen
-from ondevice.fleet.log import read_file
 from ondevice.fleet.messages import Refresh
 from ondevice.fleet.open import open_run
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.simulate import simulate
 from ondevice.fleet.split import split
-from ondevice.fleet.store import Store
+from ondevice.fleet.store import Store, read_file
 from tests.cli.command import CommandLine
 from tests.fleet.test_simulate import rows
 

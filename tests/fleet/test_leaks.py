@@ -21,7 +21,8 @@ import pytest
 from ondevice.core import errors
 from ondevice.fleet.asking import ask
 from ondevice.fleet.averaging.arrays import to_bytes
-from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.averaging.rules import Averaging
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.device import Device, DeviceSettings, answering

@@ -176,8 +176,9 @@ def test_damaged_adapters_never_end_a_server(
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.averaging import apps
     from ondevice.fleet.averaging.arrays import digest
-    from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+    from ondevice.fleet.averaging.charter import AdapterCharter
     from ondevice.fleet.averaging.records import CONFIG, arrays_of, content_of, request_of
+    from ondevice.fleet.averaging.rules import Averaging
     from ondevice.fleet.averaging.store import AdapterStore
 
     name_the_run(monkeypatch)
@@ -492,8 +493,9 @@ def test_a_lone_liar_does_not_choose_the_tensors_of_a_first_order_fleet(
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     from ondevice.fleet.averaging import apps
     from ondevice.fleet.averaging.arrays import digest, to_bytes
-    from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+    from ondevice.fleet.averaging.charter import AdapterCharter
     from ondevice.fleet.averaging.records import CONFIG, arrays_of, content_of, request_of
+    from ondevice.fleet.averaging.rules import Averaging
     from ondevice.fleet.averaging.store import AdapterStore
 
     name_the_run(monkeypatch)

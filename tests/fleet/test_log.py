@@ -15,9 +15,9 @@ from ondevice.core.errors import FleetError, StorageError
 from ondevice.fleet import file as file_module
 from ondevice.fleet import store as store_module
 from ondevice.fleet.charter import Charter
-from ondevice.fleet.log import log_bytes, read_file, read_log, replay
+from ondevice.fleet.log import log_bytes, read_log, replay
 from ondevice.fleet.rounds import Rounds
-from ondevice.fleet.store import FILE_NAME, Store
+from ondevice.fleet.store import FILE_NAME, Store, read_file
 from tests.fleet.fleets import answer, charter, drawn
 
 

@@ -14,8 +14,9 @@ import pytest
 from ondevice.core.errors import FleetError
 from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import to_bytes
-from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.averaging.member import AdapterAnswer
+from ondevice.fleet.averaging.rules import Averaging
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.ledger import BUDGET, FILE_NAME, Ledger, cost_of

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ondevice.core.errors import ConfigError, FleetError
-from ondevice.fleet.charter import Agreement
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.combine import clip, coefficients_of, combined
 from ondevice.fleet.numbers import Numbers
 from ondevice.fleet.rounds import Rounds

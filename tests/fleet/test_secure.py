@@ -11,8 +11,9 @@ import pytest
 
 from ondevice.core.errors import ConfigError, FleetError
 from ondevice.data import Batches
+from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.carry import Desk
-from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.keys import DeviceKey
 from ondevice.fleet.member import Member

@@ -84,17 +84,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if mix.past >= 1.0:",
     ): "the weight of the older stream is at most 1",
     (
-        "ondevice/offload/clipping.py",
+        "ondevice/offload/gradients.py",
         'if self.limit is None or self.rule != "previous":',
         'if self.limit is None or self.rule < "previous":',
     ): "both other rules, global and layer, sort before previous",
     (
-        "ondevice/offload/clipping.py",
+        "ondevice/offload/gradients.py",
         'if self.rule == "layer":',
         'if self.rule <= "layer":',
     ): "the rule that sorts before it, global, needs all norms and never asks for a scale on the accelerator",
     (
-        "ondevice/offload/clipping.py",
+        "ondevice/offload/gradients.py",
         "squares = {index: float(value[0]) for index, value in norms.items() if value is not None}",
         "squares = {index: float(value[ -1]) for index, value in norms.items() if value is not None}",
     ): "the arrays have one element",

@@ -71,7 +71,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/lsp/test_projector.py",
         "tests/methods/lsp/test_matrix.py",
     ),
-    "ondevice/offload/clipping.py": ("tests/methods/slideformer/test_clip.py",),
+    "ondevice/offload/gradients.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
 }
 """Modules of the numerics, and the tests that guard each."""

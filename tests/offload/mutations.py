@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "ondevice.offload.transfers", "ondevice.offload.activations", "ondevice.offload.passes", "ondevice.offload.host",
+    "ondevice.offload.transfers", "ondevice.offload.passes", "ondevice.offload.host",
     "ondevice.methods.slideformer.window", "ondevice.methods.slideformer.updater", "ondevice.methods.slideformer.disk",
     "ondevice.methods.slideformer.disk_states", "ondevice.methods.slideformer.engine",
 )  # fmt: skip

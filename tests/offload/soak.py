@@ -35,7 +35,7 @@ import torch
 from ondevice.methods.lsp import updates
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
-from ondevice.methods.slideformer import disk, disk_states, resident, store, updater
+from ondevice.methods.slideformer import disk, disk_states, store, updater
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.torch import SlideformerSession
@@ -323,7 +323,7 @@ class Run:
 def late(episode: Episode, monkeypatch: Any) -> Any:
     """A checker, and engines whose lanes are late."""
     delays = episode.delays
-    with checking(monkeypatch, updater, store, disk, disk_states, resident, updates) as (
+    with checking(monkeypatch, updater, store, disk, disk_states, updates) as (
         checker,
         _,
     ):
@@ -331,7 +331,7 @@ def late(episode: Episode, monkeypatch: Any) -> Any:
         for module in (updater, updates):
             for name in ("layer_adam", "torch_adam"):
                 monkeypatch.setattr(module, name, delays.before("update", getattr(module, name)))
-        monkeypatch.setattr(resident, "device_adam", delays.before("compute", resident.device_adam))
+        monkeypatch.setattr(store, "device_adam", delays.before("compute", store.device_adam))
         monkeypatch.setattr(drive.Drive, "move", delays.before("disk", drive.Drive.move))
         lanes = {"transfer": "h2d", "offload": "d2h", "upload": "h2d", "update": "update"}
         taken = worker.Worker._next

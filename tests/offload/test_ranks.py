@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from ondevice.core.errors import CheckpointError, TrainingError  # noqa: E402
-from ondevice.offload import cores, shares  # noqa: E402
+from ondevice.offload import cores  # noqa: E402
 from ondevice.offload.overdue import Overdue  # noqa: E402
-from ondevice.offload.units import Piece, Unit  # noqa: E402
+from ondevice.offload.units import Joined, Piece, Unit, shard, shard_bounds  # noqa: E402
 from ondevice.offload.worker import Watch  # noqa: E402
 
 
@@ -41,8 +41,8 @@ def unit(sizes: list[int], kind: Any = "layer", width: int = 0) -> Unit:
     "whole",
     [unit([1]), unit([129, 7, 1000]), unit([3000], "head", 24), unit([77 * 3], "embedding", 77)],
 )
-def test_shares_are_all_of_a_unit(world: int, whole: Unit) -> None:
-    parts = [shares.share(whole, rank, world) for rank in range(world)]
+def test_the_shards_of_all_ranks_cover_a_unit(world: int, whole: Unit) -> None:
+    parts = [shard(whole, rank, world) for rank in range(world)]
     assert (
         len({part.numel for part in parts}) == 1 and sum(part.here for part in parts) == whole.numel
     )
@@ -59,16 +59,16 @@ def test_shares_are_all_of_a_unit(world: int, whole: Unit) -> None:
             memory[piece.offset : piece.offset + piece.numel], piece.parameter.reshape(-1)
         )
     span = slice(whole.numel // 3, whole.numel - 1)
-    bounds = shares.bounds(whole, world, span)
+    bounds = shard_bounds(whole, world, span)
     assert [bounds[0], bounds[-1]] == [0, span.stop - span.start] and sorted(bounds) == list(bounds)
     for part, first, last in zip(parts, bounds, bounds[1:]):
         if first < last:
             assert part.low <= span.start + first and span.start + last <= part.low + part.numel
 
 
-def test_a_checkpoint_that_lacks_a_share_is_refused() -> None:
+def test_a_checkpoint_with_a_missing_shard_is_refused() -> None:
     first, second = (torch.arange(n, m).numpy() for n, m in ((0, 3), (5, 8)))
-    joined = shares.Joined({"m/a@0:3:8": first, "m/a@5:8:8": second, "n": first})
+    joined = Joined({"m/a@0:3:8": first, "m/a@5:8:8": second, "n": first})
     assert (
         joined.get("m/a")[6:8].tolist() == [6, 7]
         and joined.get("n") is first

@@ -16,8 +16,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.offload import drive  # noqa: E402
-from ondevice.offload.device import CpuDevice  # noqa: E402
-from ondevice.offload.report import LANES, Spans, Timeline, chrome_trace, overlap  # noqa: E402
+from ondevice.offload.device import (  # noqa: E402
+    LANES,
+    CpuDevice,
+    Spans,
+    Timeline,
+    chrome_trace,
+    overlap,
+)
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
 
@@ -85,7 +91,9 @@ def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
     opened.began = None
     opened.step(*second, 1, 1e-3)
     opened.flush()
-    if opened.disk.states is not None:  # writes go on after the updates are done
+    if (
+        opened.disk is not None and opened.disk.states is not None
+    ):  # writes go on after the updates are done
         opened.disk.states.flush()
         for file in (
             opened.disk.states.files

@@ -599,7 +599,8 @@ def build_fleet_log(folder: Path) -> None:
 
 def read_fleet_log(folder: Path) -> None:
     from ondevice.core.errors import OndeviceError
-    from ondevice.fleet.log import read_file, replay
+    from ondevice.fleet.log import replay
+    from ondevice.fleet.store import read_file
 
     log = read_file(folder / "fleet.fleetlog")
     try:
@@ -609,7 +610,8 @@ def read_fleet_log(folder: Path) -> None:
 
 
 def build_charter(folder: Path) -> None:
-    from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
+    from ondevice.fleet.averaging.charter import AdapterCharter
+    from ondevice.fleet.averaging.rules import Averaging
     from tests.fleet.fleets import charter
 
     (folder / "charter.json").write_bytes(charter().to_bytes())

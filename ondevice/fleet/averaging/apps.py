@@ -15,9 +15,8 @@ from flwr.serverapp import strategy as flower
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.averaging.arrays import digest, to_bytes
-from ondevice.fleet.averaging.charter import Averaging
 from ondevice.fleet.averaging.records import ARRAYS, CONFIG, METRICS, arrays_of, record_of, reply_of
-from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, bounded
+from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, Averaging, bounded
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.post import POLL_S, Post

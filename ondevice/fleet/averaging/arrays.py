@@ -6,6 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import FleetError
@@ -21,8 +23,6 @@ DOMAIN = b"ondevice-fleet-adapter-1\0"
 
 def to_bytes(arrays: Arrays) -> bytes:
     """Return arrays as the bytes of a safetensors file."""
-    from safetensors.numpy import save
-
     return save({name: np.ascontiguousarray(value) for name, value in sorted(arrays.items())})
 
 
@@ -32,9 +32,6 @@ def from_bytes(data: bytes) -> Arrays:
     Raises:
         FleetError: it is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
     try:
         parse_header(data)  # its sizes first: the library believes them
         return load(data)

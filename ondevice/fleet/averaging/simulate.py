@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ondevice.artifact.adapter import save_adapter
 from ondevice.core.errors import ConfigError
+from ondevice.core.registry import method_config
+from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import arrays_of, digest, put, to_bytes
 from ondevice.fleet.averaging.member import AdapterAnswer, AdapterMember, NumberMember
 from ondevice.fleet.averaging.rules import Arrays, Combiner, bounded, check_alike
 from ondevice.fleet.averaging.store import FILE_NAME, AdapterStore
 from ondevice.fleet.codes import Code, Refusal
-from ondevice.fleet.curve import Curve
-from ondevice.fleet.simulate import Round, Simulated, make_room
+from ondevice.fleet.config import Attack, FleetRun, default_method
+from ondevice.fleet.open import open_task
+from ondevice.fleet.simulated import Curve, Round, Simulated, make_room
 from ondevice.fleet.split import split
+from ondevice.training.checkpoint import RunLock
+from ondevice.training.evaluate import evaluate_dataset
+from ondevice.training.loop import StopRequest
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
-    from ondevice.fleet.config import Attack, FleetRun
     from ondevice.training.fit import RunRows
 
 
@@ -35,8 +41,6 @@ class AveragingSimulation:
     """
 
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
-        from ondevice.data import Batches
-
         self.config, self.session, self.rows = config, session, rows
         self.charter = config.adapter_charter(model)
         simulated, seed = config.simulation, config.train.seed
@@ -63,10 +67,6 @@ class AveragingSimulation:
 
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing."""
-        from ondevice.artifact.adapter import save_adapter
-        from ondevice.training.checkpoint import RunLock
-        from ondevice.training.loop import StopRequest
-
         out, rounds = self.config.train.out, self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:
             make_room(out, FILE_NAME, resume, overwrite)
@@ -162,8 +162,6 @@ class AveragingSimulation:
         self.refused[code] = self.refused.get(code, 0) + 1
 
     def _evaluate(self, arrays: Arrays) -> Any:
-        from ondevice.training.evaluate import evaluate_dataset
-
         put(self.session, arrays)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(
@@ -177,10 +175,6 @@ def weak_session(config: FleetRun) -> Session:
     Raises:
         ConfigError: the method trains A, which the zeroth-order one freezes.
     """
-    from ondevice.core.registry import method_config
-    from ondevice.fleet.config import default_method
-    from ondevice.fleet.open import open_task
-
     name, method = default_method(), config.method
     if getattr(method, "trains_a", True):
         raise ConfigError(

@@ -18,8 +18,7 @@ from ondevice.offload.transfers import Slot
 from ondevice.offload.units import Piece
 
 if TYPE_CHECKING:
-    from ondevice.offload.device import Device, Event
-    from ondevice.offload.report import Timeline
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.units import Unit
 
 BLOCK = 64

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.transfers import Slot, square
+from ondevice.offload.gradients import square
+from ondevice.offload.transfers import Slot
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.bases import Base

@@ -23,14 +23,13 @@ from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
 from ondevice.methods.lsp.projected import PastChange, ProjectedUnit, split, widen
 from ondevice.methods.lsp.updates import LATER, Updates
-from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
 from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
 from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.transfers import Slot
+from ondevice.offload.transfers import Activations, Slot
 from ondevice.offload.units import Piece, Unit
 from ondevice.runtime_ops.generator import stream_key
 
@@ -50,7 +49,7 @@ class LspEngine(OffloadEngine):
         config: of projectors, schedule and memory.
         device: `cpu`, `cuda` or `cuda:N`.
         seed: of the projectors.
-        ranks: those that train together: each has all weights on its accelerator and its shares of the states.
+        ranks: those that train together: each has all weights on its accelerator and its shards of the states.
 
     Attributes:
         bias_checks: the last check of each matrix's bias, by parameter name.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.method import MemoryModel, Reduction
+from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.lsp.config import FOLDED
-from ondevice.methods.lsp.sizes import KINDS, exact, narrow, projected, slides
-from ondevice.methods.step_model import passes_bytes
+from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides
+from ondevice.methods.step_model import passes_bytes, recomputed_flops
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -178,3 +178,13 @@ MEMORY = MemoryModel(
         Reduction("method.weight_placement: host", _weights_on_the_host),
     ),
 )
+
+
+def step_cost(
+    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    more = extra(dims, config, batch_size, length_tokens).flops
+    return StepCost(
+        recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weight_bytes, config.compute
+    )

@@ -19,7 +19,7 @@ from ondevice.methods.step_model import recomputed_flops
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.offload.rates import Rates
+    from ondevice.offload.config import Rates
     from ondevice.planning.estimate import Plan, Request
 
 SIZES = (1024, 512, 256, 128)
@@ -165,7 +165,7 @@ def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
         tried = _sized(request, size)
         ratio = cost(tried, at).unhidden or 0.0
         if ratio <= SLOWDOWN:
-            return tried, f"the largest of {', '.join(map(str, SIZES))} whose {_share(ratio)}"
+            return tried, f"the largest of {', '.join(map(str, SIZES))} whose {_unhidden(ratio)}"
     usual = _sized(request, USUAL)
     for rows in range(request.batch_size + 1, LARGEST_BATCH + 1):
         tried = replace(usual, batch_size=rows)
@@ -176,14 +176,14 @@ def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
             )
             return (
                 tried,
-                f"{least}; this is the smallest batch at which {USUAL} does: its {_share(ratio)}",
+                f"{least}; this is the smallest batch at which {USUAL} does: its {_unhidden(ratio)}",
             )
     smallest = min(SIZES, key=lambda size: cost(_sized(request, size), at).unhidden or 0.0)
     tried = _sized(request, smallest)
     ratio = cost(tried, at).unhidden or 0.0
     return (
         tried,
-        f"no batch up to {LARGEST_BATCH} brings {USUAL} within {SLOWDOWN - 1:.0%}; its {_share(ratio)}",
+        f"no batch up to {LARGEST_BATCH} brings {USUAL} within {SLOWDOWN - 1:.0%}; its {_unhidden(ratio)}",
     )
 
 
@@ -250,7 +250,7 @@ def _values(chosen: Request) -> str:
     )
 
 
-def _share(ratio: float) -> str:
+def _unhidden(ratio: float) -> str:
     if ratio <= 1:
         return "extra work and transfers take less than the weight gradients that are saved, even if nothing is hidden"
     return f"extra work and transfers make a step {ratio - 1:.0%} longer even if nothing is hidden"

@@ -1,7 +1,7 @@
 """Trained parameters of one unit: the changes of its projected matrices, and its other parameters as they are.
 
 Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer. Of several ranks
-each updates its shares of the two (`ondevice.offload.shares`), which what fills up the last shares keeps equally long.
+each updates its shards of the two (`ondevice.offload.units`), which what fills up the last shards keeps equally long.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ProjectedUnit:
         factor: the same on the accelerator, float32 [1], which a graph reads anew; None without weight decay.
         older: by matrix number.
         folded: whether the base is no longer what was loaded.
-        subspace: the changes as a unit; `own` is this rank's share of it, and `own_exact` of `exact`.
-        start: where `exact` begins in the run, and `numel` where it ends: all ranks' shares together.
-        moments: AdamW's of this rank's share of the changes, on the host.
+        subspace: the changes as a unit; `own` is this rank's shard of it, and `own_exact` of `exact`.
+        start: where `exact` begins in the run, and `numel` where it ends: all ranks' shards together.
+        moments: AdamW's of this rank's shard of the changes, on the host.
     """
 
     unit: Unit
@@ -65,8 +65,8 @@ class ProjectedUnit:
     def __post_init__(self) -> None:
         ranks, exact = self.ranks, self.exact
         self.subspace = replace(self.unit, kind="layer", pieces=(), numel=self.narrow)
-        self.own = ranks.share(self.subspace)
-        self.own_exact = ranks.share(exact) if exact.numel else exact
+        self.own = ranks.shard(self.subspace)
+        self.own_exact = ranks.shard(exact) if exact.numel else exact
         self.start = ranks.padded(self.subspace)
         self.numel = self.start + (ranks.padded(exact) if exact.numel else 0)
         self.moments = Moments.empty(self.own.numel)

@@ -20,7 +20,7 @@ from ondevice.methods.lsp.projector import Projector
 from ondevice.offload.device import memory_errors
 from ondevice.offload.host import DTYPES
 from ondevice.offload.ranks import SINGLE, Ranks, join
-from ondevice.offload.shares import Joined, array_name
+from ondevice.offload.units import Joined, array_name
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
@@ -133,7 +133,7 @@ class Follower(ranked_session.Follower, LspSession):
 
 def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
     """Return everything a resume needs, on the host, as copies; call `flush` before. Ranks but the first return their
-    shares of the states alone."""
+    shards of the states alone."""
     tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
     tensors |= engine.updates.clipping.norms() if engine.ranks.rank == 0 else {}
     for part in engine.parts:

@@ -8,7 +8,7 @@ once. Each takes the most urgent of what is ready. Schedules:
 - `zero`: ZeRO-Offload's (Algorithm 1): all updates and answers after the backward pass, in the order of arrival, and no
   forward pass before the last of them.
 
-Of several ranks each updates its shares: gradients are summed on the accelerators before they leave, answers gathered
+Of several ranks each updates its shards: gradients are summed on the accelerators before they leave, answers gathered
 when they are needed. Both are asked for by the thread that computes, in the order of the passes, because the threads'
 own order is not the same on every rank.
 """
@@ -25,18 +25,17 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
-from ondevice.offload.clipping import Clipping, Step
-from ondevice.offload.transfers import Slot, Transfers, square
+from ondevice.offload.gradients import Clipping, Step, square
+from ondevice.offload.transfers import Slot, Transfers
 from ondevice.offload.worker import Pool, Watch, Worker
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
     from ondevice.methods.lsp.projected import ProjectedUnit
-    from ondevice.offload.device import Device, Event
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.host import HostStore
     from ondevice.offload.ranks import Ranks
-    from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit, Units
 
 LATER = 1 << 20
@@ -45,7 +44,7 @@ LATER = 1 << 20
 
 class Ticket:
     """One gradient under way, which may leave after `ready`. Once `answered` is set, its answer is in the accelerator's
-    memory; of several ranks, this one's share of it."""
+    memory; of several ranks, this one's shard of it."""
 
     def __init__(self, now: Step, ready: Event, doing: str) -> None:
         self.now, self.ready, self.doing = now, ready, doing
@@ -280,7 +279,7 @@ class Updates:
         self.update.submit(unit.name, update, priority)
 
     def outgoing(self, part: ProjectedUnit, exact: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where this rank's share of the exact parameters goes, and what goes there; call `store.sent` after."""
+        """Return where this rank's shard of the exact parameters goes, and what goes there; call `store.sent` after."""
         own = part.own_exact
         return exact[own.low : own.low + own.numel], self.store.outgoing(own, slice(0, own.numel))
 

@@ -15,10 +15,10 @@ METHOD = MethodSpec(
     classifies=True,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
-    cost=".cost:step_cost",
+    cost=".memory:step_cost",
     offloads=True,
     precision="compute",
     ranks=True,
-    lanes=".planner:lanes",
+    lanes=".auto:lanes",
     resolve=".auto:resolve_request",
 )

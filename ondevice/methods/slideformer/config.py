@@ -49,7 +49,7 @@ class SlideformerConfig(EngineConfig):
     """Where each layer's input waits for the backward pass."""
 
     disk_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of the layers whose moments are kept in a file."""
+    """Fraction of the layers whose moments are kept in a file."""
 
     disk_masters: bool = False
     """Of those layers the masters are in a file, too, and are read a layer ahead; the tables' stay in memory."""
@@ -95,6 +95,11 @@ class SlideformerConfig(EngineConfig):
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
         """See `moments`."""
         return self.moments
+
+    @property
+    def uses_disk(self) -> bool:
+        """True if states or inputs of layers are on a disk."""
+        return self.disk_fraction > 0 or self.activations == "disk"
 
     @property
     def disk_tier(self) -> Path | None:

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ondevice.methods.slideformer.disk_states import DiskStates
-from ondevice.methods.slideformer.resident import resident_units
-from ondevice.offload.drive import buffer
+from ondevice.methods.slideformer.store import resident_units
+from ondevice.offload.host import buffer
 from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.storage import TierFile
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.offload.device import Device
-    from ondevice.offload.report import Timeline
+    from ondevice.offload.device import Device, Timeline
     from ondevice.offload.units import Units
     from ondevice.offload.worker import Watch
 
@@ -89,7 +88,7 @@ class DiskActivations:
 
 @dataclass
 class Disk:
-    """The disk tier of an engine; both parts are None where nothing goes to disk."""
+    """The disk tier of an engine: states of units, inputs of layers, or both."""
 
     states: DiskStates | None
     activations: DiskActivations | None
@@ -114,16 +113,14 @@ def open_disk(
     watch: Watch,
     ranks: Ranks = SINGLE,
 ) -> Disk:
-    """Return the files that `config` asks for.
+    """Return the files that `config` asks for; see `SlideformerConfig.uses_disk`.
 
     Raises:
         StorageError: there is no room for them.
     """
     kept = resident_units(units, config)
-    owned = [ranks.share(unit) for unit in units.all if unit.kind != "rest" and unit not in kept]
+    owned = [ranks.shard(unit) for unit in units.all if unit.kind != "rest" and unit not in kept]
     states, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
-    if not states and not activations:
-        return Disk(None, None, None)
     temporary = (
         Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
     )

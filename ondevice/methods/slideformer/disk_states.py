@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.drive import buffer
-from ondevice.offload.host import FIELD_BYTES, is_split, moments_bytes, moments_in
+from ondevice.offload.host import FIELD_BYTES, buffer, is_split, moments_bytes, moments_in
 from ondevice.offload.storage import TierFile
 from ondevice.runtime_ops.layer_adam import HostState
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.offload.device import Device, Event
-    from ondevice.offload.report import Timeline
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.units import Unit
     from ondevice.offload.worker import Watch
 

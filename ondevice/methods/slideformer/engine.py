@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import ConfigError
-from ondevice.methods.slideformer.disk import open_disk
+from ondevice.methods.slideformer.disk import Disk, open_disk
 from ondevice.methods.slideformer.store import TieredStore
 from ondevice.methods.slideformer.updater import Updater
 from ondevice.methods.slideformer.window import Window
-from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
 from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.ranks import SINGLE, Ranks
+from ondevice.offload.transfers import Activations
 from ondevice.offload.worker import Task, Worker
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class SlideformerEngine(OffloadEngine):
     ) -> None:
         _check(config)
         super().__init__(family, config, device, ranks)
-        units = self.units
         self.last: Task | None = None
-        self.disk = open_disk(units, config, self.device, self.timeline, self.watch, ranks)
+        self.disk: Disk | None = None
+        if config.uses_disk:
+            self.disk = open_disk(self.units, config, self.device, self.timeline, self.watch, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
         self.overdue = None if ranks.single else Overdue(self.watch, ranks)
         try:
@@ -66,19 +67,19 @@ class SlideformerEngine(OffloadEngine):
 
     def _allocate(self, family: Family) -> None:
         config, ranks = self.config, self.ranks
-        self.store = TieredStore(self.units, config, self.device, self.disk.states, ranks)
+        states = None if self.disk is None else self.disk.states
+        inputs = None if self.disk is None else self.disk.activations
+        self.store = TieredStore(self.units, config, self.device, states, ranks)
         if not ranks.single:
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
         shared = (self.units, self.store, config, self.device, self.timeline)
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
-        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.states)
+        self.updater = Updater(*shared, self.updates, self.watch, threads, states)
         self.window = Window(*shared, self.transfers, self.updater)
         if self.overdue is not None:
             self.window.transfers.expect = self.overdue.expect
-        self.activations = Activations(
-            self.device, self.timeline, config.activations, self.disk.activations
-        )
+        self.activations = Activations(self.device, self.timeline, config.activations, inputs)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
         self.total = self.device.pinned(1, torch.float32)
@@ -143,7 +144,8 @@ class SlideformerEngine(OffloadEngine):
         if self.overdue is not None:
             self.overdue.close()
         if all([worker.close() for worker in (self.transfers, self.updates)]):
-            self.disk.close()
+            if self.disk is not None:
+                self.disk.close()
             self.device.close()
 
     def _open(self, step: bool) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.method import MemoryModel, Reduction
-from ondevice.methods.step_model import passes_bytes
+from ondevice.core.method import MemoryModel, Reduction, StepCost
+from ondevice.methods.step_model import forward_flops, head_flops, passes_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -58,7 +58,7 @@ def on_ranks(
     parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int
 ) -> dict[str, int]:
     """Return `parts` of `memory` as one of `world` ranks has them: all weights of what stays on the accelerator, and of
-    the rest of its states a share."""
+    the rest of its states a shard."""
     if "resident states" not in parts:
         return parts
     weights = (2 if config.compute == "bfloat16" else 4) * resident_parameters(dims, config)
@@ -124,3 +124,20 @@ MEMORY = MemoryModel(
     host_hint="method.moments: bfloat16 or int8, method.disk_fraction: 1",
     reductions=(Reduction("method.moments: int8", _eight_bit_moments),),
 )
+
+
+def step_cost(
+    dims: ModelDims,
+    config: SlideformerConfig,
+    batch_size: int,
+    length_tokens: int,
+    weight_bytes: int,
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    # A layer's forward pass runs twice; the head's logits once, unless the vocabulary comes in parts.
+    forward, head = (
+        forward_flops(dims, batch_size, length_tokens),
+        head_flops(dims, batch_size, length_tokens),
+    )
+    heads = 3 * head * (1 if config.loss_tiles == 1 else 4 / 3)
+    return StepCost(4 * forward + heads, 3 * weight_bytes, config.compute)

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ondevice.methods.slideformer.resident import Resident, fields, resident_units
 from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
-from ondevice.offload.shares import array_name
+from ondevice.offload.ranks import SINGLE, Ranks
+from ondevice.offload.units import array_name
 from ondevice.runtime_ops import rows as row_ops
-from ondevice.runtime_ops.layer_adam import HostState, Moments
+from ondevice.runtime_ops.layer_adam import HostState, Moments, device_adam, merge, torch_step
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event
     from ondevice.offload.ranks import Arrays, Ranks
     from ondevice.offload.units import Unit, Units
+    from ondevice.runtime_ops.layer_adam import AdamStep
 
 
 class TieredStore(HostStore):
-    """Masters and moments of this rank's share of all units; those of `resident` stay on the accelerator."""
+    """Masters and moments of this rank's shard of all units; those of `resident` stay on the accelerator."""
 
     def __init__(
         self,
@@ -37,12 +39,12 @@ class TieredStore(HostStore):
         kept = resident_units(units, config)
         self.resident = Resident(kept, device, DTYPES[config.compute], native(config), ranks)
         super().__init__(
-            [ranks.share(unit) for unit in units.all if unit not in kept], config, device
+            [ranks.shard(unit) for unit in units.all if unit not in kept], config, device
         )
         for unit in kept:  # one after the other, so that no state is there twice for long
             self.resident.fill(unit)
             self.resident.adopt(
-                unit, HostStore._host_state(self, ranks.share(unit), config.moments_dtype)
+                unit, HostStore._host_state(self, ranks.shard(unit), config.moments_dtype)
             )
             release(unit, self.dtype)
         for unit in units.all:
@@ -88,9 +90,9 @@ class TieredStore(HostStore):
             out.copy_(view[rows])
 
     @property
-    def shares(self) -> tuple[Unit, ...]:
+    def shards(self) -> tuple[Unit, ...]:
         """All that this rank keeps, wherever it is."""
-        return (*self.resident.shares, *self.owned)
+        return (*self.resident.shards, *self.owned)
 
     @property
     def flat_part(self) -> str:
@@ -101,7 +103,7 @@ class TieredStore(HostStore):
         """Return those of `arrays` that `weights` is made of."""
         part = self.flat_part
         flats = {array_name(part, unit): fields(self.state(unit))[part] for unit in self.owned}
-        for unit in self.resident.shares:
+        for unit in self.resident.shards:
             flats |= {
                 array_name(part, unit): tensor for part, tensor in self.resident.flat(unit).items()
             }
@@ -116,8 +118,8 @@ class TieredStore(HostStore):
         return weights
 
     def weight_parts(self, arrays: dict[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield the same of this rank's share: parameter, its first element that is here, elements, flat."""
-        for unit in self.shares:
+        """Yield the same of this rank's shard: parameter, its first element that is here, elements, flat."""
+        for unit in self.shards:
             for piece in unit.pieces if unit.here else ():
                 flat = arrays[array_name(self.flat_part, unit)]
                 yield piece.name, piece.start, flat[piece.offset : piece.offset + piece.numel]
@@ -125,14 +127,14 @@ class TieredStore(HostStore):
     def masters(self) -> dict[str, Tensor]:
         """See `HostStore.masters`; of all that is kept here, and of parameters that are cut the flat part."""
         masters = super().masters()
-        for unit in self.resident.shares:
+        for unit in self.resident.shards:
             masters |= parameters(unit, self.resident.master(unit))
         return masters
 
     def arrays(self) -> dict[str, Tensor]:
         """See `HostStore.arrays`; of units on the accelerator copies."""
         arrays = {}
-        for unit in self.resident.shares:
+        for unit in self.resident.shards:
             arrays |= self._named(unit)
         return arrays | super().arrays()
 
@@ -142,7 +144,7 @@ class TieredStore(HostStore):
     def load(self, arrays: Arrays) -> None:
         """See `HostStore.load`."""
         super().load(arrays)
-        for unit in self.resident.shares:
+        for unit in self.resident.shards:
             self.resident.load(unit, self._load(unit, arrays))
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
@@ -163,3 +165,151 @@ class TieredStore(HostStore):
         """Of masters, moments, and buffers for conversion and for the disk."""
         staging = [] if self.disk is None else self.disk.staging
         return super().bytes + sum(memory.numel() * memory.element_size() for memory in staging)
+
+
+CHUNK = 1 << 25
+"""Elements whose gradients are there in float32 at once, where the update is torch's."""
+
+
+def fields(state: HostState) -> dict[str, Tensor]:
+    """Return a state's tensors by the name that a checkpoint has for them."""
+    named = {
+        "master": state.master,
+        "high": state.high,
+        "low": state.low,
+        **state.moments.tensors(),
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
+    """Return the units whose states stay on the accelerator: the first layers, and the tables."""
+    tables = (
+        (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
+    )
+    return (*units.layers[: config.kept_layers], *tables)
+
+
+class Resident:
+    """States of `units` on the accelerator: as many bytes a parameter as on the host, and none there.
+
+    Attributes:
+        units: whole, as they are computed with; `shards` is what this rank keeps of their states, and updates.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        device: Device,
+        dtype: torch.dtype,
+        native: bool,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        self.units, self.device, self.dtype, self.native, self.ranks = (
+            units,
+            device,
+            dtype,
+            native,
+            ranks,
+        )
+        self.shards = tuple(ranks.shard(unit) for unit in units)
+        self.computed: dict[int, Tensor] = {}
+        self.states: dict[int, HostState] = {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return any(unit is one for one in self.units)
+
+    def fill(self, unit: Unit) -> None:
+        """Take what is computed with from a unit's parameters, which are whole on every rank."""
+        memory = self.computed[unit.index] = self.device.empty(
+            self.ranks.bounds(unit)[-1], self.dtype
+        )
+        for piece in unit.pieces:
+            memory[piece.offset : piece.offset + piece.numel].copy_(piece.values)
+
+    def adopt(self, unit: Unit, state: HostState) -> None:
+        """Take over the state of this rank's shard, which is on the host; it may be let go of after."""
+        own = self.computed[unit.index][self.ranks.own(self.ranks.bounds(unit))]
+        moments = Moments(
+            state.moments.kind, **{n: self._copy(t) for n, t in state.moments.tensors().items()}
+        )
+        low = None if state.low is None else self._copy(state.low)
+        if state.high is not None:
+            master, high = None, own.copy_(state.high)
+        elif self.dtype == torch.float32:
+            master, high = own.copy_(_there(state.master)), None
+        else:
+            master = self._copy(_there(state.master))
+            high = own.copy_(master)
+        self.states[unit.index] = HostState(master, high, low, moments, state.seed)
+
+    def memory(self, unit: Unit) -> Tensor:
+        """Return what is computed with, flat; of several ranks with what fills up the last shards."""
+        return self.computed[unit.index]
+
+    @torch.no_grad()
+    def update(
+        self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None, threads: int
+    ) -> None:
+        """Run AdamW on the current stream. `gradient` of this rank's shard, in the compute dtype, is multiplied by
+        `scale` first."""
+        state = self.states[unit.index]
+        if self.native:
+            device_adam(gradient, state, adam, scale, threads)
+            return
+        master = _there(state.master)  # the form that torch's update needs
+        for low in range(0, len(master), CHUNK):
+            chunk = slice(low, min(low + CHUNK, len(master)))
+            wide = gradient[chunk].float()
+            if scale is not None:
+                wide = wide * scale.float()
+            torch_step(master[chunk], wide, state.moments.m[chunk], state.moments.v[chunk], adam)
+        if state.high is not None:
+            state.high.copy_(master)
+
+    def master(self, unit: Unit) -> Tensor:
+        """Return float32 on the host, of this rank's shard."""
+        parts = self.arrays(unit)
+        if "master" in parts:
+            return parts["master"]
+        moments = {name: tensor for name, tensor in parts.items() if name not in ("high", "low")}
+        return merge(
+            parts["high"], parts["low"], Moments(self.states[unit.index].moments.kind, **moments)
+        )
+
+    def flat(self, unit: Unit) -> dict[str, Tensor]:
+        """Return the tensor that holds the shard's weights, a copy on the host, under the name that `arrays` has for
+        it."""
+        state = self.states[unit.index]
+        name, weights = (
+            ("high", _there(state.high)) if state.master is None else ("master", state.master)
+        )
+        return {name: weights.to("cpu", copy=True)}
+
+    def arrays(self, unit: Unit) -> dict[str, Tensor]:
+        """Return everything a resume needs, copies on the host, as the shard's state there would be."""
+        state = self.states[unit.index]
+        kept = fields(state)
+        if state.master is not None:
+            kept.pop("high", None)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+
+    def load(self, unit: Unit, parts: dict[str, Tensor]) -> None:
+        """Take back what `arrays` gave."""
+        state = self.states[unit.index]
+        for name, tensor in fields(state).items():
+            if name in parts:
+                tensor.copy_(parts[name])
+        if state.master is not None and state.high is not None:
+            state.high.copy_(state.master)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        words = (
+            tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+        )  # few kernels know uint16
+        return self.device.empty(tensor.numel(), words.dtype).copy_(words).view(tensor.dtype)
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # noqa: S101  which fields a state has follows from its form
+    return tensor

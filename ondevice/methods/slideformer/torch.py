@@ -20,7 +20,7 @@ from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.save import FILE_NAME, save_description, save_weights
 from ondevice.offload.device import memory_errors
 from ondevice.offload.ranks import SINGLE, Ranks, join
-from ondevice.offload.shares import Joined, unit_key
+from ondevice.offload.units import Joined, unit_key
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
@@ -108,7 +108,7 @@ class SlideformerSession(EngineSession):
 
 
 class RankedSession(SlideformerSession):
-    """One of several ranks: each writes its own share, of the model into one file, of the state into its own."""
+    """One of several ranks: each writes its own shard, of the model into one file, of the state into its own."""
 
     def make_model(self, folder: Path) -> None:
         """Make the model's folder, with room for what `write_model` writes on every rank."""
@@ -118,7 +118,7 @@ class RankedSession(SlideformerSession):
         save_description(folder, dtype, self.loaded)
 
     def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
-        """Write this rank's share of the weights, out of `arrays` or as they are now.
+        """Write this rank's shard of the weights, out of `arrays` or as they are now.
 
         Raises:
             StorageError: the folder is not where rank 0 made it, or the disk fails.

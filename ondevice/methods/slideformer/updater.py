@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.clipping import Clipping, Step
-from ondevice.offload.transfers import square
+from ondevice.offload.gradients import Clipping, Step, square
 from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.methods.slideformer.disk_states import DiskStates
     from ondevice.methods.slideformer.store import TieredStore
-    from ondevice.offload.device import Device, Event
-    from ondevice.offload.report import Timeline
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.units import Unit, Units
     from ondevice.offload.worker import Task, Watch, Worker
 
@@ -61,8 +59,8 @@ class Updater:
             disk,
         )
         self.clipping = Clipping(config, units, store.ranks)
-        self.embedded = store.ranks.share(units.embedding)
-        largest = max(store.ranks.share(unit).numel for unit in units.layers)
+        self.embedded = store.ranks.shard(units.embedding)
+        largest = max(store.ranks.shard(unit).numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
         count = layers if self.clipping.exact else min(config.buffers, layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
@@ -122,7 +120,7 @@ class Updater:
     def submit(
         self, unit: Unit, gradient: Tensor, event: Event, total: Tensor | None, pooled: bool
     ) -> None:
-        """Update `unit`, this rank's share, once its gradient is here at `event`; `total` is the squared norm of the
+        """Update `unit`, this rank's shard, once its gradient is here at `event`; `total` is the squared norm of the
         whole unit's, on the host by then."""
         now = self.clipping.now
         if self.disk is not None:

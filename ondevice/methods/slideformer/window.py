@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.transfers import Slot, Transfers, square
+from ondevice.offload.gradients import square
+from ondevice.offload.transfers import Slot, Transfers
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.methods.slideformer.store import TieredStore
     from ondevice.methods.slideformer.updater import Updater
-    from ondevice.offload.device import Device, Event
+    from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.graphs import Compute
     from ondevice.offload.ranks import Bounds
-    from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit, Units
     from ondevice.offload.worker import Task, Worker
 
@@ -82,7 +82,7 @@ class Window:
         self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
         scattered = (
-            ranks.share(units.embedding).numel if units.embedding in kept and not units.tied else 0
+            ranks.shard(units.embedding).numel if units.embedding in kept and not units.tied else 0
         )
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
@@ -139,7 +139,7 @@ class Window:
         whole = len(self.tiles) == 1 or (tile == 0 and self.units.head.index in self.resident)
         (
             slot.memory if whole else self._tile(slot, tile)
-        ).zero_()  # whole with what fills up the last share
+        ).zero_()  # whole with what fills up the last shard
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def _tile(self, slot: Slot, tile: int) -> Tensor:
@@ -169,7 +169,7 @@ class Window:
             return
         norm = self._norm(unit.index, slot.memory[: unit.numel])
         computed = self.device.record("compute")  # after the norm, which leaves with the gradients
-        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
+        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit)
 
         def run() -> Event:
             summed, ready = self.transfers.reduce(
@@ -178,8 +178,8 @@ class Window:
             buffer = self.updater.pool.borrow(
                 f"waiting for host memory for the gradients of {unit.name}"
             )
-            event = self.transfers.to_host(unit, buffer[: share.numel], summed, ready, norm)
-            self.updater.submit(share, buffer, event, _host(norm), pooled=True)
+            event = self.transfers.to_host(unit, buffer[: shard.numel], summed, ready, norm)
+            self.updater.submit(shard, buffer, event, _host(norm), pooled=True)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
@@ -221,7 +221,7 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def _update_together(self, unit: Unit, slot: Slot) -> None:
-        """Sum the gradients, and update this rank's share of a unit that stays."""
+        """Sum the gradients, and update this rank's shard of a unit that stays."""
         bounds = self.ranks.bounds(unit)
         gradient = slot.memory[: bounds[-1]]
 
@@ -230,13 +230,13 @@ class Window:
             own = gradient[self.ranks.own(bounds)]
             return own, own
 
-        slot.task = self._update_share(unit, summed)
+        slot.task = self._update_shard(unit, summed)
 
-    def _update_share(self, unit: Unit, summed: Callable[[], tuple[Tensor, Tensor]]) -> Task:
-        """Update this rank's share on the accelerator, and gather what all have updated.
+    def _update_shard(self, unit: Unit, summed: Callable[[], tuple[Tensor, Tensor]]) -> Task:
+        """Update this rank's shard on the accelerator, and gather what all have updated.
 
         Args:
-            summed: gives the share's gradient, summed over the ranks, and what of it the norm is taken of; called on
+            summed: gives the shard's gradient, summed over the ranks, and what of it the norm is taken of; called on
                 the transfer thread, in the lane of what the ranks do together.
         """
         computed, resident = self.device.record("compute"), self.resident[unit.index]
@@ -276,13 +276,13 @@ class Window:
         unit, slot = self.units.rest, self.rest_gradient
         norm = self._norm(unit.index, slot.memory)
         computed = self.device.record("compute")
-        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
+        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit)
 
         def run() -> Event:
             summed, ready = self.transfers.reduce(unit, slot.memory, bounds, computed, _host(norm))
             self.updater.wait(unit)
             event = self.transfers.to_host(unit, self.updater.rest, summed, ready, norm)
-            self.updater.submit(share, self.updater.rest, event, _host(norm), pooled=False)
+            self.updater.submit(shard, self.updater.rest, event, _host(norm), pooled=False)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
@@ -294,7 +294,7 @@ class Window:
             if not self.units.tied:  # else once the embedding's rows are in it
                 self._update_head(unit, slot, tile)
             return
-        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit, span)
+        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit, span)
         memory = slot.memory[: bounds[-1]]
         norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
         computed = self.device.record("compute")
@@ -302,11 +302,11 @@ class Window:
         def run() -> Event:
             summed, ready = self.transfers.reduce(unit, memory, bounds, computed, _host(norm))
             self.updater.wait(unit)
-            target = self.updater.table[self._of_share(share, bounds, span)]
+            target = self.updater.table[self._of_shard(shard, bounds, span)]
             event = self.transfers.to_host(unit, target, summed, ready, norm)
             if tile == len(self.tiles) - 1 and not self.units.tied:
                 total = self.norms[len(self.units.all) :] if self.clipping else None
-                self.updater.submit(share, self.updater.table, event, total, pooled=False)
+                self.updater.submit(shard, self.updater.table, event, total, pooled=False)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
@@ -318,10 +318,10 @@ class Window:
             self._update_embedding(rows, gradient)
             return
         unit, computed = self.units.embedding, self.device.record("compute")
-        bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+        bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
         own, width = self.ranks.own(bounds), gradient.shape[1]
-        self.rows_out = self._rows_on_host(self.rows_out, share)
-        here = rows[own] - share.low // width
+        self.rows_out = self._rows_on_host(self.rows_out, shard)
+        here = rows[own] - shard.low // width
         host = self.rows_out[: len(here) * width].view(-1, width)
 
         def run() -> None:
@@ -351,9 +351,9 @@ class Window:
             self.leaving = slot.task  # keeps the norm until it has left
             table.index_fill_(0, at, 0.0)
         else:
-            bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+            bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
             own = self.ranks.own(bounds)
-            at = self._upload(rows[own] - share.low // self.width)
+            at = self._upload(rows[own] - shard.low // self.width)
 
             def summed() -> tuple[Tensor, Tensor]:
                 self.ranks.reduce(gradient, bounds)
@@ -362,7 +362,7 @@ class Window:
                 )
                 return self.embedding_gradient, gradient[own]
 
-            self.leaving = self._update_share(unit, summed)  # keeps the rows until they have left
+            self.leaving = self._update_shard(unit, summed)  # keeps the rows until they have left
 
     def _upload(self, rows: Tensor) -> Tensor:
         """int64 [R] to the accelerator without waiting for what it computes."""
@@ -373,15 +373,15 @@ class Window:
         return rows.pin_memory().to(self.head_gradient[0].memory.device, non_blocking=True)
 
     def _fetch(self, unit: Unit, slot: Slot, span: slice | None = None) -> None:
-        used, share, bounds = slot.used, self.ranks.share(unit), self.ranks.bounds(unit, span)
-        memory, here = slot.memory[: bounds[-1]], self._of_share(share, bounds, span)
+        used, shard, bounds = slot.used, self.ranks.shard(unit), self.ranks.bounds(unit, span)
+        memory, here = slot.memory[: bounds[-1]], self._of_shard(shard, bounds, span)
         own = memory[self.ranks.own(bounds)]
         if self.updater.idle(unit):
-            self.store.prefetch(share)
+            self.store.prefetch(shard)
 
         def run() -> Event:
             self.updater.wait(unit)
-            source = self.store.outgoing(share, here)
+            source = self.store.outgoing(shard, here)
             event = self.transfers.to_device(unit, own, source, used)
             self.store.sent(event)
             return self.transfers.gather(unit, memory, bounds, event)
@@ -393,9 +393,9 @@ class Window:
         low, high = self.tiles[tile]
         return None if len(self.tiles) == 1 else slice(low * self.width, high * self.width)
 
-    def _of_share(self, share: Unit, bounds: Bounds, span: slice | None) -> slice:
-        """Elements of this rank's share that are in `span` of the unit, whose parts begin at `bounds`."""
-        own, first = self.ranks.own(bounds), (0 if span is None else span.start) - share.low
+    def _of_shard(self, shard: Unit, bounds: Bounds, span: slice | None) -> slice:
+        """Elements of this rank's shard that are in `span` of the unit, whose parts begin at `bounds`."""
+        own, first = self.ranks.own(bounds), (0 if span is None else span.start) - shard.low
         return slice(own.start + first, own.stop + first) if own.stop > own.start else slice(0, 0)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
@@ -405,11 +405,11 @@ class Window:
         if unit.index in self.resident:
             table = self.arrive(self.resident[unit.index]).memory[: unit.numel].view(-1, width)
             return Slot(table[self._upload(rows)].view(-1))
-        bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+        bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
         own = self.ranks.own(bounds)
-        here, self.most = rows[own] - share.low // width, most
+        here, self.most = rows[own] - shard.low // width, most
         updated = self.updater.read_rows(here)
-        self.rows_in = self._rows_on_host(self.rows_in, share)
+        self.rows_in = self._rows_on_host(self.rows_in, shard)
         host = self.rows_in[: len(here) * width].view(-1, width)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
@@ -419,18 +419,18 @@ class Window:
         def run() -> Event:
             if updated is not None:
                 updated.wait()
-            self.store.rows(share, here, host)
+            self.store.rows(shard, here, host)
             event = self.transfers.to_device(unit, target[own], host, target_free)
             return self.transfers.gather(unit, target, bounds, event)
 
         slot.task = self.worker.submit(unit.name, run)
         return slot
 
-    def _rows_on_host(self, memory: Tensor, share: Unit) -> Tensor:
+    def _rows_on_host(self, memory: Tensor, shard: Unit) -> Tensor:
         """Return memory for this rank's part of any rows that a batch of this size may have. It is made anew for a
         larger batch alone: CUDA unlocks memory once the accelerator is idle, and lets no other thread ask it anything
         meanwhile; where a rank is gone, that is never."""
-        size = min(self.most, share.numel // self.width) * self.width
+        size = min(self.most, shard.numel // self.width) * self.width
         return memory if memory.numel() >= size else self.device.pinned(size, self.dtype)
 
     def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:

@@ -83,7 +83,7 @@ def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
     """Masters that this rank keeps, flat, by parameter and the first element that is here."""
     masters = engine.store.masters()
     pieces = [
-        p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces
+        p for unit in (*engine.store.owned, *engine.store.resident.shards) for p in unit.pieces
     ]
     return {(piece.name, piece.start): masters[piece.name].reshape(-1) for piece in pieces}
 

@@ -20,7 +20,7 @@ import torch
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.tiny import tiny_model
-from ondevice.offload.loss import ChunkedLoss
+from ondevice.offload.kernels import ChunkedLoss
 
 Batch = tuple[np.ndarray, np.ndarray]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

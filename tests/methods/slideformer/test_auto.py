@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from ondevice.core.dims import ModelDims
-from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, needed_bytes, resolve
+from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, Work, needed_bytes, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY, resident_parameters
-from ondevice.methods.slideformer.planner import Work
-from ondevice.offload.rates import Rates
+from ondevice.offload.config import Rates
 from ondevice.planning.estimate import plan
 
 DIMS = ModelDims(

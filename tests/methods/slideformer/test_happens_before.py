@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.slideformer import disk, disk_states, resident, store, updater  # noqa: E402
+from ondevice.methods.slideformer import disk, disk_states, store, updater  # noqa: E402
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
@@ -124,7 +124,7 @@ def races(
     config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Return the races of some steps, an evaluation and another step."""
-    with checking(monkeypatch, updater, store, disk, disk_states, resident) as (checker, device):
+    with checking(monkeypatch, updater, store, disk, disk_states) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         ranks = CheckedRanks(checker) if ranked else SINGLE
         model = tiny_model("llama", layers=5, tied=tied).family
@@ -138,8 +138,8 @@ def races(
             for state in engine.store.arrays().values():  # as a checkpoint does
                 state.clone()
             engine.evaluate(*data[0])
-            for share in engine.store.resident.shares:  # as loading one does
-                engine.store.resident.load(share, engine.store.resident.arrays(share))
+            for shard in engine.store.resident.shards:  # as loading one does
+                engine.store.resident.load(shard, engine.store.resident.arrays(shard))
             if ranked:
                 engine.window.gather_resident()
             run(engine, data[:1])

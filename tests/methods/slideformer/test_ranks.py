@@ -28,7 +28,7 @@ from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.ranks import SINGLE, check_rows, join, launched  # noqa: E402
-from ondevice.offload.shares import Joined  # noqa: E402
+from ondevice.offload.units import Joined  # noqa: E402
 from ondevice.training.checkpoint import read_state  # noqa: E402
 from ondevice.training.events import read_log  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402

@@ -23,9 +23,9 @@ from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.nn.answer_loss import answer_labels
 from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows
-from ondevice.offload.activations import Activations
-from ondevice.offload.device import open_device
-from ondevice.offload.report import Timeline
+from ondevice.offload.device import Timeline
+from ondevice.offload.engine import open_device
+from ondevice.offload.transfers import Activations
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig

@@ -1,0 +1,220 @@
+"""CUDA's streams, events and pinned memory as a `Device`, and buses that are simulated.
+
+Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ondevice.offload.device import Device, Lane
+from ondevice.offload.host import buffer
+
+BUS: tuple[Lane, ...] = ("h2d", "d2h")
+SPIN_CYCLES = 50_000_000
+MEASURED_BYTES = 64 << 20
+SHORTEST_S = 5e-6
+"""Less than a spinning kernel's start."""
+MEASURED_S = 2e-3
+"""A slow copy that takes so long says what the rates are now; in shorter ones the starts count too much."""
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def since(self, event: _CudaEvent) -> float:
+        """Return seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the
+        longer a run is."""
+        return max(1e-6, event.event.elapsed_time(self.event) / 1000)
+
+
+class CudaDevice:
+    """Two copy streams, and one for ranks, beside the current one."""
+
+    type = "cuda"
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
+        self.device = torch.device("cuda", self.index)
+        with torch.cuda.device(self.index):
+            self.streams = {
+                "compute": torch.cuda.current_stream(),
+                "h2d": torch.cuda.Stream(),
+                "d2h": torch.cuda.Stream(),
+                "comm": torch.cuda.Stream(),
+            }
+            self.base = _CudaEvent(self.streams["compute"])
+            self.base.wait()
+        self.base_s = time.perf_counter()
+
+    def record(self, lane: Lane) -> _CudaEvent:
+        return _CudaEvent(self.streams[lane])
+
+    def hold(self, lane: Lane, event: Any) -> None:
+        self.streams[lane].wait_event(event.event)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.streams[lane]):
+            target.copy_(source, non_blocking=True)
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.streams[lane])
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.index)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return locked in place: torch's own pinned allocator rounds up to a power of two.
+
+        Raises:
+            DoesNotFitError: the system does not give or lock so much memory.
+        """
+        return buffer(max(1, numel * dtype.itemsize), pin=True).view(dtype)[:numel]
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def seconds(self, event: Any) -> float:
+        return self.base_s + self.base.event.elapsed_time(event.event) / 1000
+
+    def segments(self) -> int:
+        return torch.cuda.memory_stats(self.index)["segment.all.current"]
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def close(self) -> None:
+        """Wait for all lanes; host memory is unlocked with its last user."""
+        self.synchronize()
+
+
+class _SlowBus:
+    """`device`, whose copies over the bus take their time; here they block the caller, as all of a CPU's do.
+
+    One copy after the other in each direction, whichever threads they are from.
+    """
+
+    def __init__(self, device: Device, gb_per_s: float) -> None:
+        self.device, self.bytes_s = device, gb_per_s * 1e9
+        self.locks = {lane: threading.Lock() for lane in BUS}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        if lane not in self.locks:
+            self.device.copy(lane, target, source)
+            return
+        with self.locks[lane]:
+            self._copy(lane, target, source, source.numel() * source.element_size())
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
+        end_s = time.perf_counter() + size_bytes / self.bytes_s
+        self.device.copy(lane, target, source)
+        missing_s = end_s - time.perf_counter()
+        if missing_s > 0:
+            time.sleep(missing_s)
+
+
+class _SlowCudaBus(_SlowBus):
+    """A kernel spins in the lane for the time that is missing; the calling thread goes on.
+
+    Its length is set before the copy runs, by the last copies' rates: under load the clock falls, and host memory is
+    shared with the update.
+    """
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, gb_per_s: float) -> None:
+        super().__init__(device, gb_per_s)
+        rates, cycles_s = _measured(device.index)
+        self.rates: dict[Lane, deque[float]] = {lane: deque([rates[lane]], 9) for lane in BUS}
+        self.cycles_s: dict[Lane, deque[float]] = {lane: deque([cycles_s], 9) for lane in BUS}
+        self.running: dict[Lane, deque[Any]] = {lane: deque() for lane in BUS}
+        # The spinning kernel comes before the blocks of a matrix product that wait for a place.
+        device.streams |= {lane: torch.cuda.Stream(device.device, priority=-1) for lane in BUS}
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
+        self._update_rates(lane)
+        started = self.device.record(lane)
+        self.device.copy(lane, target, source)
+        copied = self.device.record(lane)
+        whole_s, cycles = size_bytes / self.bytes_s, 0
+        missing_s = whole_s - size_bytes / statistics.median(self.rates[lane])
+        if missing_s > SHORTEST_S:
+            cycles = int(missing_s * statistics.median(self.cycles_s[lane]))
+            with self.device.on(lane):
+                torch.cuda._sleep(cycles)
+        if whole_s > MEASURED_S:
+            self.running[lane].append(
+                (started, copied, self.device.record(lane), size_bytes, cycles)
+            )
+
+    def _update_rates(self, lane: Lane) -> None:
+        """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
+        running = self.running[lane]
+        while running and running[0][2].done():
+            started, copied, ended, size_bytes, cycles = running.popleft()
+            self.rates[lane].append(size_bytes / copied.since(started))
+            if cycles:
+                self.cycles_s[lane].append(cycles / ended.since(copied))
+
+
+@cache
+def _measured(index: int) -> tuple[dict[Lane, float], float]:
+    """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
+    device = CudaDevice(index)
+    host, device_buffer = (
+        device.pinned(MEASURED_BYTES, torch.uint8),
+        device.empty(MEASURED_BYTES, torch.uint8),
+    )
+
+    def seconds(lane: Lane, run: Callable[[], None]) -> float:
+        run()  # the clock rises, and the bus wakes up
+        started = device.record(lane)
+        run()
+        ended = device.record(lane)
+        ended.wait()
+        return ended.since(started)
+
+    with device.on("h2d"):
+        cycles_s = SPIN_CYCLES / seconds("h2d", lambda: torch.cuda._sleep(SPIN_CYCLES))
+    device.synchronize()
+    h2d_s = seconds("h2d", lambda: device.copy("h2d", device_buffer, host))
+    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, device_buffer))
+    return {"h2d": MEASURED_BYTES / h2d_s, "d2h": MEASURED_BYTES / d2h_s}, cycles_s
+
+
+def throttled(device: Device, gb_per_s: float) -> Device:
+    """Return a device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s
+    * 1e9) seconds in its lane, each direction by itself.
+
+    On CUDA a copy is right within some percent from about 1 MB on; a smaller one may be faster than the limit says.
+    """
+    slow = (
+        _SlowCudaBus(device, gb_per_s)
+        if isinstance(device, CudaDevice)
+        else _SlowBus(device, gb_per_s)
+    )
+    return cast("Device", slow)
