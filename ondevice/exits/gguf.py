@@ -1,7 +1,7 @@
 """`gguf`: base plus adapter as one file for llama.cpp, LM Studio, Jan and others: weights, tokenizer, chat template.
 
-Matrices have the type that was asked for, vectors and a mixture's routers stay in float32. With `q4_0` the embedding
-and the output head are `q8_0`: they are read once a token, and 4 bits hurt them most.
+Matrices have the requested type; vectors and a mixture's routers stay in float32. With `q4_0` the embedding and the
+output head are `q8_0`: they are read once per token, and 4 bits hurt them most.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import storage_errors
-from ondevice.core.dims import ModelDims
+from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import read_object
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
-from ondevice.exits.gguf_file import BLOCK, ggml_type, write_gguf
-from ondevice.exits.gguf_metadata import check_writable, rope_factors, write_metadata
-from ondevice.exits.gguf_names import architecture_of, to_gguf
-from ondevice.exits.gguf_tokenizer import write_tokenizer
-from ondevice.gguf.names import gguf_parts
-from ondevice.models.families.base import Family
+from ondevice.gguf.config import check_writable, rope_divisors, write_config
+from ondevice.gguf.names import architecture_of, gguf_parts, to_gguf
+from ondevice.gguf.read import stored_weight
+from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
+from ondevice.gguf.write_tokenizer import write_tokenizer
+from ondevice.models import read_dims
+from ondevice.models.registry import family_for
+from ondevice.models.sources.cache import RECORD_NAME
 
 if TYPE_CHECKING:
-    from ondevice.models import LoadedModel
+    from gguf import GGUFWriter
+
+    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.models.families.base import Family
 
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
 ERRORS = {
@@ -33,7 +39,7 @@ ERRORS = {
     "q8_0": 0.5 / 127 + 2.0**-11,
     "q4_0": 1 / 8 + 2.0**-11,
 }
-"""Largest error of an element as a part of the largest of its block; `q4_0` has one step less on one side."""
+"""Largest error of an element as a fraction of the largest of its block; `q4_0` has one step less on one side."""
 ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
@@ -44,55 +50,78 @@ def write(request: Request, path: Path) -> Checked:
     from gguf import GGUFWriter
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
-    check_writable(request.model, request.revision)  # before the weights are loaded
+    check_model(request.model, request.revision)  # before the weights are loaded
     merged = merge(request)
     loaded = merged.loaded
     family, dims, state = type(loaded.family), loaded.dims, loaded.model.state_dict()
     architecture = architecture_of(family, dims)
-    names = gguf_parts(family, dims, list(family.weight_shapes(dims)), architecture)
+    names = gguf_parts(family, dims, architecture)
     writer = GGUFWriter(path, architecture)
-    write_metadata(writer, loaded, request)
-    write_tokenizer(writer, loaded)
-    factors = rope_factors(loaded)
+    _describe(writer, loaded, request)
+    write_config(writer, family, dims, loaded.model.config.to_dict())
+    stops: Any = loaded.model.generation_config.eos_token_id
+    write_tokenizer(writer, loaded.tokenizer, dims.vocab, stops, loaded.source.source)
+    divisors = rope_divisors(loaded.model, dims)
     plan = {
         part: (shape, _dtype(part, shape, request.dtype))
         for name, parts in names.items()
         for part, shape in zip(parts, _shapes(tuple(state[name].shape), len(parts)))
     }
-    plan |= {name: (value.shape, "float32") for name, value in factors.items()}
+    plan |= {name: (value.shape, "float32") for name, value in divisors.items()}
 
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
-            for part, array in zip(
-                parts, np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]
-            ):
+            arrays = np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]
+            for part, array in zip(parts, arrays):
                 yield part, array, plan[part][1]
-        for name, value in factors.items():
+        for name, value in divisors.items():
             yield name, value, "float32"
 
     with storage_errors(request.out):
         write_gguf(writer, tensors(), plan)
     kept = _kept(request, loaded, names, plan)
-    # A constant that is added to a norm's weight, and taken off again, rounds it.
-    least = {
-        name: ROUNDED if dims.traits.norm_offset and state[name].ndim == 1 else 0.0
-        for name in names
-    }
-    limits = {
-        name: max(least[name], *(ERRORS[plan[part][1]] for part in parts))
-        for name, parts in names.items()
-    }
+    limits = {name: max(ERRORS[plan[part][1]] for part in parts) for name, parts in names.items()}
+    if dims.traits.norm_offset:
+        # Adding a constant to the weight of a norm, and subtracting it again, rounds it.
+        for name in names:
+            if state[name].ndim == 1:
+                limits[name] = max(limits[name], ROUNDED)
     return check_merged(request, merged, _read(path, family, dims, names), limits, kept)
 
 
-def _dtype(name: str, shape: tuple[int, ...], asked: str) -> str:
-    """Return the type of a tensor: vectors and routers in float32, rows that have no whole blocks in float16."""
-    if len(shape) < 2 or _ROUTER in name or asked == "float32":
+def check_model(model: str, revision: str | None) -> None:
+    """Check that a merged GGUF file can describe a model; ModelError if not. No weight is read."""
+    dims = read_dims(model, revision)
+    check_writable(family_for(dims.family, model), dims, model)
+
+
+def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None:
+    """Add the general keys: name, base model, licence, type of the weights."""
+    from gguf import GGML_QUANT_VERSION, GGUFType, LlamaFileType
+
+    writer.add_type(GGUFType.MODEL)
+    writer.add_name(request.out.stem)
+    writer.add_base_model_count(1)
+    writer.add_base_model_name(0, loaded.source.source)
+    folder = loaded.source.path
+    if folder is not None and (folder / RECORD_NAME).is_file():  # a converted model's record
+        origin = read_object(folder / RECORD_NAME, ModelError).get("origin", {})
+        if licence := origin.get("licence") or origin.get("license"):
+            writer.add_license(licence)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    kind = ggml_type(request.dtype).name
+    prefix = "ALL" if kind == "F32" else "MOSTLY"
+    writer.add_file_type(int(LlamaFileType[f"{prefix}_{kind}"]))
+
+
+def _dtype(name: str, shape: tuple[int, ...], requested: str) -> str:
+    """Return a tensor's type: vectors and routers in float32, rows of incomplete quantisation blocks in float16."""
+    if len(shape) < 2 or _ROUTER in name or requested == "float32":
         return "float32"
-    if asked == "float16" or shape[-1] % BLOCK:
+    if requested == "float16" or shape[-1] % BLOCK:
         return "float16"
-    return "q8_0" if name in _HEADS else asked
+    return "q8_0" if name in _HEADS else requested
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
@@ -102,49 +131,43 @@ def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
 def _read(
     path: Path, family: type[Family], dims: ModelDims, names: dict[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Read the tensors of a file back: dequantised, under transformers' names and in its layout."""
-    from gguf import GGUFReader, dequantize
+    """Read the tensors of a file back: dequantised, with transformers' names and layout."""
+    from gguf import GGUFReader
 
-    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, parts in names.items():
-        found = [stored[part] for part in parts if part in stored]
-        values = [dequantize(np.array(part.data), part.tensor_type) for part in found]
-        if len(values) == len(parts):
-            value = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
-            yield name, family.gguf_tensor(name, value, dims)
+        if all(part in tensors for part in parts):
+            yield name, family.gguf_tensor(name, stored_weight(tensors, parts, path), dims)
 
 
 def _kept(
     request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...]], plan: dict[str, Any]
 ) -> float:
-    """Return which share of the adapter's change D of the weights the rounding left.
+    """Return the fraction of the adapter's change D of the weights that rounding left.
 
-    The rounded merged weights less the rounded base weights, projected on D: 1 without rounding. Single elements may
-    stay on the step they were on; over a matrix the steps that are crossed add up to the change.
+    It is the rounded merged weights minus the rounded base weights, projected on D: 1 without rounding. Single elements
+    may keep their quantisation step; over a matrix the steps that are crossed add up to the change.
     """
     from gguf import dequantize, quantize
 
-    adapter, family, dims, state = (
-        request.adapter,
-        type(loaded.family),
-        loaded.dims,
-        loaded.model.state_dict(),
-    )
-    found = exact = 0.0
+    adapter, state = request.adapter, loaded.model.state_dict()
+    family, dims = type(loaded.family), loaded.dims
+    projected = exact = 0.0
     for linear in adapter.linears:
         weight, (a, b) = f"{linear}.weight", adapter.pair(linear)
         dtype = plan[names[weight][0]][1]
         if dtype == "float32":
             return 1.0
         kind = ggml_type(dtype)
-        change = to_gguf(family, weight, adapter.alpha / adapter.rank * (b @ a), dims, whole=False)
-        merged = to_gguf(family, weight, state[weight].numpy(), dims)
-        rounded, base = (
-            dequantize(quantize(value, kind), kind) for value in (merged, merged - change)
+        change = to_gguf(
+            family, weight, adapter.alpha / adapter.rank * (b @ a), dims, is_weight=False
         )
-        found += float(np.vdot(rounded - base, change))
+        merged = to_gguf(family, weight, state[weight].numpy(), dims)
+        rounded = dequantize(quantize(merged, kind), kind)
+        base = dequantize(quantize(merged - change, kind), kind)
+        projected += float(np.vdot(rounded - base, change))
         exact += float(np.vdot(change, change))
-    return found / exact
+    return projected / exact
 
 
 FORM = Form("gguf", "llama.cpp", write, marker=None, dtypes=DTYPES, merged=True)

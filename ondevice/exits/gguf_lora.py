@@ -1,7 +1,7 @@
-"""`gguf-lora`: an adapter for llama.cpp's `--lora` and what is built on it, beside a GGUF file of the base model.
+"""`gguf-lora`: an adapter for llama.cpp's `--lora` and its descendants, next to a GGUF file of the base model.
 
-The file has four keys and two tensors a layer. llama.cpp takes alpha / rank as the scale, the rank being that of the
-tensors; an adapter's alpha here is plain LoRA's (rank-stabilised LoRA is folded into it when it is read).
+The file has four keys, and two tensors a layer. llama.cpp scales by alpha / rank, with the rank of the tensors. The
+alpha of an adapter here is plain LoRA's (rank-stabilised LoRA is folded into it when it is read).
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from ondevice.core.dims import ModelDims
 from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
-from ondevice.exits.gguf_file import write_gguf
-from ondevice.exits.gguf_names import architecture_of, to_gguf
-from ondevice.gguf.names import gguf_names
+from ondevice.gguf.names import architecture_of, gguf_names, to_gguf
+from ondevice.gguf.write import write_gguf
 from ondevice.models import read_dims
 from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
 
 
 def write(request: Request, path: Path) -> Checked:
-    """Write the adapter in float32; its names and the layout of B are those of its base model's architecture."""
+    """Write the adapter in float32, with the names and the layout of B of its base model's architecture."""
     from gguf import GGUFType, GGUFWriter, Keys
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
     dims = read_dims(request.model, request.revision)
     family = family_for(dims.family, request.model)
     architecture = architecture_of(family, dims)
-    names = gguf_names(
-        family, dims, [f"{linear}.weight" for linear in request.adapter.linears], architecture
-    )
+    weights = [f"{linear}.weight" for linear in request.adapter.linears]
+    names = gguf_names(dims, weights, architecture)
     writer = GGUFWriter(path, architecture)
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -47,11 +45,10 @@ def write(request: Request, path: Path) -> Checked:
         a, b = request.adapter.pair(linear)
         weight = f"{linear}.weight"
         tensors[f"{names[weight]}.lora_a"] = a
-        tensors[f"{names[weight]}.lora_b"] = to_gguf(family, weight, b, dims, whole=False)
+        tensors[f"{names[weight]}.lora_b"] = to_gguf(family, weight, b, dims, is_weight=False)
+    plan = {name: (value.shape, "float32") for name, value in tensors.items()}
     with storage_errors(request.out):
-        write_gguf(writer, ((name, value, "float32") for name, value in tensors.items()), {
-            name: (value.shape, "float32") for name, value in tensors.items()
-        })  # fmt: skip
+        write_gguf(writer, ((name, value, "float32") for name, value in tensors.items()), plan)
     return check_adapter(request, read(path, request, family, dims, names))
 
 
@@ -70,7 +67,7 @@ def read(
         a, b = stored.pop(f"{name}.lora_a", None), stored.pop(f"{name}.lora_b", None)
         if a is None or b is None:
             raise VerificationError(
-                f"{request.out}: read back, it lacks {name}; nothing was written"
+                f"{request.out}: read back, the file has no {name}; nothing was written"
             )
         tensors[f"{linear}.lora_A.weight"] = a
         tensors[f"{linear}.lora_B.weight"] = family.gguf_tensor(weight, b, dims)

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file as the fields of `config.json`; what one family alone has is read in its own file.
+"""The metadata of a GGUF file as the fields of `config.json`, read and written.
 
-llama.cpp knows some traits by the architecture alone (every fourth layer of `smollm3` is not rotated), and those are
-transformers' defaults too. The keys are the constants of the `gguf` package.
+What only one family has is in its own file. llama.cpp knows some traits by the architecture (each fourth layer of
+`smollm3` is not rotated); those are transformers' defaults too. The keys are constants of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import ModelError
+from ondevice.gguf.names import architecture_of
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFWriter
 
-    from ondevice.models.families.base import Family
+    from ondevice.core.dims import ModelDims
+    from ondevice.gguf.family import GGUFFamily
 
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -31,6 +33,12 @@ TOKEN_IDS = {
     "eos_token_id": "eos_token_id",
     "pad_token_id": "padding_token_id",
 }
+ARCHITECTURES = (
+    "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3",
+)  # fmt: skip
+"""Those whose block the keys here describe in full. An adapter needs only names, and goes with every one."""
+SCALINGS = ("linear", "yarn", "longrope")
+"""Scalings of the rotary embedding that have keys; Llama 3's is only in the divisors of the frequencies."""
 LOW, HIGH = 1.0, 4.0
 """`low_freq_factor` and `high_freq_factor` of every published Llama 3.1 and later."""
 
@@ -52,14 +60,14 @@ class Metadata:
         self.architecture = str(self.general("general.architecture"))
 
     def general(self, key: str) -> Any:
-        """Return the value of a key; ModelError if it is not there."""
+        """Return the value of a key; ModelError if it is missing."""
         if (value := self.optional(key)) is None:
             hint = "convert it with a recent llama.cpp"
-            raise ModelError(f"{self.path}: metadata lacks '{key}'", expected=key, hint=hint)
+            raise ModelError(f"{self.path}: missing metadata key", expected=key, hint=hint)
         return value
 
     def optional(self, key: str) -> Any:
-        """Return the value of a key, or None; floats are the decimal numbers that they were written as."""
+        """Return the value of a key, or None; a float is the decimal number that it was written as."""
         field = self._reader.get_field(key)
         try:
             return None if field is None else _short(field.contents())
@@ -69,32 +77,31 @@ class Metadata:
             ) from None
 
     def need(self, key: str) -> Any:
-        """Return the value of the architecture's key; ModelError if it is not there."""
+        """Return the value of the architecture's key; ModelError if it is missing."""
         return self.general(f"{self.architecture}.{key}")
 
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return the value of the architecture's key, or `otherwise`."""
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of the architecture's key, or `default`."""
         value = self.optional(f"{self.architecture}.{key}")
-        return otherwise if value is None else value
+        return default if value is None else value
 
     def vector(self, name: str) -> np.ndarray:
         """Return a float32 tensor."""
-        return np.array(
-            next(tensor.data for tensor in self._reader.tensors if tensor.name == name), np.float32
-        )
+        data = next(tensor.data for tensor in self._reader.tensors if tensor.name == name)
+        return np.array(data, np.float32)
 
 
-def read_config(data: Metadata, family: type[Family]) -> dict[str, Any]:
+def read_config(data: Metadata, family: type[GGUFFamily]) -> dict[str, Any]:
     """Build the `config.json` of a GGUF file.
 
     Raises:
-        ModelError: a key is missing, or has a value that the family does not do.
+        ModelError: a key is missing, or has a value that the family does not support.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # The size of the vocabulary is the embedding's: the tokenizer's list may be shorter.
+    # The embedding has the size of the vocabulary: the tokenizer's list may be shorter.
     if "token_embd.weight" not in data.shapes:
-        raise ModelError(f"{data.path} lacks a tensor", expected="token_embd.weight")
+        raise ModelError(f"missing tensor in {data.path}", expected="token_embd.weight")
     sizes = {name: data.need(key) for key, name in SIZES.items()}
     heads = sizes["num_attention_heads"]
     rotated = data.get("rope.dimension_count")
@@ -120,7 +127,7 @@ def read_config(data: Metadata, family: type[Family]) -> dict[str, Any]:
             config[key] = value
     config |= family.gguf_config(data, config)
     if rotated not in (None, config["head_dim"]) and "partial_rotary_factor" not in config:
-        message = f"{data.path}: rotates only a part of each head"
+        message = f"{data.path}: rotates only part of each head"
         raise ModelError(message, expected=config["head_dim"], received=rotated)
     if data.get("expert_count") and "num_experts" not in config:
         raise ModelError(
@@ -129,21 +136,106 @@ def read_config(data: Metadata, family: type[Family]) -> dict[str, Any]:
     return config
 
 
+def check_writable(family: type[GGUFFamily], dims: ModelDims, model: str) -> None:
+    """Check that the keys describe the blocks of `model`; no weight is read.
+
+    Raises:
+        ModelError: names the architecture, or the scaling of the rotary embedding.
+    """
+    architecture = architecture_of(family, dims)
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{model} cannot become a merged GGUF file",
+            expected=", ".join(ARCHITECTURES),
+            received=architecture,
+            hint="--to gguf-lora, next to a GGUF file of the base model",
+        )
+    family.gguf_keys(dims, {})
+    scalings = ("default", "llama3", *SCALINGS)
+    if dims.rope_type not in scalings:
+        raise ModelError(
+            f"{model}: scaling of the rotary embedding",
+            expected=", ".join(scalings),
+            received=dims.rope_type,
+        )
+
+
+def write_config(
+    writer: GGUFWriter, family: type[GGUFFamily], dims: ModelDims, config: dict[str, Any]
+) -> None:
+    """Add the keys that tell llama.cpp what to compute: sizes, norms, rotary embedding, experts."""
+    own = family.gguf_keys(dims, config)
+    # If llama.cpp has no window, the file limits the context to where both compute the same.
+    windows = () if own.get("attention.sliding_window") else dims.traits.windows
+    values = {
+        "vocab_size": dims.vocab,
+        "context_length": min((dims.max_positions, *filter(None, windows))),
+        "embedding_length": dims.hidden,
+        "block_count": dims.layers,
+        "feed_forward_length": int(config.get("intermediate_size", dims.intermediate)),
+        "attention.head_count": dims.heads,
+        "attention.head_count_kv": dims.kv_heads,
+        "attention.key_length": dims.head_dim,
+        "attention.value_length": dims.head_dim,
+        "attention.layer_norm_rms_epsilon": float(dims.norm_eps),
+        "rope.dimension_count": dims.traits.rotary_width or dims.head_dim,
+        "rope.freq_base": float(dims.rope_theta),
+    }
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    if dims.rope_type in ("linear", "yarn"):
+        values |= {
+            "rope.scaling.type": dims.rope_type,
+            "rope.scaling.factor": float(rope["factor"]),
+        }
+        if original := rope.get("original_max_position_embeddings"):
+            values["rope.scaling.original_context_length"] = int(original)
+    for key, value in (values | own).items():
+        name = f"{writer.arch}.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+
+
+def rope_divisors(model: Any, dims: ModelDims) -> dict[str, np.ndarray]:
+    """Return what llama.cpp divides each rotary frequency by, float32 [rotated / 2], by tensor.
+
+    Llama 3's scaling has one such tensor, longrope one for short and one for long contexts.
+    """
+    if dims.rope_type == "longrope":
+        rope = model.config.rope_parameters
+        return {
+            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+            for kind in ("long", "short")
+        }
+    if dims.rope_type != "llama3":
+        return {}
+    rotary = model.model.rotary_emb  # has one table for each kind of layer, or one for all
+    used: Any = getattr(rotary, "full_attention_inv_freq", None)
+    used = rotary.inv_freq if used is None else used
+    plain = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2) / dims.head_dim)
+    return {"rope_freqs.weight": (plain / used.double().numpy()).astype(np.float32)}
+
+
 def _rope(data: Metadata) -> dict[str, Any]:
     rope = {"rope_theta": data.get("rope.freq_base", 10000.0), "rope_type": "default"}
     if "rope_freqs.weight" in data.shapes:
         return _llama3(data, rope)
-    kind = (
-        "longrope"
-        if "rope_factors_long.weight" in data.shapes
-        else data.get("rope.scaling.type", "none")
-    )
+    kind = data.get("rope.scaling.type", "none")
+    if "rope_factors_long.weight" in data.shapes:
+        kind = "longrope"
     if kind == "none":
         return rope
-    if kind not in ("linear", "yarn", "longrope"):
-        message = f"{data.path}: scaling of the rotary embedding"
-        raise ModelError(message, expected="none, linear, yarn or longrope", received=kind)
-    if kind == "longrope":  # its factors are tensors, which a family that has it reads
+    if kind not in SCALINGS:
+        raise ModelError(
+            f"{data.path}: scaling of the rotary embedding",
+            expected=", ".join(("none", *SCALINGS)),
+            received=kind,
+        )
+    if kind == "longrope":  # its factors are tensors, read by a family that supports it
         return rope | {"rope_type": kind}
     rope |= {"rope_type": kind, "factor": data.need("rope.scaling.factor")}
     original = data.get("rope.scaling.original_context_length")
@@ -151,10 +243,10 @@ def _rope(data: Metadata) -> dict[str, Any]:
 
 
 def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
-    """Find the parameters of Llama 3's scaling by the divisors of the frequencies, which is all that the file has.
+    """Find the parameters of Llama 3's scaling from the divisors of the frequencies: the file has only those.
 
-    The largest divisor is the factor. The length that the model was first trained with is a power of two, and is
-    taken where it gives every divisor.
+    The largest divisor is the factor. The model was first trained with a context length that is a power of two: the
+    one that yields every divisor.
     """
     divisors = data.vector("rope_freqs.weight").astype(np.float64)
     width, factor = 2 * len(divisors), float(divisors.max())
@@ -164,17 +256,20 @@ def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
     for original in (8192, *(2**power for power in range(4, 21))):
         smooth = np.clip((original / wave - LOW) / (HIGH - LOW), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-5):
-            found = {"factor": _short(factor), "low_freq_factor": LOW, "high_freq_factor": HIGH}
-            return (
-                rope | found | {"rope_type": "llama3", "original_max_position_embeddings": original}
-            )
-    message = (
-        f"{data.path}: the rotary embedding's frequencies were changed by hand (tensor rope_freqs)"
+            return rope | {
+                "rope_type": "llama3",
+                "factor": _short(factor),
+                "low_freq_factor": LOW,
+                "high_freq_factor": HIGH,
+                "original_max_position_embeddings": original,
+            }
+    raise ModelError(
+        f"{data.path}: unknown scaling of the rotary frequencies (tensor rope_freqs)",
+        expected="no rope_freqs, or those of Llama 3's scaling",
+        hint="use the original safetensors model",
     )
-    hint = "use the original safetensors model"
-    raise ModelError(message, expected="no rope_freqs, or those of Llama 3's scaling", hint=hint)
 
 
 def _short(value: Any) -> Any:
-    """Convert a float32 of the metadata to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
+    """Convert a float32 to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
     return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -1,61 +1,97 @@
-"""GGUF's names of a model's tensors, by the tables of the `gguf` package."""
+"""GGUF's names and layouts of a model's tensors, for reading and for writing.
+
+Names come from the tables of the `gguf` package. A layout is told once, by `Family.gguf_tensor`, as reading needs it;
+writing inverts it. It is a permutation of rows, such as the interleaved rotary pairs of Llama's q and k, or a constant
+that llama.cpp adds to the weight of a norm.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ModelError
-from ondevice.models.sources.cache import missing
+import numpy as np
+
+from ondevice.core.errors import MissingPackageError, ModelError
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.models.families.base import Family
+    from ondevice.gguf.family import GGUFFamily
 
-_WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
+_JOINED, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
 """transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""
 
 
+def gguf_package() -> Any:
+    """Import the package `gguf`.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MissingPackageError(
+            "GGUF files need the package 'gguf'",
+            expected="gguf",
+            received="not installed",
+            hint="pip install 'ondevice-train[torch]'",
+        ) from None
+    return gguf
+
+
+def architecture_of(family: type[GGUFFamily], dims: ModelDims) -> str:
+    """Return the `general.architecture` of files written for a family.
+
+    Raises:
+        ModelError: the family has no GGUF form.
+    """
+    name = family.gguf_written_as or family.gguf_architecture
+    if name is None:
+        raise ModelError(
+            f"{dims.family} models have no GGUF form",
+            expected="a family with a GGUF architecture",
+            received=dims.family,
+            hint="--to peft or --to safetensors",
+        )
+    return name
+
+
 def gguf_parts(
-    family: type[Family], dims: ModelDims, names: list[str], architecture: str | None
+    family: type[GGUFFamily], dims: ModelDims, architecture: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """Map each of transformers' tensors to its tensor in a file, or to its two halves along the second dimension.
+    """Map each of transformers' tensors to its GGUF tensor, or to two halves along the second dimension.
 
     Raises:
         ModelError: the architecture has no name for one of them.
         MissingPackageError: the package `gguf` is not installed.
     """
     halves = {
-        name: tuple(name.replace(_WHOLE, half) for half in _HALVES)
-        for name in names
-        if name.endswith(_WHOLE)
+        name: tuple(name.replace(_JOINED, half) for half in _HALVES)
+        if name.endswith(_JOINED)
+        else (name,)
+        for name in family.weight_shapes(dims)
     }
-    found = gguf_names(
-        family, dims, [part for name in names for part in halves.get(name, (name,))], architecture
-    )
+    parts = [part for names in halves.values() for part in names]
+    found = gguf_names(dims, parts, architecture)
     # transformers gives the experts' tensors no suffix.
-    named = {
-        part: name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-        for part, name in found.items()
-    }
-    return {name: tuple(named[part] for part in halves.get(name, (name,))) for name in names}
+    for part in parts:
+        if not part.endswith((".weight", ".bias")):
+            found[part] += ".weight"
+    return {name: tuple(found[part] for part in names) for name, names in halves.items()}
 
 
-def gguf_names(
-    family: type[Family], dims: ModelDims, names: list[str], architecture: str | None
-) -> dict[str, str]:
+def gguf_names(dims: ModelDims, names: list[str], architecture: str | None) -> dict[str, str]:
     """Map transformers' names to GGUF's; errors as `gguf_parts`."""
-    try:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    except ImportError:
-        raise missing("gguf") from None
-    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
-    if kind is None:
+    gguf = gguf_package()
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
         raise ModelError(
-            f"the installed package gguf does not know {architecture!r}", hint="pip install -U gguf"
+            f"the installed package gguf does not know the architecture {architecture!r}",
+            hint="pip install -U gguf",
         )
-    table = get_tensor_name_map(kind, dims.layers)
-    found = {name: table.get_name(name, (".weight", ".bias")) for name in names}
-    for name, gguf_name in found.items():
+    table = gguf.get_tensor_name_map(kinds[architecture], dims.layers)
+    result = {name: table.get_name(name, (".weight", ".bias")) for name in names}
+    for name, gguf_name in result.items():
         if gguf_name is None:
             raise ModelError(
                 f"'{name}' has no name in GGUF files of architecture {architecture}",
@@ -63,4 +99,33 @@ def gguf_names(
                 received=name,
                 hint="--to peft or --to safetensors",
             )
-    return {name: str(gguf_name) for name, gguf_name in found.items()}
+    return result
+
+
+def to_gguf(
+    family: type[GGUFFamily],
+    name: str,
+    weights: np.ndarray,
+    dims: ModelDims,
+    *,
+    is_weight: bool = True,
+) -> np.ndarray:
+    """Lay out a tensor as llama.cpp does; `name` is transformers' name of the weight.
+
+    Args:
+        weights: [outputs, ...]; B [outputs, rank] of a LoRA adapter follows the rows of its weight.
+        is_weight: False for a change of a weight, which the constant is not subtracted from.
+    """
+    rows = weights.shape[0]
+    column = (rows, *(1,) * (weights.ndim - 1))
+    constant = np.asarray(family.gguf_tensor(name, np.zeros(column), dims))
+    numbers = np.arange(rows, dtype=np.float64).reshape(column)
+    order = np.asarray(family.gguf_tensor(name, numbers, dims)) - constant
+    order = np.rint(order).astype(np.int64).reshape(-1)
+    if not np.array_equal(np.sort(order), np.arange(rows)):
+        raise ModelError(
+            f"the GGUF layout of '{name}' cannot be inverted", received=family.model_type
+        )
+    if is_weight:
+        weights = weights - constant.astype(weights.dtype)
+    return weights[np.argsort(order)]

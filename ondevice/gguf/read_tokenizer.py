@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ModelError
-from ondevice.models.sources.cache import missing
+from ondevice.core.errors import MissingPackageError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,7 +58,12 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        raise missing("tokenizers") from None
+        raise MissingPackageError(
+            "reading a GGUF file's tokenizer needs the package 'tokenizers'",
+            expected="tokenizers",
+            received="not installed",
+            hint="pip install 'ondevice-train[torch]'",
+        ) from None
     kind = data.general("tokenizer.ggml.model")
     tokens = data.general("tokenizer.ggml.tokens")
     types = data.optional("tokenizer.ggml.token_type") or [1] * len(tokens)

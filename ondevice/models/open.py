@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.gguf.read import read_gguf_dims
 from ondevice.models.dims import dims_of
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.base import Family, UnknownTrait
 from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
+from ondevice.models.sources.gguf import read_gguf_dims
 from ondevice.models.sources.own_head import check_head
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 

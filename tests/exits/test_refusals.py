@@ -98,7 +98,7 @@ def test_a_family_without_gguf_form(cases, tmp_path: Path, monkeypatch) -> None:
     case = cases["qwen2"]
     monkeypatch.setattr("ondevice.models.families.qwen2.Qwen2.gguf_architecture", None)
     for form in ("gguf-lora", "gguf", "ollama"):
-        words = "models of type qwen2 have no GGUF form"
+        words = "qwen2 models have no GGUF form"
         refused(
             ModelError, words, case.adapter, form, model=str(case.model), folder=tmp_path / form
         )
@@ -109,7 +109,7 @@ def test_a_family_without_gguf_form(cases, tmp_path: Path, monkeypatch) -> None:
     )
     refused(
         ModelError,
-        "a merged GGUF file",
+        "cannot become a merged GGUF file",
         case.adapter,
         "gguf",
         model=str(case.model),
@@ -160,7 +160,7 @@ def test_a_fault_of_the_writer_is_found(cases, tmp_path: Path, monkeypatch, faul
     case, plain = cases["llama"], gguf_lora.write_gguf
     if fault == "no permutation":
         monkeypatch.setattr(
-            gguf_lora, "to_gguf", lambda family, name, weights, dims, whole: weights
+            gguf_lora, "to_gguf", lambda family, name, weights, dims, is_weight: weights
         )
     elif fault == "no scale":
         monkeypatch.setattr(
@@ -189,7 +189,9 @@ def test_a_fault_of_the_writer_is_found(cases, tmp_path: Path, monkeypatch, faul
 
 def test_a_merge_that_is_not_base_plus_adapter(cases, tmp_path: Path, monkeypatch) -> None:
     case = cases["llama"]
-    monkeypatch.setattr(gguf, "to_gguf", lambda family, name, weights, dims, whole=True: weights)
+    monkeypatch.setattr(
+        gguf, "to_gguf", lambda family, name, weights, dims, is_weight=True: weights
+    )
     refused(
         VerificationError,
         "_proj",

@@ -103,19 +103,19 @@ def test_what_another_version_converted_is_converted_again(
 
 
 BROKEN_TOKENIZERS = {
-    "way of cutting": ({"pre": "viking"}, "how its tokenizer cuts.*viking"),
-    "kind": ({"model": "t5"}, "kind of tokenizer.*t5"),
-    "twice": ({"tokens": ["a", "b", "a"]}, "there twice.*'a'"),
-    "kinds": ({"token_type": [1, 1]}, "token_type"),
-    "scores": ({"model": "llama", "scores": [0.0]}, "scores"),
-    "no scores": ({"model": "llama"}, "lacks 'tokenizer.ggml.scores'"),
-    "no merges": ({"merges": None}, "lacks 'tokenizer.ggml.merges'"),
+    "way of cutting": ({"pre": "viking"}, "viking"),
+    "kind": ({"model": "t5"}, "t5"),
+    "twice": ({"tokens": ["a", "b", "a"]}, "'a'"),
+    "kinds": ({"token_type": [1, 1]}, "tokenizer.ggml.token_type"),
+    "scores": ({"model": "llama", "scores": [0.0]}, "tokenizer.ggml.scores"),
+    "no scores": ({"model": "llama"}, "tokenizer.ggml.scores"),
+    "no merges": ({"merges": None}, "tokenizer.ggml.merges"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN_TOKENIZERS)
 def test_tokenizer_that_cannot_be_read(case: str, tmp_path: Path) -> None:
-    changes, words = BROKEN_TOKENIZERS[case]
+    changes, named = BROKEN_TOKENIZERS[case]
     keys = {
         "model": "gpt2",
         "pre": "default",
@@ -128,8 +128,9 @@ def test_tokenizer_that_cannot_be_read(case: str, tmp_path: Path) -> None:
         for key, value in (keys | changes).items()
         if value is not None
     }
-    with pytest.raises(ModelError, match=f"(?s){words}"):
+    with pytest.raises(ModelError) as caught:
         write_tokenizer(Keys(keys, tmp_path / "a.gguf"), {}, tmp_path)
+    assert named in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -146,8 +147,8 @@ class Keys(Metadata):
 BROKEN = {
     "other architecture": ({"arch": "bloom"}, "bloom"),
     "no size": ({"embedding_length": None}, "embedding_length"),
-    "experts": ({"expert_count": 4}, "mixture of experts"),
-    "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "part of each head"),
+    "experts": ({"expert_count": 4}, "experts"),
+    "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "rotates"),
     "rope scaling": ({"rope.scaling.type": "longrope"}, "longrope"),
     "rope by hand": (
         {"tensors": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}},
@@ -166,10 +167,11 @@ BROKEN = {
 def test_gguf_that_cannot_be_used(
     write_gguf: Callable[..., Path], case: str, tmp_path: Path, own_cache: Path
 ) -> None:
-    changes, words = BROKEN[case]
+    changes, named = BROKEN[case]
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **changes)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError) as caught:
         load_model(str(path))
+    assert named in str(caught.value)
     assert not list(own_cache.glob("models/gguf/*"))
 
 
@@ -181,8 +183,9 @@ def test_damaged_gguf(
     if content is None:
         content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="damaged or no GGUF"):
+    with pytest.raises(ModelError) as caught:
         load_model(str(path))
+    assert caught.value.expected == "GGUF version 2 or 3"
 
 
 def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_path: Path) -> None:

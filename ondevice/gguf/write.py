@@ -1,4 +1,4 @@
-"""GGUF files written tensor by tensor: one in memory at a time, quantised by the `gguf` package's own code."""
+"""Write a GGUF file tensor by tensor: one in memory at a time, quantised by the `gguf` package's own code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 BLOCK = 32
-"""Numbers that share a scale in the quantised types; a row that is no multiple of it stays in float16."""
+"""Numbers that share a scale in the quantised types; a row whose length is not a multiple stays in float16."""
 
 
 def ggml_type(dtype: str) -> GGMLQuantizationType:
-    """Return GGUF's type of a name such as `q8_0` or `float16`."""
+    """Return GGUF's type for a name such as `q8_0` or `float16`."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType[{"float32": "F32", "float16": "F16"}.get(dtype, dtype.upper())]
@@ -26,12 +26,12 @@ def write_gguf(
     tensors: Iterable[tuple[str, np.ndarray, str]],
     plan: dict[str, tuple[tuple[int, ...], str]],
 ) -> None:
-    """Write keys, the list of tensors and then each of them.
+    """Write the keys, the list of tensors, and then each tensor.
 
     Args:
         writer: with all its keys and no tensors.
         tensors: name, float values and dtype, in the order of `plan`.
-        plan: shape and dtype by name, which the list needs before the first tensor is made.
+        plan: shape and dtype by name; the file lists them before the first tensor is computed.
 
     Raises:
         OSError: from the disk.
@@ -40,15 +40,14 @@ def write_gguf(
     from gguf.quants import quant_shape_to_byte_shape
 
     for name, (shape, dtype) in plan.items():
-        kind = ggml_type(dtype)
         if dtype in ("float32", "float16"):
             item = np.dtype(dtype)
             writer.add_tensor_info(name, shape, item, int(np.prod(shape)) * item.itemsize)
         else:
+            kind = ggml_type(dtype)
             stored = quant_shape_to_byte_shape(shape, kind)
-            writer.add_tensor_info(
-                name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind
-            )
+            size = int(np.prod(stored))
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), size, raw_dtype=kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -57,10 +56,9 @@ def write_gguf(
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for _, value, dtype in tensors:
-            # Not numpy's `tofile`, whose error for a full disk has no number.
-            data = np.ascontiguousarray(
-                quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype))
-            )
+            # Not numpy's `tofile`: its error for a full disk has no errno.
+            values = quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype))
+            data = np.ascontiguousarray(values)
             file.write(data.data)
             writer.write_padding(file, data.nbytes)
         file.flush()

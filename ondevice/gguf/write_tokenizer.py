@@ -1,8 +1,8 @@
-"""A tokenizer as llama.cpp reads it: tokens, merges or scores, how text is cut into words, and the chat template.
+"""Write a tokenizer as llama.cpp reads it: tokens, merges or scores, word splitting, chat template.
 
-llama.cpp has its own code for cutting text, chosen by a name. The name is found from what the tokenizer does, not from
-what the model is called; a tokenizer that cuts in a way that has no name is refused, because other tokens would come
-out than the ones it was trained with.
+llama.cpp has its own code for splitting text into words, chosen by a name. The name follows from what the tokenizer
+does, not from what the model is called. A tokenizer that splits in a way without a name is refused, because it would
+produce other tokens than those it was trained with.
 """
 
 from __future__ import annotations
@@ -11,27 +11,31 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.gguf.read_tokenizer import LLAMA3, QWEN2, SPACE
+from ondevice.gguf.read_tokenizer import SPACE, WORDS
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-    from ondevice.models import LoadedModel
-
-_WORDS = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
-"""llama.cpp's name of each pattern that words are cut by; a byte-level step without a pattern of its own follows."""
+WRITTEN_WORDS = {WORDS[name]: name for name in ("llama-bpe", "qwen2")}
+"""llama.cpp's name of each pattern that a `Split` step has; a byte-level step without a pattern follows it."""
 _NO_MERGE = ("<none>", "<none>")
-"""llama.cpp loads no file without merges; no piece of a text has this name, so it never applies."""
+"""llama.cpp loads no file without merges; no token has this name, so this merge never applies."""
+_USE_LORA = "--to gguf-lora, next to a GGUF file of the base model"
 
 
-def write_tokenizer(writer: GGUFWriter, loaded: LoadedModel) -> None:
+def write_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, rows: int, stops: int | list[int] | None, where: str
+) -> None:
     """Add the tokenizer's keys to `writer`.
 
+    Args:
+        rows: of the embedding.
+        stops: tokens at which the model's own generation stops.
+        where: names the model in errors.
+
     Raises:
-        ModelError: it is no BPE tokenizer, or cuts text in a way that llama.cpp has no name for.
+        ModelError: not a BPE tokenizer, or llama.cpp has no name for how it splits text.
     """
-    tokenizer: Any = loaded.tokenizer
-    where = loaded.source.source
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(
             f"{where}: the tokenizer has no tokenizer.json", hint="save it with a fast tokenizer"
@@ -43,7 +47,7 @@ def write_tokenizer(writer: GGUFWriter, loaded: LoadedModel) -> None:
         tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
         for pair in rules["model"]["merges"]
     ]
-    tokens, kinds = _tokens(rules, loaded.dims.vocab)
+    tokens, kinds = _tokens(rules, rows)
     if rules["model"].get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -55,11 +59,11 @@ def write_tokenizer(writer: GGUFWriter, loaded: LoadedModel) -> None:
         writer.add_token_merges([" ".join(pair) for pair in merges or [_NO_MERGE]])
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    _add_special(writer, loaded)
+    _add_special(writer, tokenizer, stops)
 
 
 def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """List every row of the embedding as a token, with its kind; rows without one are named and never used."""
+    """List a token and its kind for every row of the embedding; a row without a token gets a name and is never used."""
     from gguf import TokenType
 
     by_id = {number: token for token, number in rules["model"]["vocab"].items()}
@@ -82,7 +86,7 @@ def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
 
 
 def _pre(rules: dict[str, Any], merges: bool, where: str) -> str:
-    """Return llama.cpp's name for how a byte-level tokenizer cuts text into words."""
+    """Return llama.cpp's name for how a byte-level tokenizer splits text into words."""
     if (rules["normalizer"] or {}).get("type", "NFC") != "NFC":
         raise ModelError(
             f"{where}: the tokenizer's normalizer",
@@ -91,34 +95,30 @@ def _pre(rules: dict[str, Any], merges: bool, where: str) -> str:
         )
     step = rules["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
-    last = steps[-1]
+    before, last = steps[:-1], steps[-1]
+    name = None
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        before = steps[:-1]
-        if not before and (
-            last.get("use_regex", True) or not merges
-        ):  # without merges, every cut gives bytes
-            return "gpt-2"
-        if (
-            len(before) == 1
-            and before[0]["type"] == "Digits"
-            and before[0]["individual_digits"]
-            and last["use_regex"]
-        ):
-            return "smollm"
-        if len(before) == 1 and before[0]["type"] == "Split" and not last["use_regex"]:
-            name = _WORDS.get(before[0]["pattern"].get("Regex", ""))
-            if name is not None:
-                return name
-    raise ModelError(
-        f"{where}: llama.cpp has no name for how the tokenizer cuts text",
-        expected="GPT-2's, SmolLM's, Llama 3's or Qwen2's way",
-        received=json.dumps(step)[:300],
-        hint="--to gguf-lora, beside a GGUF file of the base model",
-    )
+        uses_words = last.get("use_regex", True)
+        if not before and (uses_words or not merges):  # without merges, every split gives bytes
+            name = "gpt-2"
+        elif len(before) == 1:
+            kind = before[0]["type"]
+            if kind == "Digits" and before[0]["individual_digits"] and uses_words:
+                name = "smollm"
+            elif kind == "Split" and not uses_words:
+                name = WRITTEN_WORDS.get(before[0]["pattern"].get("Regex", ""))
+    if name is None:
+        raise ModelError(
+            f"{where}: llama.cpp has no name for how the tokenizer splits text",
+            expected="the way of GPT-2, SmolLM, Llama 3 or Qwen2",
+            received=json.dumps(step)[:300],
+            hint=_USE_LORA,
+        )
+    return name
 
 
 def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
-    """Return sentencepiece's scores, from which llama.cpp merges: the earlier a merge, the higher."""
+    """Return sentencepiece's scores, which llama.cpp merges by: the earlier a merge, the higher."""
     ranks = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), -float(rank))
@@ -126,7 +126,7 @@ def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
 
 
 def _adds_space(rules: dict[str, Any], where: str) -> bool:
-    """Return True if text begins with a space that was not there; ModelError for another treatment of spaces."""
+    """Return whether the tokenizer puts a space before the text; ModelError if it treats spaces in another way."""
     normalizer = rules["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [step["type"] for step in steps]
@@ -140,14 +140,12 @@ def _adds_space(rules: dict[str, Any], where: str) -> bool:
         f"{where}: llama.cpp has no name for how the tokenizer treats spaces",
         expected="sentencepiece's way",
         received=json.dumps([rules["normalizer"], rules["pre_tokenizer"]])[:300],
-        hint="--to gguf-lora, beside a GGUF file of the base model",
+        hint=_USE_LORA,
     )
 
 
-def _add_special(writer: GGUFWriter, loaded: LoadedModel) -> None:
-    """Add the ids that begin and end a text, whether they are put in, and the chat template."""
-    tokenizer: Any = loaded.tokenizer
-    stops: Any = loaded.model.generation_config.eos_token_id
+def _add_special(writer: GGUFWriter, tokenizer: Any, stops: int | list[int] | None) -> None:
+    """Add the ids that begin and end a text, whether they are added, and the chat template."""
     known = [tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or ())]
     ends: list[int] = list(dict.fromkeys(number for number in known if number is not None))
     if tokenizer.bos_token_id is not None:
