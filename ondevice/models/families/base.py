@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
+from ondevice.gguf.family import GGUFFamily
 from ondevice.models.dims import (
     ROPE_TYPES,
     UnknownTrait,
@@ -21,12 +22,10 @@ from ondevice.models.dims import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from ondevice.gguf.config import Metadata
 
 __all__ = [
     "ROPE_TYPES",
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 
-class Family:
+class Family(GGUFFamily):
     """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
 
     A subclass names the `model_type`, reads its configuration, and overrides what differs. The module that
@@ -46,10 +45,6 @@ class Family:
     """
 
     model_type: ClassVar[str]
-    gguf_architecture: ClassVar[str | None] = None
-    """`general.architecture` of its GGUF files; None if they are not supported."""
-    gguf_written_as: ClassVar[str | None] = None
-    """`general.architecture` of files that are written of it, where those that are read belong to another family."""
     linear_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
@@ -77,30 +72,9 @@ class Family:
         return sizes
 
     @classmethod
-    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-        """Read what this family alone has in a GGUF file's metadata, as fields of `config.json`; `config` is the rest.
-
-        Raises:
-            ModelError: the file asks for something that the family does not do.
-        """
-        return {}
-
-    @classmethod
-    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys of a GGUF file that say what `gguf_config` reads; `config` may be empty, for the check alone.
-
-        Raises:
-            ModelError: llama.cpp computes models of this architecture in another way.
-        """
-        return {}
-
-    @classmethod
-    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
-        """Lay out a dequantised GGUF tensor as transformers does; `name` is transformers' name."""
-        return weights
-
-    weight_shapes = classmethod(weight_shapes)
-    """Map every weight's name in transformers to its shape; a family that differs has its own."""
+    def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+        """Map every weight's name in transformers to its shape, as Llama has them."""
+        return weight_shapes(cls, dims)
 
     @property
     def embedding(self) -> nn.Embedding:
