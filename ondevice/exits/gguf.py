@@ -29,7 +29,8 @@ from ondevice.models.sources.cache import RECORD_NAME
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-    from ondevice.models import LoadedModel, ModelDims
+    from ondevice.core.dims import ModelDims
+    from ondevice.models import LoadedModel
     from ondevice.models.families.base import Family
 
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
