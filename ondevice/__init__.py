@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from ondevice.generation.generate import generate
     from ondevice.models import load_model
     from ondevice.models.sources.memory import wrap_model
+    from ondevice.nn.adapters import apply_adapter
     from ondevice.planning.doctor import doctor
     from ondevice.planning.estimate import plan
     from ondevice.training.callbacks import Callback
-    from ondevice.training.fuse import apply_adapter, fuse
+    from ondevice.training.fuse import fuse
 
 _WHERE = {
     "Adapter": "artifact.adapter",
     "Callback": "training.callbacks",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
-    "apply_adapter": "training.fuse",
+    "apply_adapter": "nn.adapters",
     "benchmark": "api.benchmark",
     "convert": "exits",
     "doctor": "planning.doctor",

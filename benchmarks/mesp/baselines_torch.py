@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.reference import AutogradModel, block_forward
+from ondevice.methods.mesp.torch.reference import (
+    AutogradModel,
+    autograd_blocks,
+    leaves_of,
+    with_leaves,
+)
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import Block, Linear
+from ondevice.methods.mesp.torch.stages import Block
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import OnGradient, Position
@@ -26,7 +31,7 @@ def blockwise_session(
     """A session of mesp whose blocks are differentiated by autograd, one at a time."""
     session = MespSession(loaded, config, seed, device)
     model: Any = session.model  # of a family whose block is known
-    model.blocks = BlockwiseBlocks(model.blocks.stages, None)
+    model.blocks = BlockwiseBlocks(autograd_blocks(model.dims).stages, None)
     return session
 
 
@@ -41,14 +46,11 @@ class StoredModel(AutogradModel):
     """See `AutogradModel`; nothing is computed again."""
 
     def run_block(self, *arguments: Any) -> Tensor:
-        return block_forward(*arguments)
+        return self.blocks.forward(*arguments)
 
 
 class BlockwiseBlocks(Blocks):
     """See `Blocks`."""
-
-    def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
-        return block_forward(self.stages.dims, block, x, position, rows)
 
     def backward(
         self,
@@ -60,17 +62,11 @@ class BlockwiseBlocks(Blocks):
         on_gradient: OnGradient,
         last: bool = False,
     ) -> Tensor:
-        linears, leaves = dict(block.linears), {}
-        for target, layer in block.linears.items():
-            if layer.a is not None and layer.b is not None:
-                a, b = (value.detach().requires_grad_(True) for value in (layer.a, layer.b))
-                leaves[target] = (a, b)
-                linears[target] = Linear(layer.matrix, layer.bias, a, b, layer.scale)
+        block = with_leaves(block)
+        leaves = leaves_of(block)
         with torch.enable_grad():
             entered = x.detach().requires_grad_(not last)
-            y = block_forward(
-                self.stages.dims, Block(block.norms, linears, block.layer), entered, position, rows
-            )
+            y = self.forward(block, entered, position, rows)
             wanted = [
                 *([] if last else [entered]),
                 *(leaf for pair in leaves.values() for leaf in pair),

@@ -30,7 +30,8 @@ from ondevice.exporters.executorch.packed import (
     PackedWriter,
     load_operators,
 )
-from ondevice.exporters.executorch.writer import beside, check_tokens
+from ondevice.exporters.executorch.writer import check_tokens
+from ondevice.nn.adapters import adapted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -147,7 +148,7 @@ def check_answers(
 
     with torch.no_grad():
         rounded = eager()
-        with nullcontext() if adapter is None else beside(loaded, adapter):
+        with nullcontext() if adapter is None else adapted(loaded, adapter):
             exact = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].float().numpy()
         moved = rounded
         if form != "none":

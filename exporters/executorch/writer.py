@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.nn.adapters import adapted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ondevice.artifact.adapter import Adapter
     from ondevice.exporters.executorch.blocks import BlocksSession
     from ondevice.models import LoadedModel
 
@@ -151,7 +150,7 @@ def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0
 
     writer, adapter, limit = Writer(session), session.adapter(), limit or LOGIT_ERROR
     ids, length = check_tokens(loaded, writer.context_tokens, writer.chunk)
-    with beside(loaded, adapter), torch.no_grad():
+    with adapted(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
     found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
     error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
@@ -162,23 +161,6 @@ def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0
             received=f"{error:.3g}",
         )
     return error
-
-
-@contextmanager
-def beside(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
-    """Put an adapter beside the model's layers for the duration of a block."""
-    from ondevice.nn.lora import LoRALinear
-
-    family = loaded.family
-    before = {name: family.module(name) for name in adapter.linears}
-    try:
-        for name, layer in before.items():
-            pair = adapter.pair(name)
-            family.replace(name, LoRALinear.from_base(layer, adapter.rank, adapter.alpha, *pair))
-        yield
-    finally:
-        for name, layer in before.items():
-            family.replace(name, layer)
 
 
 LOGIT_ERROR = 1e-4

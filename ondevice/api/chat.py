@@ -132,7 +132,7 @@ class _ModelChat(Chat):
             raise
 
     def _put(self, adapter: Adapter | None) -> None:
-        from ondevice.training.fuse import adapted
+        from ondevice.nn.adapters import adapted
 
         self._adapted.close()
         if adapter is not None:

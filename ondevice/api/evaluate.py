@@ -129,7 +129,7 @@ def open_source(
     from ondevice.generation.generate import continue_ids
     from ondevice.methods.model_loss import ModelSession
     from ondevice.models import load_model
-    from ondevice.training.fuse import apply_adapter
+    from ondevice.nn.adapters import apply_adapter
 
     loaded = load_model(str(source), revision=revision, dtype=dtype, device=resolve_device(device))
     if adapter is not None:

@@ -84,6 +84,8 @@ class ModelDims:
             return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
         traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
+        for name in ("score_cap", "logit_cap"):  # older manifests have them, always as 0
+            traits.pop(name, None)
         if "active_experts" in values:
             cls, values = MoeDims, {**values, "dense_layers": tuples(values["dense_layers"])}
         return cls(**{**values, "traits": BlockTraits(**traits)})

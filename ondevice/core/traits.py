@@ -33,7 +33,6 @@ class BlockTraits:
         rotary_width: dimensions of a head that are rotated, the first ones; 0 is all.
         windows: of each layer, how many tokens a query sees, itself included; 0 is all before it. () is none.
         score_scale: factor of the scores; 0 is 1 / sqrt(head_dim).
-        score_cap: c of c tanh(score / c); 0 is none. `logit_cap` is the same of the logits.
         embedding_scale, residual_scale, logit_scale: factors of the embedding's rows, of a branch where it is added,
             and of the logits.
     """
@@ -47,8 +46,6 @@ class BlockTraits:
     rotary_width: int = 0
     windows: tuple[int, ...] = ()
     score_scale: float = 0.0
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -83,8 +80,6 @@ WORDS = {
     "rotary_width": "a rotary embedding of a part of each head",
     "windows": "a sliding window of attention in some layers",
     "score_scale": "a scale of the scores of its own",
-    "score_cap": "a soft cap of the scores",
-    "logit_cap": "a soft cap of the logits",
     "embedding_scale": "a factor of the embedding",
     "residual_scale": "a factor of each branch",
     "logit_scale": "a factor of the logits",

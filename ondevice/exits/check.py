@@ -16,14 +16,8 @@ import numpy as np
 
 from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Request
-from ondevice.training.fuse import (
-    PROMPTS,
-    adapted,
-    apply_adapter,
-    distance,
-    fuse_in_place,
-    prompt_logits,
-)
+from ondevice.nn.adapters import adapted, apply_adapter, fuse_in_place
+from ondevice.training.fuse import PROMPTS, distance, prompt_logits
 
 if TYPE_CHECKING:
     from torch import Tensor

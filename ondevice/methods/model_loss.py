@@ -13,8 +13,7 @@ from ondevice.core.errors import CheckpointError
 from ondevice.core.session import IGNORE
 from ondevice.models.load import quiet_transformers
 from ondevice.models.save import save_loaded
-from ondevice.nn.answer_loss import answer_labels
-from ondevice.nn.cross_entropy import shift
+from ondevice.nn.cross_entropy import label_columns, shift
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +31,7 @@ def method_token_nll(
     """
     if answers:
         index_A = torch.tensor(tuple(answers), device=labels_N.device)
-        places_N = answer_labels(labels_N, index_A)
+        places_N = label_columns(labels_N, index_A)
         if bool(((places_N != IGNORE) == (labels_N != IGNORE)).all()):
             return family.answer_nll(hidden_ND, places_N, index_A)
     return family.token_nll(hidden_ND, labels_N, tiles)

@@ -50,6 +50,60 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def exp_sums(before: tuple[Tensor, Tensor] | None, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one more tile to the online log-sum-exp.
+
+    Args:
+        before: of each token so far, the largest logit and the sum of exponentials below it, [n] each;
+            None for the first tile.
+        logits: float32 [n, S], the tile's, whose memory is used up.
+    """
+    top = logits.amax(-1)
+    if before is None:
+        return top, logits.sub_(top[:, None]).exp_().sum(-1)
+    maximum, total = before
+    # The sum so far is rescaled to the new maximum, so that no exponential overflows.
+    larger = torch.maximum(maximum, top)
+    total = total * (maximum - larger).exp() + logits.sub_(larger[:, None]).exp_().sum(-1)
+    return larger, total
+
+
+def label_logits(logits: Tensor, local: Tensor) -> Tensor:
+    """Return the logit of each label that is in a tile, else 0, [n].
+
+    Args:
+        local: int64 [n], the label's column in the tile; below 0 or from S on if it is in another tile.
+    """
+    inside, at = _inside(local, logits.shape[1])
+    picked = logits.gather(1, at)[:, 0]
+    return torch.where(inside, picked, torch.zeros_like(picked))
+
+
+def logits_gradient(logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+    """Return `weights` [n] times (softmax - one-hot) of one tile, [n, S], in the memory of its `logits`.
+
+    Args:
+        local: int64 [n], as in `label_logits`; `lse` [n] is the log-sum-exp over all tiles.
+    """
+    p = logits.sub_(lse[:, None]).exp_()
+    inside, at = _inside(local, logits.shape[1])
+    # The one is subtracted before the weight is multiplied in: a difference near 0 keeps its digits.
+    ones = inside if inside.dtype == p.dtype else inside.to(p.dtype)
+    return p.scatter_add_(1, at, -ones[:, None]).mul_(weights[:, None])
+
+
+def _inside(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Find the labels in a tile, and a column for each, [n, 1]: no shape depends on labels."""
+    return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
+
+
+def label_columns(labels_N: Tensor, tokens_A: Tensor) -> Tensor:
+    """Return the index of each label among some tokens, int64 [N]; -100 if it is not one of them."""
+    same_NA = (labels_N[:, None] == tokens_A[None]).to(torch.int64)
+    index_N = (same_NA * torch.arange(tokens_A.shape[0], device=labels_N.device)).sum(1)
+    return torch.where(same_NA.sum(1) > 0, index_N, torch.full_like(index_N, IGNORE))
+
+
 def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
     """Compute the negative log likelihood of each label, 0 where the label is -100; only labelled rows are computed.
 
@@ -80,14 +134,11 @@ class _TiledNll(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
     ) -> Tensor:
         target_N = (wide(hidden_ND) * wide(weight_VD[labels_N])).sum(-1)
-        maximum = torch.full_like(target_N, float("-inf"))
-        total = torch.zeros_like(target_N)
+        sums = None
         for low, high in tile_bounds(weight_VD.shape[0], tiles):
-            logits = float32_logits(hidden_ND, weight_VD[low:high])
-            # The sum so far is rescaled to the new maximum, so that no exponential overflows.
-            larger = torch.maximum(maximum, logits.amax(-1))
-            total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
-            maximum = larger
+            sums = exp_sums(sums, float32_logits(hidden_ND, weight_VD[low:high]))
+        assert sums is not None  # noqa: S101 - there is a tile
+        maximum, total = sums
         logsumexp = maximum + total.log()
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, logsumexp)
         ctx.tiles = tiles
@@ -99,15 +150,9 @@ class _TiledNll(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden_ND) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD) if need_weight else None
-        rows = torch.arange(labels_N.shape[0], device=labels_N.device)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
             logits = float32_logits(hidden_ND, weight_VD[low:high])
-            probability = (
-                logits - logsumexp[:, None]
-            ).exp()  # softmax; minus 1 at the label is the gradient
-            inside = (labels_N >= low) & (labels_N < high)
-            probability[rows[inside], labels_N[inside] - low] -= 1.0
-            scaled = (probability * grad_N[:, None]).to(hidden_ND.dtype)
+            scaled = logits_gradient(logits, labels_N - low, logsumexp, grad_N).to(hidden_ND.dtype)
             if grad_hidden is not None:
                 grad_hidden += scaled @ weight_VD[low:high]
             if grad_weight is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.session import IGNORE
-from ondevice.nn.cross_entropy import float32_logits, tile_bounds
+from ondevice.nn.cross_entropy import float32_logits, label_columns, tile_bounds
 
 Tile = tuple[int, Callable[[Tensor], Tensor]]
 """First vocabulary index of a tile, and hidden [N, D] -> logits [N, size]."""
@@ -36,6 +36,8 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
         logits = head(hidden_ND).float()
         maximum = logits.amax(dim=-1)
         total = (logits - maximum[:, None]).exp().sum(dim=-1)
+        if len(tiles) == 1:
+            return maximum, total, logits.gather(1, safe_N[:, None])[:, 0]
         local = safe_N - low
         inside = (local >= 0) & (local < logits.shape[1])
         picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -57,6 +59,30 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
         return torch.where(active, nll, torch.zeros_like(nll))
 
     return token_nll
+
+
+def answer_loss(
+    weight_VD: Tensor, rows: Sequence[int], answers: Sequence[int] | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Build a loss over the words that a task's rows are answered with, instead of the vocabulary.
+
+    A classifier by prompt asks which of some words comes next; that all others are unlikely is
+    nothing to learn. It needs one row of the head for each of them.
+
+    Args:
+        weight_VD: the output head, or some rows of it.
+        rows: of the answers in `weight_VD`.
+        answers: their tokens, if those are not the rows.
+
+    Returns:
+        (hidden [N, D], labels [N]) to float32 [N], 0 where no answer is a label.
+    """
+    index_A = torch.tensor(tuple(rows if answers is None else answers), device=weight_VD.device)
+    weight_AD = weight_VD[list(rows)].detach().float()
+    nll = graph_token_nll([(0, lambda hidden_ND: hidden_ND.float() @ weight_AD.t())])
+    return lambda hidden_ND, labels_N: nll(
+        hidden_ND, label_columns(labels_N, index_A.to(labels_N.device))
+    )
 
 
 def labelled_only(

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ondevice.nn.answer_loss import answer_loss
 from ondevice.nn.cross_entropy import tile_bounds
-from ondevice.nn.graph_loss import Tile, graph_token_nll, weight_tiles
+from ondevice.nn.graph_loss import Tile, answer_loss, graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig

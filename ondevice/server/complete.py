@@ -66,8 +66,8 @@ def complete(
     from ondevice.artifact.adapter import load_adapter
     from ondevice.generation.generate import prompt_ids
     from ondevice.generation.sample import sample
+    from ondevice.nn.adapters import adapted
     from ondevice.server.generate import hold
-    from ondevice.training.fuse import adapted
 
     _stopped = False
     loaded = hold(model, artifact, len(str(prompt)) + (max_new_tokens or 0), job)

@@ -45,7 +45,7 @@ def answer(
     """
     from ondevice.artifact.adapter import load_adapter
     from ondevice.generation.generate import generate
-    from ondevice.training.fuse import adapted
+    from ondevice.nn.adapters import adapted
 
     loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}

@@ -11,7 +11,7 @@ from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exits import convert
 from ondevice.generation.generate import prompt_ids
 from ondevice.models import load_model
-from ondevice.training.fuse import apply_adapter
+from ondevice.nn.adapters import apply_adapter
 from tests.exits.conftest import random_adapter
 from tests.exits.llama_cpp import LlamaCpp
 

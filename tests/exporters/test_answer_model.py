@@ -9,7 +9,7 @@ import torch
 
 from ondevice.core.errors import ModelError
 from ondevice.models import load_model, save_tiny
-from ondevice.training.fuse import adapted
+from ondevice.nn.adapters import adapted
 from tests.exits.conftest import random_adapter
 
 pytest.importorskip("executorch.exir")

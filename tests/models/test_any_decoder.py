@@ -22,8 +22,8 @@ from ondevice.models import LoadedModel, load_model, read_dims
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.load import quiet_transformers, wrap
 from ondevice.models.tiny import tiny_tokenizer
+from ondevice.nn.adapters import apply_adapter
 from ondevice.planning.estimate import plan
-from ondevice.training.fuse import apply_adapter
 from tests.models.decoders import DECODERS, tiny_config
 
 RATES = {"lora": 1e-2, "lora-fa": 1e-2, "prge": 1e-3, "mezo": 1e-5, "full": 1e-3, "mesp": 1e-2}

@@ -19,8 +19,8 @@ from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.families.qwen2_moe import Qwen2Moe
 from ondevice.models.save import save_weights
+from ondevice.nn.adapters import apply_adapter
 from ondevice.planning.estimate import plan
-from ondevice.training.fuse import apply_adapter
 
 FORMS = {
     "every block": {},

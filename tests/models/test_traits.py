@@ -16,7 +16,10 @@ from ondevice.models import tiny_model
 
 def test_dimensions_come_back_from_a_manifest() -> None:
     traits = BlockTraits(
-        norms=(("before_mlp", "norm"),), windows=(4, 0), rotary=(True, False), score_cap=3.0
+        norms=(("before_mlp", "norm"),), windows=(4, 0), rotary=(True, False), logit_scale=3.0
     )
     dims = replace(tiny_model("llama").dims, traits=traits)
-    assert ModelDims.from_manifest(json.loads(json.dumps(asdict(dims)))) == dims
+    written = json.loads(json.dumps(asdict(dims)))
+    assert ModelDims.from_manifest(written) == dims
+    written["traits"] |= {"score_cap": 0.0, "logit_cap": 0.0}  # as older versions wrote them
+    assert ModelDims.from_manifest(written) == dims

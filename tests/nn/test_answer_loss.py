@@ -17,7 +17,7 @@ from ondevice.core.registry import spec_of  # noqa: E402
 from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task  # noqa: E402
 from ondevice.methods.model_loss import method_token_nll  # noqa: E402
 from ondevice.models import Family, load_tokenizer, tiny_model  # noqa: E402
-from ondevice.nn.answer_loss import answer_loss  # noqa: E402
+from ondevice.nn.graph_loss import answer_loss  # noqa: E402
 
 ANSWERS = (7, 3, 12)
 

@@ -16,9 +16,9 @@ from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.generation.generate import prompt_ids  # noqa: E402
 from ondevice.generation.sample import sample  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
+from ondevice.nn.adapters import apply_adapter  # noqa: E402
 from ondevice.server import complete, generate  # noqa: E402
 from ondevice.server.helper import Helper  # noqa: E402
-from ondevice.training.fuse import apply_adapter  # noqa: E402
 
 MODEL = "tiny:llama"
 TURNS: list[Any] = [

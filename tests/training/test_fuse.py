@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ondevice.artifact.adapter import Adapter, save_adapter
 from ondevice.core.errors import ArtifactError, ModelError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tiny
+from ondevice.nn.adapters import apply_adapter, fuse_in_place
 from ondevice.nn.lora import LoRALinear
 from ondevice.training import fuse as fuse_module
-from ondevice.training.fuse import PROMPTS, apply_adapter, fuse, fuse_in_place
+from ondevice.training.fuse import PROMPTS, fuse
 
 
 def make(

@@ -24,10 +24,10 @@ from ondevice.methods.mesp.integer import IntegerKernels
 from ondevice.methods.mesp.lora import FlatEntry
 from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.stages import Block, Stages
 from ondevice.methods.mesp.torch.weights import halves
+from ondevice.nn.cross_entropy import exp_sums, label_logits, logits_gradient
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -154,7 +154,8 @@ class HeadSums(_HeadTile):
         maximum: Tensor, total: Tensor, wanted: Tensor, norm: Tensor, *parts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         logits = self.logits(x, norm, self.tile(parts), skip)
-        return next_sums((maximum, total, wanted), logits, self.local(targets, first, skip))
+        label = label_logits(logits, self.local(targets, first, skip))
+        return *exp_sums((maximum, total), logits), wanted + label
 
 
 class HeadGradient(_HeadTile):

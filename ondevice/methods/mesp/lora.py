@@ -82,13 +82,11 @@ class LoraParameters:
 
 
 EXPERTS = "experts"
-"""Said beside traits: an MLP that is a mixture of experts."""
-IN_TORCH = (*(field.name for field in fields(BlockTraits)), EXPERTS)
-"""Traits that the backward pass in PyTorch knows: all."""
-IN_BLOCKS = tuple(name for name in IN_TORCH if name not in ("logit_cap", EXPERTS))
-"""Traits that block programs know."""
-IN_MLX = (*(name for name in IN_BLOCKS if name != "score_cap"), EXPERTS)
-"""Traits that the stages in MLX know."""
+"""Listed with the traits: an MLP that is a mixture of experts."""
+IN_BLOCKS = tuple(field.name for field in fields(BlockTraits))
+"""Traits that block programs know: all, but no experts."""
+IN_TORCH = IN_MLX = (*IN_BLOCKS, EXPERTS)
+"""Traits that the stages in PyTorch and in MLX know."""
 
 
 def check_family(

@@ -14,8 +14,7 @@ import torch
 from ondevice.core.session import StepResult
 from ondevice.methods.prge.cuda import GraphedStep
 from ondevice.methods.prge.torch import PrgeSession
-from ondevice.nn.answer_loss import answer_loss
-from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
+from ondevice.nn.graph_loss import answer_loss, graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 from ondevice.generation.generate import generate
 from ondevice.models import load_model
-from ondevice.training.fuse import adapted
+from ondevice.nn.adapters import adapted
 from tests.programs import model, program
 
 pytest.importorskip("executorch.exir")

@@ -57,9 +57,9 @@ def test_a_window_that_no_row_reaches_makes_no_kind(tmp_path: Path) -> None:
 def test_a_trait_that_a_program_does_not_do_is_named(tmp_path: Path) -> None:
     export = job(tmp_path, "prge").export
     dims = tiny_model("llama").dims
-    capped = replace(dims, traits=replace(dims.traits, score_cap=50.0))
-    (problem,) = problems(method_config("prge"), export, capped)
-    assert "a soft cap of the scores, which a program of prge's step does not do" in problem
+    other = replace(dims, traits=replace(dims.traits, qk_norm_all=True))
+    (problem,) = problems(method_config("prge"), export, other)
+    assert "norms of q and k over all heads, which a program of prge's step" in problem
     for family in ("gemma3_text", "granite", "phi3", "smollm3"):
         assert not target("android-cpu").check(job(save_tiny(tmp_path / family, family), "prge"))
 

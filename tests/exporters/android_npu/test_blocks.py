@@ -32,7 +32,7 @@ from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
 from ondevice.generation.generate import generate
 from ondevice.models import load_model
-from ondevice.training.fuse import adapted
+from ondevice.nn.adapters import adapted
 from tests.methods.reference import batch
 from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
 

@@ -16,7 +16,8 @@ from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.core.registry import method, method_config, open_session
 from ondevice.exits.convert import convert
 from ondevice.models import load_model
-from ondevice.training.fuse import PROMPTS, adapted, fuse, prompt_logits
+from ondevice.nn.adapters import adapted
+from ondevice.training.fuse import PROMPTS, fuse, prompt_logits
 from tests.models.test_any_decoder import IDS, LABELS, fresh, save, transformers_nll
 
 BOTH = ("experts.gate_up_proj", "experts.down_proj")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
+from ondevice.nn.cross_entropy import wide
 
 Algorithm = Literal["flash", "cudnn", "chunks"]
 GPU_CHUNKS = 64
@@ -27,29 +28,18 @@ FLASH_HEAD = 256
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of q k^T: times `scale`; then `cap` tanh(score / cap), where there is a cap.
+    """How scores are made: q k^T times `scale`, of the last `window` tokens.
 
     Attributes:
-        window: tokens that a query sees, itself included; 0 is all before it.
+        window: number of tokens that a query sees, itself included; 0 is all before it.
     """
 
     scale: float
     window: int = 0
-    cap: float = 0.0
-
-    @property
-    def plain(self) -> bool:
-        """True where the fused kernels make them."""
-        return not self.window and not self.cap
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return half precision as float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`, without an operation (which an exported graph would keep) where it is in it already."""
+    """Return `x` in `dtype`; without an operation, which a graph would hold, if it has it."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -78,7 +68,7 @@ def attend(
         [rows, tokens, heads, head_dim], contiguous, and what the backward pass wants of it.
     """
     how = how or Scores(q_BTHh.shape[-1] ** -0.5)
-    algorithm = algorithm_for(q_BTHh, k_BTKh, v_BTKh) if how.plain else "chunks"
+    algorithm = "chunks" if how.window else algorithm_for(q_BTHh, k_BTKh, v_BTKh)
     if algorithm == "chunks":
         return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh, how=how), None
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
@@ -136,7 +126,7 @@ def attend_in_chunks(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     chunks: list[Tensor] = []
     for low, high in _chunks(q):
-        p, _ = _probabilities(_group(q[:, low:high], k.shape[2]), keys[:, :high], low, mask, how)
+        p = _probabilities(_group(q[:, low:high], k.shape[2]), keys[:, :high], low, mask, how)
         o = _ungroup(torch.bmm(p, values[:, :high]), q, high - low)
         if out is None:
             chunks.append(o)
@@ -155,8 +145,6 @@ def attend_in_chunks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q.
-
-    A soft cap c tanh(s / c) multiplies dS by 1 - tanh(s / c)^2.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
     keys, values = _by_head(k), _by_head(v)
@@ -166,14 +154,12 @@ def attend_in_chunks_backward(
     # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their first keys.
     for low, high in reversed(_chunks(q)):
         chunk, grad = _group(q[:, low:high], k.shape[2]), _group(g[:, low:high], k.shape[2])
-        p, slope = _probabilities(chunk, keys[:, :high], low, mask, how)
+        p = _probabilities(chunk, keys[:, :high], low, mask, how)
         gv = _add_first(gv, torch.bmm(p.transpose(1, 2), grad), mask is None)
         gs = torch.bmm(grad, values[:, :high].transpose(1, 2)).mul_(p)
         # In place, so that of a chunk's [queries, keys] there are three: p, this, and one product.
         gs.sub_(p * gs.sum(-1, keepdim=True)).mul_(how.scale)
-        if slope is not None:
-            gs.mul_(slope)
-        del p, slope
+        del p
         gk = _add_first(gk, torch.bmm(gs.transpose(1, 2), chunk), mask is None)
         gq_chunk = _ungroup(torch.bmm(gs, keys[:, :high]), q, high - low)
         if gq is None:
@@ -198,15 +184,11 @@ def _chunks(q: Tensor) -> list[tuple[int, int]]:
 
 def _probabilities(
     chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor | None, how: Scores
-) -> tuple[Tensor, Tensor | None]:
-    """softmax of [rows * kv heads, group * queries, keys], and the slope of a soft cap; the chunk's first query is
-    number `first`."""
+) -> Tensor:
+    """Return the softmax of [rows * kv heads, group * queries, keys]; `first` is the first query's number."""
     last = keys_NSh.shape[1]
     queries = last - first
-    scores, slope = torch.bmm(chunk_NCh * how.scale, keys_NSh.transpose(1, 2)), None
-    if how.cap:
-        capped = torch.tanh(scores / how.cap)
-        scores, slope = capped * how.cap, 1.0 - capped * capped
+    scores = torch.bmm(chunk_NCh * how.scale, keys_NSh.transpose(1, 2))
     groups = chunk_NCh.shape[1] // queries
     if mask is not None:
         seen = mask[first:last, :last]
@@ -219,7 +201,7 @@ def _probabilities(
             number = torch.arange(first, last, device=scores.device)[:, None]
             behind = number - torch.arange(last, device=scores.device)[None] >= how.window
             by_query.masked_fill_(behind, float("-inf"))
-    return cast(torch.softmax(wide(scores), -1), scores.dtype), slope
+    return cast(torch.softmax(wide(scores), -1), scores.dtype)
 
 
 def _add_first(total: Tensor | None, part: Tensor, in_place: bool) -> Tensor:

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.mesp.torch import attention
-from ondevice.methods.mesp.torch.attention import Scores, cast, wide
+from ondevice.methods.mesp.torch.attention import Scores, cast
+from ondevice.nn.cross_entropy import wide
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import Matrix, Position

@@ -20,7 +20,7 @@ from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
 from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.nn.answer_loss import answer_labels
+from ondevice.nn.cross_entropy import label_columns
 from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows
 from ondevice.offload.device import Timeline
@@ -187,12 +187,11 @@ class Model:
             config.loss_tiles,
             config.loss_chunk_tokens,
         )
-        traits = weights.dims.traits
-        self.loss = Loss(weights, *loss, scale=traits.logit_scale, cap=traits.logit_cap)
+        self.loss = Loss(weights, *loss, scale=weights.dims.traits.logit_scale)
         self.answer_loss = None
         if config.answers:
             head = AnswerHead(weights, config.answers)
-            self.answer_loss = Loss(head, *loss, scale=traits.logit_scale, cap=traits.logit_cap)
+            self.answer_loss = Loss(head, *loss, scale=weights.dims.traits.logit_scale)
         device = open_device(str(weights.device))
         self.timeline = Timeline(device)
         self.inputs = Activations(device, self.timeline, config.activations, None)
@@ -263,7 +262,7 @@ class Model:
         over the vocabulary."""
         if self.answer_loss is not None:
             answers = torch.tensor(self.config.answers, device=labels_BT.device)
-            places = answer_labels(labels_BT.reshape(-1), answers).view(labels_BT.shape)
+            places = label_columns(labels_BT.reshape(-1), answers).view(labels_BT.shape)
             if bool(((places != IGNORE) == (labels_BT != IGNORE)).all()):
                 return self.answer_loss, places
         return self.loss, labels_BT

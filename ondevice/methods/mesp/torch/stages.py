@@ -227,7 +227,7 @@ class Stages:
         """Return how a block's scores are made; a window that no query reaches the end of is none."""
         window = self.traits.window(block.layer)
         scale = self.traits.score_scale or self.dims.head_dim**-0.5
-        return Scores(scale, window if window < length_tokens else 0, self.traits.score_cap)
+        return Scores(scale, window if window < length_tokens else 0)
 
     def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """Return [N, H h], and what the backward pass wants."""
@@ -349,8 +349,9 @@ class Stages:
 
     def other_mlp(self, block: Block, m: Tensor) -> Tensor:
         """Compute m + an MLP that is not the gated one, in m's memory."""
-        assert block.mlp is not None  # noqa: S101 - asked for where there is one
-        return m.add_(block.mlp(self.mlp_norm(block, m), block.pairs))
+        assert block.mlp is not None  # noqa: S101 - the caller looked
+        y = block.mlp(self.mlp_norm(block, m), block.pairs)
+        return m.add_(y) if self.kernels.in_place else m + y
 
     def other_mlp_backward(
         self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient

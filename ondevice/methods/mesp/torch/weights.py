@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.untrusted import read_header
-from ondevice.methods.mesp.torch.attention import wide
 from ondevice.models.families.moe import MoeFamily
+from ondevice.nn.cross_entropy import wide
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.core.dims import ModelDims
-from ondevice.core.traits import LLAMA, BlockTraits
+from ondevice.core.traits import BlockTraits
 from ondevice.methods.mesp.blocks import seen
-from ondevice.methods.mesp.lora import EXPERTS, IN_BLOCKS, IN_TORCH
 from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
 from ondevice.methods.mesp.torch.loss import Loss
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.reference import block_forward
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense
+from tests.methods.mesp.torch.plain_block import block_forward
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 ROWS = 2
@@ -39,7 +37,6 @@ def blocks(draw: Any) -> ModelDims:
         rotary_width=draw(st.sampled_from((0, 2))),
         windows=draw(st.sampled_from(((), (1,), (3,), (100,)))),
         score_scale=draw(st.sampled_from((0.0, 0.31))),
-        score_cap=draw(st.sampled_from((0.0, 1.5))),
         residual_scale=draw(st.sampled_from((1.0, 0.4))),
     )
     return ModelDims("drawn", 1, 10, 14, kv_heads * draw(st.integers(1, 3)), kv_heads, head_dim, 9, True,
@@ -71,12 +68,6 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
     )
 
 
-def in_graph(dims: ModelDims) -> ModelDims:
-    """The same block without traits that block programs do not know."""
-    plain = {name: getattr(LLAMA, name) for name in IN_TORCH if name not in (*IN_BLOCKS, EXPERTS)}
-    return replace(dims, traits=replace(dims.traits, **plain))
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     blocks(),
@@ -88,7 +79,7 @@ def in_graph(dims: ModelDims) -> ModelDims:
 def test_gradients_of_a_block_are_autograd_s(dims, data, length, chunk, seed) -> None:
     kernels = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
-        dims, chunk = in_graph(dims), None
+        chunk = None
         kernels = GraphKernels(seen(length, dims.traits.window(0)).double())
     adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
     block, count = tensors(dims, adapted, seed), ROWS * length
@@ -133,11 +124,10 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, chunk, seed) ->
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from((1.0, 0.3)),
-    st.sampled_from((0.0, 2.0)),
     st.integers(1, 4),
     st.sampled_from((None, 3)),
 )
-def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> None:
+def test_a_loss_with_a_factor_is_torch_s(scale, tiles, chunk) -> None:
     generator = torch.Generator().manual_seed(tiles)
     head, weight = (
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 6), (6,))
@@ -153,7 +143,6 @@ def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> 
 
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
     logits = normed @ head.T * scale
-    logits = torch.tanh(logits / cap) * cap if cap else logits
     expected = torch.nn.functional.cross_entropy(
         logits.view(2, 5, -1)[:, :-1].flatten(0, 1),
         labels[:, 1:].flatten(),
@@ -162,7 +151,7 @@ def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> 
     )
     (theirs,) = torch.autograd.grad(0.5 * expected, x)
     with torch.no_grad():
-        loss = Loss(Rows(), weight, 1e-6, TorchKernels(), tiles, chunk, scale=scale, cap=cap)
+        loss = Loss(Rows(), weight, 1e-6, TorchKernels(), tiles, chunk, scale=scale)
         total, gradient = loss.backward(x.detach().clone(), labels, 0.5)
     torch.testing.assert_close(total.double(), expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient, theirs, rtol=1e-8, atol=1e-10)
