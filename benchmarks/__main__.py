@@ -4,8 +4,9 @@
     python -m benchmarks NAME ...         these only, for example prge/step; a room takes all of its own
     python -m benchmarks --list           what there is, and what it needs
 
-Results go to build/bench/<name>.json. A file is a benchmark by its constant `NEEDS`, which says what the machine must
-have: `cuda`, a package's name, or a command's. The other files of a room are what its benchmarks share.
+Results go to build/bench/<name>.json. A file is a benchmark by its constant `NEEDS`, which says
+what the machine must have: `cuda`, a package's name, or a command's. The other files of a room are
+what its benchmarks share.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ def place_of(document: dict[str, Any]) -> Path:
 
 
 def write(document: dict[str, Any], path: Path | str | None = None) -> Path:
-    """Write a result object atomically: whole to `path`, or `concise` to its place under benchmarks/results."""
+    """Write a result object atomically: whole to `path`, or `concise` to its place under
+    benchmarks/results."""
     target = Path(path) if path else place_of(document)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(target.name + ".part")
@@ -29,9 +30,9 @@ def write(document: dict[str, Any], path: Path | str | None = None) -> Path:
 def concise(document: dict[str, Any]) -> dict[str, Any]:
     """Return what is committed of a result: its tables stay what they are, raw measurements go.
 
-    More than three repeats become [lowest, median, highest], with their number under the row's `repeats`. A row with
-    `seeds` keeps its lists, because more seeds may be merged into it. Curves and other nested values go, floats keep
-    ten digits. Applying it twice changes nothing.
+    More than three repeats become [lowest, median, highest], with their number under the row's
+    `repeats`. A row with `seeds` keeps its lists, because more seeds may be merged into it. Curves
+    and other nested values go, floats keep ten digits. Applying it twice changes nothing.
     """
     shown = {column["key"] for column in document.get("columns", ())}
     return {**document, "rows": [_concise_row(row, shown) for row in document["rows"]]}
@@ -58,7 +59,8 @@ def _ten_digits(value: Any) -> Any:
 
 
 def _dump(document: dict[str, Any]) -> str:
-    """JSON with a line for each key and, in lists of objects, for each object: a changed row is a changed line."""
+    """JSON with a line for each key and, in lists of objects, for each object: a changed row is a
+    changed line."""
     lines = []
     for key, value in document.items():
         if isinstance(value, list) and value:

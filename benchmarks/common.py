@@ -45,7 +45,8 @@ median = statistics.median
 
 
 def machine_info() -> dict[str, Any]:
-    """This machine: name (for files), cpu, cores this process may use, memory_bytes, gpus, system."""
+    """This machine: name (for files), cpu, cores this process may use, memory_bytes, gpus,
+    system."""
     gpus = _gpus()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -63,7 +64,8 @@ def machine_info() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, the checkout's commit (with `+` if files differ from it), the installed ones of PACKAGES."""
+    """Python, the checkout's commit (with `+` if files differ from it), the installed ones of
+    PACKAGES."""
     installed = {"python": platform.python_version()}
     if commit := _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"):
         changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
@@ -79,7 +81,8 @@ def versions() -> dict[str, str]:
 def interleaved(
     callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Wall-clock seconds of every callable, taken in turns so that a drift of the machine meets all of them.
+    """Wall-clock seconds of every callable, taken in turns so that a drift of the machine meets all
+    of them.
 
     Each round runs every callable once, every other round in reverse; CUDA work is waited for.
 
@@ -112,8 +115,8 @@ def result(
     columns: Sequence[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """The result object of benchmarks/results/README.md, with the columns in which some row has a value; `extra` adds
-    keys such as `title` and `notes`."""
+    """The result object of benchmarks/results/README.md, with the columns in which some row has a
+    value; `extra` adds keys such as `title` and `notes`."""
     document = {
         "benchmark": name,
         "command": command_of(name),
@@ -136,7 +139,8 @@ def write_result(
     columns: Sequence[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> Path:
-    """Write a result atomically; without a path `concise` to benchmarks/results/<name>/<machine>.json.
+    """Write a result atomically; without a path `concise` to
+    benchmarks/results/<name>/<machine>.json.
 
     Returns:
         the file that was written.
@@ -176,7 +180,8 @@ def finish(
     columns: Sequence[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> None:
-    """Print the table, write the files that the arguments ask for, and end with JSON under --json."""
+    """Print the table, write the files that the arguments ask for, and end with JSON under
+    --json."""
     from benchmarks.tables import render
 
     document = result(name, rows, columns, **extra)
@@ -190,7 +195,8 @@ def finish(
 
 
 def command_of(name: str) -> str:
-    """The command to repeat the run, without the arguments that only say where something is written."""
+    """The command to repeat the run, without the arguments that only say where something is
+    written."""
     arguments, skip = [], False
     for word in sys.argv[1:]:
         if skip or word in ("--json", "--record", *PLACES) or word.startswith("--out="):
@@ -234,10 +240,11 @@ def _memory_bytes() -> int:
 
 
 def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
-    """The most bytes that `call` had allocated at once through PyTorch beyond what was there before it.
+    """The most bytes that `call` had allocated at once through PyTorch beyond what was there before
+    it.
 
-    On a CPU every allocation and release of PyTorch's allocator is recorded, which is exact and the same every time;
-    on CUDA its own counter is read.
+    On a CPU every allocation and release of PyTorch's allocator is recorded, which is exact and the
+    same every time; on CUDA its own counter is read.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile

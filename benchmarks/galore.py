@@ -1,9 +1,10 @@
-"""GaLore (Zhao et al., 2024): AdamW on gradients that are projected onto their largest singular vectors.
+"""GaLore (Zhao et al., 2024): AdamW on gradients that are projected onto their largest singular
+vectors.
 
-Of a matrix's gradient G [m, n] the shorter side is projected: with Q [r, min(m, n)] of orthonormal rows, the largest
-singular vectors of that side, the low gradient is G Q^T where m >= n and Q G else. Adam runs on it, and the weight gets
-alpha times its step projected back. Every `refresh` steps Q comes anew from the gradient at hand; the moments stay as
-they are, as in the authors' code.
+Of a matrix's gradient G [m, n] the shorter side is projected: with Q [r, min(m, n)] of orthonormal
+rows, the largest singular vectors of that side, the low gradient is G Q^T if m >= n and Q G else.
+Adam runs on it, and the weight gets alpha times its step projected back. Every `refresh` steps Q
+comes anew from the gradient at hand; the moments stay as they are, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Projected:
     Attributes:
         weight: [..., m, n].
         basis: Q, float32 [..., r, min(m, n)]; None before the first step.
-        m, v: Adam's moments of the low gradient, float32 [..., m, r] where m >= n, else [..., r, n].
+        m, v: Adam's moments of the low gradient, float32 [..., m, r] if m >= n, else [..., r, n].
     """
 
     weight: nn.Parameter
@@ -46,10 +47,12 @@ class Projected:
 
 
 class GaloreAdamW:
-    """GaLore on some matrices, AdamW on the other parameters, with one rate and without weight decay.
+    """GaLore on some matrices, AdamW on the other parameters, with one rate and without weight
+    decay.
 
     Args:
-        projected: matrices whose gradients are projected; a matrix with a side shorter than `rank` keeps all of it.
+        projected: matrices whose gradients are projected; a matrix with a side shorter than `rank`
+            keeps all of it.
         others: parameters updated as they are.
         rank: r.
         refresh: steps between two decompositions.
@@ -107,10 +110,11 @@ class GaloreAdamW:
 
 
 def largest_vectors(gradient: Tensor, rank: int) -> Tensor:
-    """The largest singular vectors of the shorter side of [..., m, n]: [..., min(rank, m, n), min(m, n)], orthonormal.
+    """The largest singular vectors of the shorter side of [..., m, n]: [..., min(rank, m, n),
+    min(m, n)], orthonormal.
 
-    They are the eigenvectors of the smaller of G^T G and G G^T, which on a GPU is far faster than a singular value
-    decomposition of G.
+    They are the eigenvectors of the smaller of G^T G and G G^T, which on a GPU is far faster than a
+    singular value decomposition of G.
     """
     tall = gradient.shape[-2] >= gradient.shape[-1]
     gram = gradient.mT @ gradient if tall else gradient @ gradient.mT

@@ -1,10 +1,12 @@
-"""New rows into a committed result: what other runs of a benchmark measured on a machine of the same kind.
+"""New rows into a committed result: what other runs of a benchmark measured on a machine of the
+same kind.
 
     python -m benchmarks.merge race.json tasks.json --key task,variant,rate,steps --sort task,-mean
 
-Each file is what `--out` wrote. Its rows go into benchmarks/results/<benchmark>/<machine>.json, whose title, command,
-versions and notes stay, and whose columns gain those that are new; a machine without such a file gets one. Of two rows
-with the same key the one with more seeds stays, or the new one. Afterwards: `python -m benchmarks.tables`.
+Each file is what `--out` wrote. Its rows go into benchmarks/results/<benchmark>/<machine>.json,
+whose title, command, versions and notes stay, and whose columns gain those that are new; a machine
+without such a file gets one. Of two rows with the same key the one with more seeds stays, or the
+new one. Afterwards: `python -m benchmarks.tables`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def seeds_of(row: dict[str, Any]) -> int:
 
 
 def in_order(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the rows sorted by these keys, the last first where a key begins with '-'."""
+    """Return the rows sorted by these keys, the last first if a key begins with '-'."""
     for part in reversed(by):
         rows = sorted(rows, key=itemgetter(part.removeprefix("-")), reverse=part.startswith("-"))
     return rows

@@ -4,9 +4,9 @@
     python -m benchmarks.tables --check    exit 1 and name the tables that differ
     python -m benchmarks.tables FILE ...   first take results that were measured elsewhere, with --out FILE
 
-A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results: ROOM/NAME/MACHINE -->` and
-`<!-- /results -->`. A benchmark that has no result yet shows its command. The format of a result file is in
-benchmarks/results/README.md.
+A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results:
+ROOM/NAME/MACHINE -->` and `<!-- /results -->`. A benchmark that has no result yet shows its
+command. The format of a result file is in benchmarks/results/README.md.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MOVED = {
     "slideformer": "slideformer.step",
     "_ranks_step": "slideformer.ranks",
 }
-"""From the name in a recorded command, before benchmarks had rooms, to the one that runs it now; a result keeps the
-command that was run."""
+"""From the name in a recorded command, before benchmarks had rooms, to the one that runs it now; a
+result keeps the command that was run."""
 RECORDED = re.compile(r"-m benchmarks\.(" + "|".join(map(re.escape, MOVED)) + r")(?![\w.])")
 MARKED = re.compile(r"(<!-- results: ([\w./-]+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 
@@ -108,8 +108,8 @@ def todays(text: str) -> str:
 def cell(value: Any, column: dict[str, Any]) -> str:
     """A value as text; a list of repeats is its median with its range.
 
-    `digits` of the column sets the decimals (without it: three significant figures, whole numbers whole),
-    `scale` multiplies first (1e-6 shows bytes as MB).
+    `digits` of the column sets the decimals (without it: three significant figures, whole numbers
+    whole), `scale` multiplies first (1e-6 shows bytes as MB).
     """
     if value is None:
         return "–"
@@ -127,7 +127,8 @@ def update(text: str, results: Path) -> str:
     """`text` with every marked table rendered anew.
 
     Raises:
-        FileNotFoundError: a marker names a result that is not in `results`, and that no benchmark makes.
+        FileNotFoundError: a marker names a result that is not in `results`, and that no benchmark
+            makes.
     """
 
     def table(match: re.Match[str]) -> str:
@@ -185,7 +186,8 @@ def _escape(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Take results from files, rewrite the tables, or with --check only compare; returns the exit status."""
+    """Take results from files, rewrite the tables, or with --check only compare; returns the exit
+    status."""
     files = [Path(word) for word in arguments if not word.startswith("-")]
     unknown = [word for word in arguments if word.startswith("-") and word != "--check"]
     if unknown or (files and "--check" in arguments) or not all(file.is_file() for file in files):

@@ -1,4 +1,5 @@
-"""Fine-tuning tasks on which benchmarks of methods compare losses: rows encoded once, of at most MAX_TOKENS."""
+"""Fine-tuning tasks on which benchmarks of methods compare losses: rows encoded once, of at most
+MAX_TOKENS."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LENGTHS = tuple(range(32, MAX_TOKENS + 1, 32))
 
 
 class Task:
-    """Rows of one task, encoded once; those that are longer than MAX_TOKENS lose tokens or are left out."""
+    """Rows of one task, encoded once; those that are longer than MAX_TOKENS lose tokens or are left
+    out."""
 
     def __init__(self, name: str, folder: Path, tokenizer: Any, eval_rows: int) -> None:
         from ondevice.data import encode, read_rows

@@ -1,8 +1,9 @@
-"""Many fleets' devices in one forward pass, for `benchmarks.fleet.sst2`: each device is a run of `racing.RacingModel`.
+"""Many fleets' devices in one forward pass, for `benchmarks.fleet.sst2`: each device is a run of
+`racing.RacingModel`.
 
 What is said between them is the fleet's own: tasks, answers and outcomes are bytes, a server is
-`ondevice.fleet.rounds`, and the adapter is its state in whole numbers. First-order devices run FedAvg over LoRA: A and
-B by plain gradient steps, and the mean of what the devices end with.
+`ondevice.fleet.rounds`, and the adapter is its state in whole numbers. First-order devices run
+FedAvg over LoRA: A and B by plain gradient steps, and the mean of what the devices end with.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Setting:
 
     Attributes:
         devices: 1 is central training, in whole numbers as a fleet is.
-        rows: of a device's step; where `share_rows`, of a device's step on average.
-        share_rows: a device's step reads rows in proportion to those that it has, one at least, and its answer counts
-            by those that it has; else every device reads `rows`, and all count alike.
+        rows: of a device's step; if `share_rows`, of a device's step on average.
+        share_rows: a device's step reads rows in proportion to those that it has, one at least, and
+            its answer counts by those that it has; else every device reads `rows`, and all count
+            alike.
         hostile: devices that lie (`flip`: their numbers negated, ten times as large).
-        weak: the last so many devices of a first-order fleet, which send numbers; they are away where `weak_rate` is 0.
+        weak: the last so many devices of a first-order fleet, which send numbers; they are away if
+            `weak_rate` is 0.
         agreement: combination, clipping and noise, as keywords of `Agreement`.
     """
 
@@ -83,7 +86,8 @@ class Group:
     """Fleets of one shape, [(setting, rate, seed)].
 
     Attributes:
-        state: float32 [fleets, elements] on the model's device: what each fleet's devices begin the next round from.
+        state: float32 [fleets, elements] on the model's device: what each fleet's devices begin the
+            next round from.
         bytes: sent to and from each device so far, mean over the devices.
         done: rounds.
     """
@@ -113,8 +117,9 @@ class Group:
         self.a = torch.stack(first).to(self.device)
 
     def _jobs(self, train: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of every step, int64 [steps, runs, rows], as indices into all rows; and each run's device, [runs],
-        counted through all fleets. A run is a device, or one row of a device where these have different numbers."""
+        """Rows of every step, int64 [steps, runs, rows], as indices into all rows; and each run's
+        device, [runs], counted through all fleets. A run is a device, or one row of a device where
+        these have different numbers."""
         places = {id(item): place for place, item in enumerate(train.items)}
         steps, columns, owners = self.shape.rounds * self.shape.local_steps, [], []
         for fleet, (setting, _, seed) in enumerate(self.members):
@@ -142,7 +147,8 @@ class Group:
 
     @contextmanager
     def _fitted(self, a_RP: Tensor, b_SP: Tensor) -> Iterator[None]:
-        """Give the model A of each run, float32 [runs, elements], and B of each copy, float32 [copies, elements]."""
+        """Give the model A of each run, float32 [runs, elements], and B of each copy, float32
+        [copies, elements]."""
         model, dtype, offset = self.model, self.model.dtype, 0
         model.a, model.b = ([{} for _ in range(model.dims.layers)] for _ in range(2))
         for entry in self.layout.entries:
@@ -184,10 +190,12 @@ class Group:
         Args:
             each_a: A of every run.
             jobs: rows of the local steps, int64 [steps, runs, rows].
-            owners: the device of each run, [runs], counted through all fleets; a device's loss is its runs' mean.
+            owners: the device of each run, [runs], counted through all fleets; a device's loss is
+                its runs' mean.
 
         Returns:
-            numbers, float64 [fleets, devices, steps * queries], and mean losses, float32 [fleets, devices].
+            numbers, float64 [fleets, devices, steps * queries], and mean losses, float32 [fleets,
+            devices].
         """
         q, size = self.shape.queries, self.layout.size
         devices = (int(owners[-1]) + 1) // self.fleets
@@ -219,7 +227,8 @@ class Group:
         ).cpu().numpy()
 
     def _noise(self, step: int) -> Tensor:
-        """The directions of a step, float32 [fleets, queries, elements]: those that the servers apply."""
+        """The directions of a step, float32 [fleets, queries, elements]: those that the servers
+        apply."""
         drawn: dict[int, Tensor] = {}
         for _, _, seed in self.members:
             if seed not in drawn:
@@ -323,7 +332,8 @@ class ZerothOrder(Group):
 
 
 class FirstOrder(Group):
-    """FedAvg over LoRA (McMahan et al., 2017): A and B by plain gradient steps, then the devices' mean."""
+    """FedAvg over LoRA (McMahan et al., 2017): A and B by plain gradient steps, then the devices'
+    mean."""
 
     VALUE_BYTES = 4
 
@@ -360,7 +370,8 @@ class FirstOrder(Group):
 
 
 class Mixed(FirstOrder):
-    """FedAvg over LoRA-FA: strong devices train B by gradient steps, weak ones send numbers that B is made of.
+    """FedAvg over LoRA-FA: strong devices train B by gradient steps, weak ones send numbers that B
+    is made of.
 
     An answer counts by the rows that it read. A weak device reads one row a step.
     """
@@ -402,7 +413,8 @@ class Mixed(FirstOrder):
         self.done += 1
 
     def _weak(self, jobs: np.ndarray) -> Tensor:
-        """B that the weak devices' numbers make, as 16 bits hold them: float32 [fleets, weak, elements]."""
+        """B that the weak devices' numbers make, as 16 bits hold them: float32 [fleets, weak,
+        elements]."""
         weak, steps, q = self.shape.weak, self.shape.local_steps, self.shape.queries
         rows = jobs[:, :, self.strong :, : self.WEAK_ROWS].reshape(steps, self.fleets * weak, -1)
         owners = np.arange(self.fleets * weak)

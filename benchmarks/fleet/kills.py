@@ -1,9 +1,11 @@
-"""A fleet whose server and devices are killed again and again (kill -9): does it end where an undisturbed one does?
+"""A fleet whose server and devices are killed again and again (kill -9): does it end where an
+undisturbed one does?
 
-A server (`carry.Desk`) and three devices (`device.Device`, over a session that needs no model: half the squared
-distance to a target) are processes of their own. They pass rounds as files, and keep what they know in SQLite. The
-first run is left alone; in the second one process after the other is killed at a random moment and started again. Both
-must end with the same hash, on the server and on every device.
+A server (`carry.Desk`) and three devices (`device.Device`, over a session that needs no model: half
+the squared distance to a target) are processes of their own. They pass rounds as files, and keep
+what they know in SQLite. The first run is left alone; in the second one process after the other is
+killed at a random moment and started again. Both must end with the same hash, on the server and on
+every device.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def charter() -> Charter:
 
 
 def serve(folder: Path, rounds: int) -> None:
-    """Be the server until `rounds` are done: tasks out, answers in, close; then what each device lacks."""
+    """Be the server until `rounds` are done: tasks out, answers in, close; then what each device
+    lacks."""
     with Store.create(folder / "server", charter()) as store:
         desk = Desk(store)
         while store.count() < rounds:
@@ -113,7 +116,7 @@ def serve(folder: Path, rounds: int) -> None:
 
 
 def _put(folder: Path, name: str, files: list[bytes]) -> None:
-    """One exchange is several files where a device was long away; they are numbered."""
+    """One exchange is several files if a device was long away; they are numbered."""
     for place, data in enumerate(files):
         atomic_write(folder / f"{name}.{place}", data)
     atomic_write(folder / name, str(len(files)))
@@ -165,7 +168,7 @@ class Fleet:
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def kill(self, role: int) -> bool:
-        """Kill a process and start it again; False where it had ended."""
+        """Kill a process and start it again; False if it had ended."""
         process = self.running[role]
         if process.poll() is not None:
             return False
@@ -189,7 +192,8 @@ class Fleet:
 def run(
     folder: Path, rounds: int, kills: int, seed: int = 0, timeout_s: float = 300.0
 ) -> dict[str, Any]:
-    """Run a fleet and kill its processes `kills` times, at moments that are spread over the rounds."""
+    """Run a fleet and kill its processes `kills` times, at moments that are spread over the
+    rounds."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, fleet, done, server = random.Random(seed), Fleet(folder, rounds), 0, 0
     began = time.perf_counter()

@@ -1,8 +1,9 @@
 """How long a fleet's log takes to replay, and a server to take the answers of a round.
 
-The adapter is that of SmolLM2-135M, LoRA-FA rank 16 on q and v: 368,640 elements. A replay needs numpy alone and runs
-on one thread; its hash is taken after every hundredth round, as `ondevice fleet replay` does. Answers have 32 numbers;
-they are read from bytes, checked and combined, in one process.
+The adapter is that of SmolLM2-135M, LoRA-FA rank 16 on q and v: 368,640 elements. A replay needs
+only numpy and runs on one thread; its hash is taken after every hundredth round, as `ondevice
+fleet replay` does. Answers have 32 numbers; they are read from bytes, checked and combined, in one
+process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def charter(noise: str, local_steps: int, **agreement: Any) -> Charter:
 
 
 def log_of(fleet: Charter, rounds: int) -> bytes:
-    """A log of random outcomes; hashes stand at the end alone, where a replay is not checked before."""
+    """A log of random outcomes; hashes stand only at the end, if a replay is not checked
+    before."""
     draw = np.random.default_rng(0)
     events = []
     for number in range(rounds):

@@ -1,9 +1,10 @@
 """What a simulated fleet of many devices costs: seconds of a processor and memory, by devices.
 
-A tiny random Llama, rows that a template gives (4 a device, split by label: a Dirichlet distribution of 0.1), q = 2;
-a tenth of the devices drop out of a round, a tenth answer late, a fifth lie, and the server takes a trimmed mean. Each
-size is a process of its own. `answers` is the server alone: it reads, checks, combines and stores so many answers of 32
-numbers, for an adapter of 368,640 elements.
+A tiny random Llama, rows that a template gives (4 a device, split by label: a Dirichlet
+distribution of 0.1), q = 2; a tenth of the devices drop out of a round, a tenth answer late, a
+fifth lie, and the server takes a trimmed mean. Each size is a process of its own. `answers` is the
+server alone: it reads, checks, combines and stores so many answers of 32 numbers, for an adapter of
+368,640 elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A fleet's accuracy on SST-2: 8 devices, rows split evenly and by label, against central training and FedAvg.
+"""A fleet's accuracy on SST-2: 8 devices, rows split evenly and by label, against central training
+and FedAvg.
 
-Every fleet is run over its protocol: tasks, answers and outcomes as bytes, the adapter in whole numbers (`prge`, all of
-B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q = 4). Settings, by name:
+Every fleet is run over its protocol: tasks, answers and outcomes as bytes, the adapter in whole
+numbers (`prge`, all of B behind a random A of rank 16 on q and v, loss over the answers, sign
+noise, q = 4). Settings, by name:
 
     central        one device with the rows of all: the same steps, the same rows a step
     iid            8 devices, rows dealt out evenly
@@ -13,7 +15,7 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
     fedavg-dirichlet
     fedavg-bytes   FedAvg over LoRA of rank 1, as many whole rounds as the fleets' bytes pay for, one at least; all the
                    steps of equal forwards
-    mixed          FedAvg over LoRA-FA (B alone): 4 strong devices by gradient steps, 4 weak ones send numbers; rounds
+    mixed          FedAvg over LoRA-FA (only B): 4 strong devices by gradient steps, 4 weak ones send numbers; rounds
                    as fedavg-iid
     strong         the same without the weak devices, nor their rows
     hostile        iid, 2 of 8 devices send their numbers negated and ten times as large; trimmed mean of 0.25
@@ -23,9 +25,10 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
                    median
     private-M      iid, vectors of numbers clipped to --clip, Gaussian noise of M times that on each number
 
-The rate of all zeroth-order fleets is the one of --rates that central training likes best, the rate of FedAvg the one
-of --fo-rates that fedavg-iid does: mean accuracy of --pilot-seeds seeds on the last --choose-rows training rows.
-Accuracy is reported on the validation rows, of the last round. Runs that --log already has are not run again.
+The rate of all zeroth-order fleets is the one of --rates that central training likes best, the rate
+of FedAvg the one of --fo-rates that fedavg-iid does: mean accuracy of --pilot-seeds seeds on the
+last --choose-rows training rows. Accuracy is reported on the validation rows, of the last round.
+Runs that --log already has are not run again.
 """
 
 from __future__ import annotations
@@ -122,7 +125,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Setting:
-    """Return the setting of a name; `weak_rate` is the zeroth-order fleets', for the weak devices of a mixed one."""
+    """Return the setting of a name; `weak_rate` is the zeroth-order fleets', for the weak devices
+    of a mixed one."""
     steps, q = args.local_steps, args.queries
     fleet = Setting(name, DEVICES, args.rows, args.rounds, steps, q)
     first_order = max(1, round(fleet.row_forwards / (3 * args.fo_rows)))  # steps of equal forwards
@@ -255,7 +259,8 @@ class Bench:
               f"{time.perf_counter() - self.started:.0f} s since the start", flush=True)  # fmt: skip
 
     def _evaluate(self, fleets: Any, curves: list[list[list[float]]]) -> float:
-        """Add [round, accuracy and loss where rates are chosen, accuracy and loss where they are reported]."""
+        """Add [round, accuracy and loss where rates are chosen, accuracy and loss where they are
+        reported]."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
         before = time.perf_counter()
@@ -265,7 +270,8 @@ class Bench:
         return time.perf_counter() - before
 
     def best_rate(self, name: str, rates: list[float]) -> float:
-        """Run the pilot and return the rate with the best accuracy, then the least loss, where rates are chosen."""
+        """Run the pilot and return the rate with the best accuracy, then the least loss, where
+        rates are chosen."""
         chosen, seeds = setting(name, self.args), range(min(self.args.pilot_seeds, self.args.seeds))
         if len(rates) == 1:
             return rates[0]
@@ -296,8 +302,8 @@ class Bench:
 
 
 def summarize(records: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each setting and rate over its seeds; `against_central` is of the seeds that both have. A run that
-    two logs have counts once."""
+    """A row for each setting and rate over its seeds; `against_central` is of the seeds that both
+    have. A run that two logs have counts once."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in {tuple(record[name] for name in KEY): record for record in records}.values():
         grouped.setdefault(tuple(record[name] for name in KEY if name != "seed"), []).append(record)
@@ -341,8 +347,8 @@ EPSILONS = {
     (4.0, 125): 40.9705, (20.0, 125): 5.37773, (1.0, 250): 654.861, (4.0, 250): 67.424, (20.0, 250): 8.0794,
     (50.0, 250): 2.8137,
 }  # fmt: skip
-"""What `ondevice.fleet.privacy.epsilon` says of (multiplier, answers), for machines without its accountant; a test
-holds it against the accountant."""
+"""What `ondevice.fleet.privacy.epsilon` says of (multiplier, answers), for machines without its
+accountant; a test holds it against the accountant."""
 
 
 def epsilon_of(record: dict[str, Any]) -> float | None:
@@ -376,7 +382,7 @@ def main() -> None:
             "fedavg-iid", [float(rate) for rate in args.fo_rates.split(",")]
         )
     chosen = [setting(name, args, rates[False]) for name in names]
-    for each in chosen:  # one by one, so that little is lost where the time ends
+    for each in chosen:  # one by one, so that little is lost if the time ends
         bench.run([(each, rates[each.first_order], seed) for seed in range(args.seeds)])
     finish("fleet/sst2", summarize(bench.records, names), args, columns=COLUMNS, notes=[note_of(args)],
            title="SST-2, SmolLM2-135M-Instruct, 8 devices")  # fmt: skip

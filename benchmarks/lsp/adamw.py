@@ -1,7 +1,8 @@
-"""LSP-Offload in memory, for any PyTorch model: `LspAdamW` beside a loop that calls `backward`.
+"""LSP-Offload in memory, for any PyTorch model: `LspAdamW` next to a loop that calls `backward`.
 
-It is what tests hold the engine against, which does the same with the subspace's moments on the host, and what
-benchmarks train models with that the engine has no family for (RoBERTa with a classification head).
+It is what tests hold the engine against, which does the same with the subspace's moments on the
+host, and what benchmarks train models with that the engine has no family for (RoBERTa with a
+classification head).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 class LspAdamW:
     """AdamW in learned subspaces (LSP-Offload, Algorithm 2).
 
-    Weights of linear layers never get a `.grad`. Of tables that are looked up in, and of weights that two modules
-    share, autograd makes the gradient, and `step` projects it.
+    Weights of linear layers never get a `.grad`. Of tables that are looked up in, and of weights
+    that two modules share, autograd makes the gradient, and `step` projects it.
 
     Args:
         model: parameters that require a gradient are trained; floating point.
@@ -78,7 +79,8 @@ class LspAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One step with the gradients of the backward passes since the last one, which are cleared."""
+        """One step with the gradients of the backward passes since the last one, which are
+        cleared."""
         self.count += 1
         for p, matrix, m, v in self.entries:
             if p.grad is not None and matrix is not None:

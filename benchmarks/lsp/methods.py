@@ -1,4 +1,5 @@
-"""The methods that `lsp.quality` compares, each on its own copy of the base model, and its loss on answer tokens."""
+"""The methods that `lsp.quality` compares, each on its own copy of the base model, and its loss on
+answer tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from ondevice.methods.lsp.matrix import Matrix
 from ondevice.models import LoadedModel
 
 ALPHAS = {"galore": 0.25, "galore-4": 4.0}
-"""Of GaLore's projected update: what its paper pre-trains with, and what it fine-tunes on GLUE with."""
+"""Of GaLore's projected update: what its paper pre-trains with, and what it fine-tunes on GLUE
+with."""
 METHODS = ("full", "lsp", "lsp-random", *ALPHAS, "lora")
 NEVER = 1 << 30
 
@@ -60,7 +62,8 @@ class Trained:
         return np.bincount(rows, nll.cpu().numpy(), len(ids)), np.bincount(rows, minlength=len(ids))
 
     def _nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Of every labelled token, float32 [N], and its row; only these tokens go through the output head."""
+        """Of every labelled token, float32 [N], and its row; only these tokens go through the
+        output head."""
         rows, places = np.nonzero(labels[:, 1:] != IGNORE)
         flat = rows * ids.shape[1] + places
         tokens, chosen, targets = (
@@ -124,8 +127,9 @@ class Lsp:
     """`LspAdamW`, and what its looks at the bias found.
 
     Attributes:
-        looks: of every look the means over all matrices: step (from 0), before, after (the projectors that were kept
-            count as they are), renewed (share of matrices), held_out (None until `held_out` was called).
+        looks: of every look the means over all matrices: step (from 0), before, after (the
+            projectors that were kept count as they are), renewed (share of matrices), held_out
+            (None until `held_out` was called).
     """
 
     def __init__(self, run: Trained, config: ProjectorConfig, seed: int) -> None:
@@ -144,8 +148,8 @@ class Lsp:
 
     @torch.no_grad()
     def finish_look(self) -> bool:
-        """After a backward pass that looked at matrices: look at those whose gradient autograd made, too, as `step`
-        would, and add the figures to `looks`. False where there was no look."""
+        """After a backward pass that looked at matrices: look at those whose gradient autograd
+        made, too, as `step` would, and add the figures to `looks`. False if there was no look."""
         if self.optimizer.count % self.every:
             return False
         for p, matrix in self.matrices:
@@ -164,7 +168,8 @@ class Lsp:
         return bool(checks)
 
     def held_out(self, backward: Callable[[], None]) -> None:
-        """Add to the last look the bias on the gradient of `backward`, of other data; gradients stay as they are."""
+        """Add to the last look the bias on the gradient of `backward`, of other data; gradients
+        stay as they are."""
         checks: list[float] = []
 
         @torch.no_grad()
@@ -202,7 +207,8 @@ class Lsp:
 
 
 def looks_every(name: str, otherwise: int) -> tuple[str, int]:
-    """A method without its `@K`, and the steps between two looks at its projectors: K, or `never` after the first."""
+    """A method without its `@K`, and the steps between two looks at its projectors: K, or `never`
+    after the first."""
     name, _, steps = name.partition("@")
     return name, NEVER if steps == "never" else int(steps or otherwise)
 
@@ -213,7 +219,8 @@ def open_method(
     """Prepare the model of `run` for a method of METHODS.
 
     Args:
-        projectors: of lsp (learned) and lsp-random (drawn), which may have other looks: `lsp@20`, `lsp@never`.
+        projectors: of lsp (learned) and lsp-random (drawn), which may have other looks: `lsp@20`,
+            `lsp@never`.
         rank: of GaLore and LoRA; `refresh`, steps between GaLore's decompositions.
 
     Raises:
@@ -262,8 +269,9 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _in_half(module: nn.Module) -> None:
-    """Let a layer that `LspAdamW` attached compute in bfloat16: its function knows nothing of autocast, and its
-    backward pass multiplies tokens, gradients and weights, which must be of one dtype."""
+    """Let a layer that `LspAdamW` attached compute in bfloat16: its function knows nothing of
+    autocast, and its backward pass multiplies tokens, gradients and weights, which must be of one
+    dtype."""
     forward: Any = module.forward
     layer: Any = module
     function, (_, matrix, rows_first) = forward.func, forward.args

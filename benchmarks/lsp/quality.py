@@ -1,7 +1,9 @@
-"""Loss against steps and seconds: LSP-Offload's subspaces, full AdamW, GaLore and LoRA (LSP-Offload, section 6).
+"""Loss against steps and seconds: LSP-Offload's subspaces, full AdamW, GaLore and LoRA
+(LSP-Offload, section 6).
 
-Every run starts from the same model and sees the same rows in the same order for a seed. Losses are of answer tokens:
-Alpaca's answers, or the word that stands for the class (the templates of `ondevice.data`), which also gives accuracy.
+Every run starts from the same model and sees the same rows in the same order for a seed. Losses are
+of answer tokens: Alpaca's answers, or the word that stands for the class (the templates of
+`ondevice.data`), which also gives accuracy.
 
     python -m benchmarks.lsp.quality --tasks alpaca --rates 'full=1e-5,3e-5;lsp=1e-4' --out a.json
     python -m benchmarks.lsp.quality --from-results a.json b.json --out both.json --plot both.png
@@ -78,8 +80,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
-    """'full=1e-5,3e-5;lsp=1e-4' to rates by method; a method that is not named has its default ones, and one with
-    other looks (`lsp@20`) those of the method.
+    """'full=1e-5,3e-5;lsp=1e-4' to rates by method; a method that is not named has its default
+    ones, and one with other looks (`lsp@20`) those of the method.
 
     Raises:
         ValueError: an unknown method, or no number.
@@ -110,7 +112,7 @@ def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:
     text += f"by AdamW. LoRA: rank {args.rank} on the blocks' linear layers. Seconds a step are without evaluations, "
     text += "with looks and decompositions; LSP is the reference in memory, not the engine."
     if args.best_rates:
-        text += " Where a rate has one seed, another was better with it."
+        text += " If a rate has one seed, another was better with it."
     return text + (
         f" Rows left out as too long (training + validation): {', '.join(left)}." if left else ""
     )

@@ -1,11 +1,12 @@
-"""Steps of LSP-Offload on one and on several GPUs of a host, beside the same engine with whole gradients (the schedule
-of ZeRO-Offload, Algorithm 1), over a slow bus.
+"""Steps of LSP-Offload on one and on several GPUs of a host, next to the same engine with whole
+gradients (the schedule of ZeRO-Offload, Algorithm 1), over a slow bus.
 
     python -m benchmarks.lsp.ranks --shape Qwen2.5-7B --gpus 2,1 --rows-each 1,4,16 --bus 15
 
-Every number of GPUs and variant is a run of `torchrun`, with random weights and the method's default settings; a run on
-n of N GPUs has n / N of the cores. Its batches are `--rows-each` for each GPU, and the same rows for all together. A
-value is the wall time from one step's end to the next one's on rank 0, the median after warm-up, without a check.
+Every number of GPUs and variant is a run of `torchrun`, with random weights and the method's
+default settings; a run on n of N GPUs has n / N of the cores. Its batches are `--rows-each` for
+each GPU, and the same rows for all together. A value is the wall time from one step's end to the
+next one's on rank 0, the median after warm-up, without a check.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def main() -> None:
         bus = f"a bus of {args.bus:g} GB/s in each direction of each GPU, simulated"
     notes = [
         f"{args.shape}, {args.length:,} tokens a row, {bus}, medians of {args.repeats} steps; options: "
-        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of each, strong beside one GPU with "
-        "all rows; a run on n of N GPUs has n / N of the cores."
+        f"{' '.join(args.option) or 'none'}. Weak is compared with one GPU with the rows "
+        "of each, strong with one GPU with all rows; a run on n of N GPUs has n / N of the cores."
     ]
     finish(NAME, rows, args, COLUMNS, title="LSP-Offload on the GPUs of a host", notes=notes)
 

@@ -1,4 +1,5 @@
-"""Report the runs of `benchmarks.lsp.quality`: rows of the result, the best rate of every method, and the plot."""
+"""Report the runs of `benchmarks.lsp.quality`: rows of the result, the best rate of every method,
+and the plot."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ COLUMNS = [
     {"key": "held_out_bias", "title": "on another batch"},
 ]
 TIMED = ("step_s", "look_s", "seconds_curves")
-"""Of a row: None or empty where runs were beside each other."""
+"""Of a row: None or empty if runs were next to each other."""
 BASE = "before training"
 COLORS = {
     "full": "#222222", "lsp": "#1f5fa8", "lsp-random": "#7fb2e5", "galore": "#c4541a",
@@ -37,7 +38,8 @@ COLORS = {
 
 
 def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a task, method and rate; `best_rate` marks a method's lowest mean best loss on a task.
+    """One row a task, method and rate; `best_rate` marks a method's lowest mean best loss on a
+    task.
 
     Args:
         runs: as `runs.train` returns them, and for every task its evaluation under the method BASE.
@@ -52,8 +54,8 @@ def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mark(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Set `best_rate` of every row; the first of equals wins, and a run that diverged never does. Where rates have
-    different numbers of seeds, those with the most are compared."""
+    """Set `best_rate` of every row; the first of equals wins, and a run that diverged never does.
+    Where rates have different numbers of seeds, those with the most are compared."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["task"], row["method"])
@@ -73,7 +75,8 @@ def _standing(row: dict[str, Any]) -> tuple[int, float]:
 
 
 def _row(group: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means and every seed's figures; curves are lists by seed of lists by evaluation, the first before training."""
+    """Means and every seed's figures; curves are lists by seed of lists by evaluation, the first
+    before training."""
     first = max(group, key=lambda run: len(run["evaluated_at"]))
     trained = [run["losses"][1:] if first["method"] != BASE else run["losses"] for run in group]
     best = [min(filter(_finite, losses), default=None) for losses in trained]
@@ -128,8 +131,9 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Result files as one document: of rows of one task, method and rate, that of more seeds or of the later file,
-    with the other's seconds where it has none, or those of another rate: they do not depend on it."""
+    """Result files as one document: of rows of one task, method and rate, that of more seeds or of
+    the later file, with the other's seconds if it has none, or those of another rate: they do not
+    depend on it."""
     documents = [json.loads(path.read_text()) for path in paths]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for document in documents for row in document["rows"]):
@@ -167,8 +171,8 @@ def _times(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Validation loss against steps and, where runs were timed, against seconds: mean and deviation over seeds at each
-    method's best rate. The loss before training may lie above the picture."""
+    """Validation loss against steps and, where runs were timed, against seconds: mean and deviation
+    over seeds at each method's best rate. The loss before training may lie above the picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -251,7 +255,7 @@ def _number(value: float) -> float | None:
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    """None where a value is missing or there is none."""
+    """None if a value is missing or there is none."""
     return statistics.fmean(values) if values and None not in values else None
 
 

@@ -1,7 +1,9 @@
-"""Runs of `benchmarks.lsp.quality`: a method on a task with a rate and a seed, trained and evaluated.
+"""Runs of `benchmarks.lsp.quality`: a method on a task with a rate and a seed, trained and
+evaluated.
 
-They run in this process, one after the other and timed, or several at a time in processes of their own: small models
-leave a GPU idle between launches, so runs beside each other end sooner, but their seconds say nothing and are left out.
+They run in this process, one after the other and timed, or several at a time in processes of their
+own: small models leave a GPU idle between launches, so runs next to each other end sooner, but
+their seconds say nothing and are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ OTHER_SEED = 1000
 
 
 class Stopwatch:
-    """Seconds that are counted until `stop`, and again from `start`, with what the device still has to do."""
+    """Seconds that are counted until `stop`, and again from `start`, with what the device still has
+    to do."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, 0.0
@@ -54,7 +57,7 @@ class Stopwatch:
 
 
 def evaluate(run: Any, task: Task, pad_id: int) -> tuple[float, float | None]:
-    """Validation loss, nats an answer token, and accuracy, None where there is nothing to choose."""
+    """Validation loss, nats an answer token, and accuracy, None if there is nothing to choose."""
     evaluation = evaluate_dataset(
         run, task.valid, pad_id, batch_size=128 if run.device.type == "cuda" else 16
     )
@@ -65,8 +68,8 @@ def evaluate(run: Any, task: Task, pad_id: int) -> tuple[float, float | None]:
 def before_training(
     task: Task, base: Any, pad_id: int, device: torch.device, half: bool
 ) -> dict[str, Any]:
-    """The base model's figures, as a run of no steps; they begin the curves of every run. A backward pass, too, so that
-    no run pays for what a device does once."""
+    """The base model's figures, as a run of no steps; they begin the curves of every run. A
+    backward pass, too, so that no run pays for what a device does once."""
     run = Trained(base, device, half)
     loss, accuracy = evaluate(run, task, pad_id)
     run.model.requires_grad_(True)
@@ -82,10 +85,12 @@ def train(
     args: Any, task: Task, base: Any, before: dict[str, Any], method: str, rate: float, seed: int, steps: int,
     device: torch.device, half: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """One run: its curves (CURVES, `train_losses` the means between evaluations), seconds of a step, `look_s` those
-    of the backward passes and updates with a look or a decomposition, and bytes.
+    """One run: its curves (CURVES, `train_losses` the means between evaluations), seconds of a
+    step, `look_s` those of the backward passes and updates with a look or a decomposition, and
+    bytes.
 
-    It ends where the training loss is no number; that is asked before looks, decompositions and evaluations.
+    It ends where the training loss is no number; that is asked before looks, decompositions and
+    evaluations.
     """
     pad_id, every = pad_id_of(base.tokenizer), args.eval_every
     sizes = {"subspace": args.subspace, "nonzeros": args.nonzeros, "check_every": args.check_every}

@@ -1,10 +1,12 @@
-"""Steps of LSP-Offload, of the same engine with whole gradients, and without offload, over a real and a slow bus.
+"""Steps of LSP-Offload, of the same engine with whole gradients, and without offload, over a real
+and a slow bus.
 
     python -m benchmarks.lsp.step --shapes GPT2-774M --batches 1,4,16 --buses 0,15 --out FILE
 
-A value is the wall time from one step's end to the next one's. `native` is AdamW on the GPU: bfloat16 weights, float32
-masters and moments. `zero` is ZeRO-Offload's schedule (Algorithm 1), `zero-layerwise` Algorithm 3 with whole gradients.
-Variants that fit beside each other take turns. Weights and tokens are random; every token is labelled.
+A value is the wall time from one step's end to the next one's. `native` is AdamW on the GPU:
+bfloat16 weights, float32 masters and moments. `zero` is ZeRO-Offload's schedule (Algorithm 1),
+`zero-layerwise` Algorithm 3 with whole gradients. Variants that fit next to each other take turns.
+Weights and tokens are random; every token is labelled.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Bench(Running):
         ]
 
     def shape(self, shape: str, bus: float) -> None:
-        """Groups of variants that fit beside each other; the first of them is in every group."""
+        """Groups of variants that fit next to each other; the first of them is in every group."""
         block, waiting, batches = (
             om.random_block(shape, self.args.device),
             self.names(),
@@ -169,7 +171,8 @@ class Bench(Running):
             om.release(self.args.device)
 
     def _look(self, one: Live) -> float:
-        """Seconds of a step with a look at all matrices, and new projectors for all, after the first such step."""
+        """Seconds of a step with a look at all matrices, and new projectors for all, after the
+        first such step."""
         one.variant.number = one.variant.engine.config.check_every
         return one.run(self.data, self._batches()[0], 0, 1)["step_s"][0]
 
@@ -235,7 +238,7 @@ class Bench(Running):
             }  # fmt: skip
             if rows == self._batches()[0]:
                 self.refresh_s[name] = max(0.0, self.looked[name] - step_s)
-            refresh_s = self.refresh_s.get(name)  # None where the first batch did not run
+            refresh_s = self.refresh_s.get(name)  # None if the first batch did not run
             if refresh_s is not None:
                 row |= {
                     "refresh_s": refresh_s,

@@ -1,1 +1,2 @@
-"""MeSP's baselines: the same gradients by automatic differentiation, and MeZO's; what mesp is compared with."""
+"""MeSP's baselines: the same gradients by automatic differentiation, and MeZO's; what mesp is
+compared with."""

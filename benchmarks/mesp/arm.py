@@ -4,11 +4,12 @@
     python -m benchmarks.mesp.arm --models llama         one model; the rows of others that were recorded are kept
     python -m benchmarks.mesp.arm --root FOLDER          Debian's arm64 userland, made there if it is missing
 
-An artifact is exported here, and its very files are opened by this package's session on both sides: here and under
-QEMU's user mode, in Debian's arm64 userland with the ARM wheels of torch and executorch (arm_userland.py). Compared are
-the losses of AdamW steps from the same adapter, the first gradient, and the adapter after them. What instructions the
-runtime's library ran is read from the emulator's log. What `--folder` has is not done again. Emulated seconds say
-nothing about a phone.
+An artifact is exported here, and its very files are opened by this package's session on both sides:
+here and under QEMU's user mode, in Debian's arm64 userland with the ARM wheels of torch and
+executorch (arm_userland.py). Compared are the losses of AdamW steps from the same adapter, the
+first gradient, and the adapter after them. What instructions the runtime's library ran is read from
+the emulator's log. What `--folder` has is not done again. Emulated seconds say nothing about a
+phone.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ FACTS, TRACE = "facts.json", "instructions.json"
 PROBE_SCALE = 0.02
 """Of the B matrices that both sides begin with: at zero, the gradient of A is zero."""
 AGAIN, SMOLLM_AGAIN = 16, 6
-"""Runs here with other last bits of the adapter: how far rounding alone takes the numbers of one machine."""
+"""Runs here with other last bits of the adapter: how far just rounding takes the numbers of one
+machine."""
 INSTRUCTIONS = {
     "fmla": ((0xBFA0FC00, 0x0E20CC00), (0xBF80F400, 0x0F801000)),
     "smlal": ((0xBF20BC00, 0x0E208000), (0xBF00F400, 0x0F002000)),
     "sdot": ((0xBFE0FC00, 0x0E809400), (0xBFC0F400, 0x0F80E000)),
     "smmla": ((0xFFE0FC00, 0x4E80A400),),
 }
-"""(mask, value) of the words, of whole vectors and by element: float32 products, products of 8-bit integers with plain
-NEON (smull too), dot products of four, products of 2x8 matrices. The disassembler does not know them all."""
+"""(mask, value) of the words, of whole vectors and by element: float32 products, products of 8-bit
+integers with plain NEON (smull too), dot products of four, products of 2x8 matrices. The
+disassembler does not know them all."""
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "form", "title": "Form"},
@@ -126,7 +129,8 @@ def give(artifacts: dict[str, Path], folder: Path, steps: int, rate: float = RAT
 
 
 def run_here(folder: Path, again: int = AGAIN) -> Path:
-    """Take the jobs of `folder` here, `again` times more with other last bits; gives the folder with what came out."""
+    """Take the jobs of `folder` here, `again` times more with other last bits; gives the folder
+    with what came out."""
     out = folder / "here"
     if (out / FACTS).is_file():
         return out
@@ -148,7 +152,8 @@ def run_here(folder: Path, again: int = AGAIN) -> Path:
 
 
 def run_there(folder: Path, userland: Userland, processor: str, traced: bool = False) -> Path:
-    """Take the jobs of `folder` in a userland; gives the folder with what came out, and `instructions` if traced."""
+    """Take the jobs of `folder` in a userland; gives the folder with what came out, and
+    `instructions` if traced."""
     out, log = folder / processor, folder / "log"
     if (out / (TRACE if traced else FACTS)).is_file():
         return out
@@ -171,10 +176,10 @@ def difference(name: str, here: Path, there: Path, spec: ProgramSpec) -> dict[st
     """How far a job's numbers are apart, each relative to the ones here.
 
     Returns:
-        `loss`: the largest of a step. `gradient`: ||a - b|| / ||b|| of all tensors as one vector; `worst_gradient`: the
-        largest of a tensor, whose norm counts as 1e-4 of the largest tensor's at least; `adapter`: ||a - b|| / ||b||.
-        `own_...`: the largest between runs here whose adapters differ in last bits. `nearest_gradient`: of theirs to
-        the nearest of those runs.
+        `loss`: the largest of a step. `gradient`: ||a - b|| / ||b|| of all tensors as one vector;
+        `worst_gradient`: the largest of a tensor, whose norm counts as 1e-4 of the largest tensor's
+        at least; `adapter`: ||a - b|| / ||b||. `own_...`: the largest between runs here whose
+        adapters differ in last bits. `nearest_gradient`: of theirs to the nearest of those runs.
     """
     from ondevice.methods.mesp.agreement import relative_error
 
@@ -223,7 +228,8 @@ def tensors(flat: np.ndarray, spec: ProgramSpec) -> dict[str, np.ndarray]:
 
 
 def instructions(log: Path, low: int, high: int) -> dict[str, int]:
-    """How many instructions of each kind the emulator met in [low, high): what was never run is not in its log."""
+    """How many instructions of each kind the emulator met in [low, high): what was never run is not
+    in its log."""
     counts = dict.fromkeys(INSTRUCTIONS, 0)
     with log.open(errors="replace") as lines:
         for line in lines:
@@ -301,8 +307,9 @@ def main() -> None:
 
 
 def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows in the order of models and forms with those that were recorded on this machine and not taken now, each with
-    its `taken`; and notes that name these with their date and commit, and what instructions were met then."""
+    """Rows in the order of models and forms with those that were recorded on this machine and not
+    taken now, each with its `taken`; and notes that name these with their date and commit, and what
+    instructions were met then."""
     path = RESULTS / NAME / f"{machine_info()['name']}.json"
     recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
     found: dict[tuple[str, str], dict[str, Any]] = {

@@ -1,11 +1,13 @@
-"""The gradients and steps of artifacts on the processor that runs this, into files: here, and in the emulator.
+"""The gradients and steps of artifacts on the processor that runs this, into files: here, and in
+the emulator.
 
     python -m benchmarks.mesp.arm_steps FOLDER OUT AGAIN
 
-FOLDER/jobs.json has name, artifact and learning rate of each; FOLDER/<name>.npz has `probe`, the adapter to begin with,
-and ids and labels, int64 [steps, rows, tokens]. OUT/<name>.npz gets `gradient`, the first step's, `losses`, and
-`adapter`, which the steps end with, once as given and AGAIN times with last bits of the first adapter changed at
-random; OUT/facts.json says what the processor is. Needs numpy, the runtime and this package.
+FOLDER/jobs.json has name, artifact and learning rate of each; FOLDER/<name>.npz has `probe`, the
+adapter to begin with, and ids and labels, int64 [steps, rows, tokens]. OUT/<name>.npz gets
+`gradient`, the first step's, `losses`, and `adapter`, which the steps end with, once as given and
+AGAIN times with last bits of the first adapter changed at random; OUT/facts.json says what the
+processor is. Needs numpy, the runtime and this package.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def main(folder: Path, out: Path, again: int) -> None:
 def take(
     session: Any, probe: np.ndarray, ids: np.ndarray, labels: np.ndarray, rate: float, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """AdamW steps from `probe` with moments of zero; with a seed other than 0, its last bits are changed.
+    """AdamW steps from `probe` with moments of zero; with a seed other than 0, its last bits are
+    changed.
 
     AdamW's first moment after one step from zero is the gradient times 1 - beta1.
     """
@@ -67,7 +70,8 @@ def take(
 
 
 def facts() -> dict[str, Any]:
-    """Machine and versions, and where the library with the runtime and XNNPACK lies in this process."""
+    """Machine and versions, and where the library with the runtime and XNNPACK lies in this
+    process."""
     from importlib.metadata import version
 
     lines = Path("/proc/self/maps").read_text().splitlines()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.mesp.arm_userland build/arm      make it: about 5 GB, a minute or two
 
-The emulator is QEMU's user mode (`apt install qemu-user-static`): ARM instructions, this machine's kernel. Packages
-come from Debian 12's archive through `apt-get`, as this machine has set it up, and from Python's index through `pip`.
-torch's wheel for ARM is the build for CUDA, and its libraries link to CUDA's, so those wheels are fetched too.
+The emulator is QEMU's user mode (`apt install qemu-user-static`): ARM instructions, this machine's
+kernel. Packages come from Debian 12's archive through `apt-get`, as this machine has set it up, and
+from Python's index through `pip`. torch's wheel for ARM is the build for CUDA, and its libraries
+link to CUDA's, so those wheels are fetched too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 WITH_DEPENDENCIES = ("torch",)
 ALONE = ("executorch", "torchao", "numpy", "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
          "safetensors", "PyYAML", "ruamel.yaml", "flatbuffers", "tabulate", "tqdm", "packaging")  # fmt: skip
-"""What opening an artifact imports; the rest of what ExecuTorch asks for is its exporter's. All in the versions that
-are installed here."""
+"""What opening an artifact imports; the rest of what ExecuTorch asks for is its exporter's. All in
+the versions that are installed here."""
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)))
 PROCESSORS = {
     "cortex-a53": ("0xd03", "0x00000000410fd034", "fp asimd aes pmull sha1 sha2 crc32"),
@@ -42,9 +43,9 @@ PROCESSORS = {
         "fp asimd aes pmull sha1 sha2 crc32 atomics asimddp sve i8mm",
     ),
 }
-"""What is emulated, with the part number, identification and features that its kernel would show. XNNPACK asks the
-emulated processor itself for its features: plain NEON, dot products of four 8-bit integers, and products of small
-integer matrices (i8mm)."""
+"""What is emulated, with the part number, identification and features that its kernel would show.
+XNNPACK asks the emulated processor itself for its features: plain NEON, dot products of four 8-bit
+integers, and products of small integer matrices (i8mm)."""
 MARKER = "usr/bin/python3.11"
 
 
@@ -69,7 +70,7 @@ class Userland:
 
         Args:
             processor: one of PROCESSORS.
-            log: where the emulator writes every block of instructions when it first meets it.
+            log: if the emulator writes every block of instructions when it first meets it.
 
         Raises:
             RuntimeError: it failed; the message ends with its standard error.
@@ -87,7 +88,8 @@ class Userland:
         return done.stdout
 
     def _describe(self, processor: str) -> None:
-        """Write what an ARM kernel says of its processor; here it would be this machine's, and torch ends at that."""
+        """Write what an ARM kernel says of its processor; here it would be this machine's, and
+        torch ends at that."""
         part, identification, features = PROCESSORS[processor]
         cpu = self.root / "sys/devices/system/cpu"
         (cpu / "cpu0/regs/identification").mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,8 @@ class Userland:
 
 
 def make(root: Path) -> Userland:
-    """Fetch and unpack a userland into `root`, whole or not at all; one that is there is taken as it is."""
+    """Fetch and unpack a userland into `root`, whole or not at all; one that is there is taken as
+    it is."""
     if not (root / MARKER).is_file():
         root.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(root) as partial:
@@ -112,7 +115,8 @@ def make(root: Path) -> Userland:
 
 
 def _unpack_debian(root: Path) -> None:
-    """Python and its libraries, by an `apt-get` of its own that knows nothing but arm64 and installs nothing here."""
+    """Python and its libraries, by an `apt-get` of its own that knows nothing but arm64 and
+    installs nothing here."""
     state = root / "apt"
     for folder in ("lists/partial", "archives/partial"):
         (state / folder).mkdir(parents=True)

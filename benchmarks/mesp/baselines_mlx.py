@@ -1,5 +1,6 @@
-"""The same gradients by automatic differentiation: plain, with a checkpoint a block, or block by block (MeBP); and
-MeZO's, in MLX. With mesp's own loss, weights and clearing, for benchmarks and tests.
+"""The same gradients by automatic differentiation: plain, with a checkpoint a block, or block by
+block (MeBP); and MeZO's, in MLX. With mesp's own loss, weights and clearing, for benchmarks and
+tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ondevice.runtime_ops import mlx_ops
 
 
 class PlainStages(ModelStages):
-    """The stages as one writes them for automatic differentiation: MLX's own attention, nothing in tiles."""
+    """The stages as one writes them for automatic differentiation: MLX's own attention, nothing in
+    tiles."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(
@@ -84,7 +86,8 @@ def block_of(model: Model) -> Callable[..., Any]:
 def blockwise(
     model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
 ) -> float:
-    """Block by block: forward without a graph, then each block's own vector-Jacobian product, computed and dropped."""
+    """Block by block: forward without a graph, then each block's own vector-Jacobian product,
+    computed and dropped."""
     block, inputs = block_of(model), [model.embed(ids)]
     for layer in range(model.layers):
         model.weights.announce(layer + 1)
@@ -132,7 +135,8 @@ def whole(
     model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient, *, checkpointed: bool,
     tiled: bool = True,
 ) -> float:  # fmt: skip
-    """`mx.value_and_grad` of the step's loss; with `tiled` the cross-entropy is this method's, else all logits."""
+    """`mx.value_and_grad` of the step's loss; with `tiled` the cross-entropy is this method's, else
+    all logits."""
     where, wanted = targets(labels)
     if not len(where):
         return 0.0
@@ -173,7 +177,7 @@ def _plain_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
 
 
 def _tiled_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
-    """The cross-entropy in tiles, whose gradient is computed beside it."""
+    """The cross-entropy in tiles, whose gradient is computed next to it."""
     stages, weights = PlainStages(model), model.weights
     interpreter, rows = Interpreter(stages), weights.head_rows(wanted)
 
@@ -206,7 +210,8 @@ def mezo(
     scale: float,
     learning_rate: float,
 ) -> float:
-    """One MeZO step on A and B, layer by layer: two forward passes, noise made again wherever it is needed."""
+    """One MeZO step on A and B, layer by layer: two forward passes, noise made again wherever it is
+    needed."""
 
     def move(factor: float) -> None:
         for layer, held in enumerate(model.adapter):

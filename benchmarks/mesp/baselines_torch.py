@@ -1,7 +1,9 @@
-"""Gradients by automatic differentiation with mesp's own loss, weights, streaming and updates, to compare with.
+"""Gradients by automatic differentiation with mesp's own loss, weights, streaming and updates, to
+compare with.
 
-MeBP's, block by block: each block's own graph, its gradients applied and dropped; and one graph of all blocks that
-keeps every activation. `ondevice.methods.mesp.torch.reference` has the same graph with each block computed again.
+MeBP's, block by block: each block's own graph, its gradients applied and dropped; and one graph of
+all blocks that keeps every activation. `ondevice.methods.mesp.torch.reference` has the same graph
+with each block computed again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def blockwise_session(
 
 
 def autodiff_session(loaded: Any, config: Any, seed: int, device: str | None = None) -> MespSession:
-    """A session of mesp whose gradients are autograd's, by one graph of all blocks that keeps every activation."""
+    """A session of mesp whose gradients are autograd's, by one graph of all blocks that keeps every
+    activation."""
     session = MespSession(loaded, config, seed, device)
     session.model = StoredModel(session.weights, session.optimizer, config)
     return session

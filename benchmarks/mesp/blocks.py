@@ -4,11 +4,12 @@ python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, 
 python -m benchmarks.mesp.blocks --layers 2           its first layers
 python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, joint, peft
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
-python -m benchmarks.mesp.blocks --shapes --untimed   memory and CPU seconds alone, on a machine with other work
+python -m benchmarks.mesp.blocks --shapes --untimed   only memory and CPU seconds, on a machine with other work
 
-Each program is made in a process of its own and runs in another, so that memory is that of training alone. All wait,
-and take their steps in turn. Anonymous memory is the most that a process has during its steps (RssAnon and VmSwap),
-less what it had when its runtime was loaded and no file was open yet.
+Each program is made in a process of its own and runs in another, so that memory is that of training
+alone. All wait, and take their steps in turn. Anonymous memory is the most that a process has
+during its steps (RssAnon and VmSwap), less what it had when its runtime was loaded and no file was
+open yet.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ COLUMNS = [
     {"key": "layers", "title": "Layers"},
     {"key": "lowering_s", "title": "Lowering (s)", "digits": 1},
     {"key": "program_bytes", "title": "Program (MiB)", "scale": 2**-20, "digits": 2},
-    {"key": "weights_bytes", "title": "Weights beside it (MiB)", "scale": 2**-20, "digits": 0},
+    {"key": "weights_bytes", "title": "Weights next to it (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "planned_bytes", "title": "Planned (MiB)", "scale": 2**-20, "digits": 1},
     {"key": "anonymous_bytes", "title": "Anonymous memory (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "step_s", "title": "Step (s)"},
@@ -83,7 +84,7 @@ def main() -> None:
             "--untimed", action="store_true", help="no elapsed seconds: they are of other work, too"
         )
         parser.add_argument(
-            "--scratch", type=Path, help="where programs lie meanwhile; the 7B shape needs 8 GB"
+            "--scratch", type=Path, help="if programs lie meanwhile; the 7B shape needs 8 GB"
         )
 
     args = parse_args(__doc__, more)
@@ -107,8 +108,8 @@ def main() -> None:
     if args.untimed:
         rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
     notes = [
-        f"{args.tokens} tokens, one row, rank {RANK} beside all seven linears, AdamW; one label a token. The joint "
-        "graph gives gradients alone. Program: that of all layers where each has its own. Anonymous memory: the most "
+        f"{args.tokens} tokens, one row, rank {RANK} next to all seven linears, AdamW; one label a token. The joint "
+        "graph gives only gradients. Program: that of all layers if each has its own. Anonymous memory: the most "
         "during a step beyond the loaded runtime's."
     ]
     name = "mesp/blocks_shapes" if args.shapes else "mesp/blocks"
@@ -248,7 +249,8 @@ def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[
 
 
 def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
-    """An artifact of `ondevice export`, without its check; a model of one layer becomes one of `layers` equal ones."""
+    """An artifact of `ondevice export`, without its check; a model of one layer becomes one of
+    `layers` equal ones."""
     from ondevice.artifact.manifest import write_manifest
     from ondevice.core.config import ExportConfig, ModelConfig
     from ondevice.core.registry import method_config, target
@@ -333,7 +335,8 @@ def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
 
 
 def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
-    """Load the runtime, and then do what standard input says: `open`, and `step` again and again."""
+    """Load the runtime, and then do what standard input says: `open`, and `step` again and
+    again."""
     opener = {"joint": _serve_joint, "peft": _serve_peft}.get(name, _serve_artifact)
     open_it, run = opener(folder, layers), None
     with np.load(folder / "batch.npz") as file:

@@ -1,10 +1,11 @@
-"""The cost of rounding in accuracy: SST-2 with each form of block programs, several seeds side by side.
+"""The cost of rounding in accuracy: SST-2 with each form of block programs, several seeds side by
+side.
 
 python -m benchmarks.mesp.blocks_sst2                                  300 steps of 8 rows, five seeds, every form
 python -m benchmarks.mesp.blocks_sst2 --forms none,8da8w --processes 4
 
-A form is exported once, with its check; a run takes its adapter and its order of rows from its seed. Processes share
-the cores: each has cores / processes threads.
+A form is exported once, with its check; a run takes its adapter and its order of rows from its
+seed. Processes share the cores: each has cores / processes threads.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def add_row(
     results: list[dict[str, Any]],
     **more: Any,
 ) -> None:
-    """Append a form's row, from what its untrained model and its seeds came to; the first row is float32's."""
+    """Append a form's row, from what its untrained model and its seeds came to; the first row is
+    float32's."""
     row = {
         "form": FORMS[form],
         "steps": args.steps,
@@ -152,7 +154,8 @@ def exported(
 def run(
     folder: Path, train: Path, valid: Path, rate: float, threads: int, steps: int, seed: int
 ) -> dict[str, Any]:
-    """Train an artifact from a seed; accuracy and loss on the validation rows, and seconds of the median step."""
+    """Train an artifact from a seed; accuracy and loss on the validation rows, and seconds of the
+    median step."""
     from executorch.extension.pybindings import portable_lib
 
     from ondevice.api.open import open_artifact

@@ -1,9 +1,11 @@
-"""MeSP on a GPU: time and memory of a step against automatic differentiation with checkpoints, and the longest row.
+"""MeSP on a GPU: time and memory of a step against automatic differentiation with checkpoints, and
+the longest row.
 
 python -m benchmarks.mesp.cuda              an 8B-shape model of some layers, bfloat16 and NF4, each way to gradients
 python -m benchmarks.mesp.cuda --longest    the longest row that a step in NF4 fits with
 
-Weights are random; every method has the same ones, the same loss, and AdamW on rank-8 LoRA beside all seven linears.
+Weights are random; every method has the same ones, the same loss, and AdamW on rank-8 LoRA next to
+all seven linears.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ LONGEST = [
 ]
 COMPUTED = (
     "Rows of 32,768 tokens were run with all layers. Longer ones were run with two; computed is what that took, the "
-    "NF4 weights of 30 more layers, and their inputs where those stay on the GPU. The next power of two is above 80 GB."
+    "NF4 weights of 30 more layers, and their inputs if those stay on the GPU. The next power of two is above 80 GB."
 )
 METHODS = {
     "manual": {"kernels": "torch"},
@@ -124,7 +126,8 @@ def opened(loaded: Any, bits: int | None, gradients: str = "manual", **settings:
 
 
 class Peft:
-    """The usual way: transformers' model with its gradient checkpointing, peft's LoRA, NF4 by bitsandbytes (QLoRA)."""
+    """The usual way: transformers' model with its gradient checkpointing, peft's LoRA, NF4 by
+    bitsandbytes (QLoRA)."""
 
     def __init__(self, layers: int, bits: int | None) -> None:
         import peft
@@ -231,9 +234,9 @@ def longest(
 ) -> list[dict[str, Any]]:
     """The longest row whose step stays below `limit_bytes` in NF4, by powers of two.
 
-    Rows are run with two layers, since attention over a million tokens takes minutes a layer; to what that needs, the
-    weights of the other layers are added, and their inputs where those stay on the GPU. A row of `start` tokens is
-    run with all layers, too, and says how near that is.
+    Rows are run with two layers, since attention over a million tokens takes minutes a layer; to
+    what that needs, the weights of the other layers are added, and their inputs if those stay on
+    the GPU. A row of `start` tokens is run with all layers, too, and says how near that is.
     """
     ways = {
         "checkpoint": {"gradients": "checkpoint"},
@@ -286,7 +289,7 @@ class LoadedWeights:
         self.resident = torch.cuda.memory_allocated()
 
     def step(self, settings: dict[str, Any], tokens: int) -> tuple[float, int] | None:
-        """Seconds and peak bytes of a step, None where the GPU's memory does not suffice."""
+        """Seconds and peak bytes of a step, None if the GPU's memory does not suffice."""
         import torch
 
         from ondevice.core.errors import DoesNotFitError

@@ -1,11 +1,13 @@
-"""How near the gradients of block programs are, by the form of their weights: what an export checks, on SmolLM2-135M.
+"""How near the gradients of block programs are, by the form of their weights: what an export
+checks, on SmolLM2-135M.
 
     python -m benchmarks.mesp.gradients                     all layers, 8 rows of 32 tokens, every form; minutes
     python -m benchmarks.mesp.gradients --layers 2          its first layers
     python -m benchmarks.mesp.gradients --forms int8,8da8w  some of: none, int8, q4, 8da8w
 
-Each program runs in the ExecuTorch runtime, at an adapter that is not zero. Its gradients are held against automatic
-differentiation in eager PyTorch, over the same rounded weights and over float32's.
+Each program runs in the ExecuTorch runtime, at an adapter that is not zero. Its gradients are held
+against automatic differentiation in eager PyTorch, over the same rounded weights and over
+float32's.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def main() -> None:
         columns=COLUMNS,
         title="Gradients of block programs by the form of their weights",
         notes=[
-            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} beside all seven linears; "
+            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} next to all seven linears; "
             "each A and each B is a tensor."
         ],
         show_versions=("torch", "executorch"),

@@ -1,7 +1,8 @@
-"""ExecuTorch's own training, to compare with: a joint graph of forward and backward by automatic differentiation.
+"""ExecuTorch's own training, to compare with: a joint graph of forward and backward by automatic
+differentiation.
 
-It trains rank-8 LoRA on all seven linear layers, on the runtime's own kernels, and returns loss and gradients; the
-update is the host's.
+It trains rank-8 LoRA on all seven linear layers, on the runtime's own kernels, and returns loss and
+gradients; the update is the host's.
 """
 
 from __future__ import annotations

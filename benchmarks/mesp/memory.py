@@ -1,14 +1,15 @@
-"""MeSP's memory in MLX on a CPU: Qwen2.5-0.5B's shape, random 4-bit weights, float32, LoRA on all seven projections.
+"""MeSP's memory in MLX on a CPU: Qwen2.5-0.5B's shape, random 4-bit weights, float32, LoRA on all
+seven projections.
 
     python -m benchmarks.mesp.memory                      all methods at 256 tokens, and where the saving comes from
     python -m benchmarks.mesp.memory --part sequence      128 to 1024 tokens (the paper's Table 2)
     python -m benchmarks.mesp.memory --part rank          ranks 4 to 32 (Table 4)
-    python -m benchmarks.mesp.memory --part time          seconds a step, in turns, with a tuned BLAS where there is one
+    python -m benchmarks.mesp.memory --part time          seconds a step, in turns, with a tuned BLAS if there is one
 
-Every method has a process of its own. `peak_bytes` and `resident_bytes` are MLX's accounting, executed task by task
-so that they repeat; `step_bytes` is their difference. `rss_anon_bytes` is how much the process' anonymous memory grew
-from before the weights were made: Linux's counterpart of `phys_footprint`. What is measured is kept in `--keep`, so a
-run that was stopped goes on.
+Every method has a process of its own. `peak_bytes` and `resident_bytes` are MLX's accounting,
+executed task by task so that they repeat; `step_bytes` is their difference. `rss_anon_bytes` is how
+much the process' anonymous memory grew from before the weights were made: Linux's counterpart of
+`phys_footprint`. What is measured is kept in `--keep`, so a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -125,10 +126,10 @@ def child(spec: Spec, folder: str) -> dict[str, Any]:
 
 @functools.cache
 def blas() -> dict[str, str]:
-    """Environment that gives a child a tuned BLAS; empty where there is none.
+    """Environment that gives a child a tuned BLAS; empty if there is none.
 
-    MLX's wheel for Linux brings the reference BLAS. Debian's OpenBLAS, or scipy's own copy of it behind a shim, makes a
-    float32 product some twenty times faster with the same memory.
+    MLX's wheel for Linux brings the reference BLAS. Debian's OpenBLAS, or scipy's own copy of it
+    behind a shim, makes a float32 product some twenty times faster with the same memory.
     """
     if sys.platform != "linux":
         return {}

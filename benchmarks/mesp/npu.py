@@ -1,12 +1,14 @@
-"""MeSP's steps on the NPU, all layers of SmolLM2-135M in QNN's simulator, against float32 on the CPU.
+"""MeSP's steps on the NPU, all layers of SmolLM2-135M in QNN's simulator, against float32 on the
+CPU.
 
     python -m benchmarks.mesp.npu                  100 steps, of which the first 20 are compared; some hours
     python -m benchmarks.mesp.npu --steps 20
 
-A step is compared by its loss, with that of float32 training from the same start, and by the gradient of every A and B,
-with that of automatic differentiation in float32 at the same adapter. After each step everything is written to
-`--folder`, and a run goes on from what it finds there. The simulator is deterministic and computes as the NPU does; its
-seconds say nothing about a phone. Needs the `qnn` extra.
+A step is compared by its loss, with that of float32 training from the same start, and by the
+gradient of every A and B, with that of automatic differentiation in float32 at the same adapter.
+After each step everything is written to `--folder`, and a run goes on from what it finds there. The
+simulator is deterministic and computes as the NPU does; its seconds say nothing about a phone.
+Needs the `qnn` extra.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def export(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 class Run:
-    """A run on the NPU beside one in float32, step by step, resumable."""
+    """A run on the NPU next to one in float32, step by step, resumable."""
 
     def __init__(self, folder: Path, artifact: Path) -> None:
         from ondevice.api.open import open_artifact

@@ -1,11 +1,13 @@
-"""The cost of rounding in accuracy: SST-2 with the weights of each form of block programs, in eager PyTorch.
+"""The cost of rounding in accuracy: SST-2 with the weights of each form of block programs, in eager
+PyTorch.
 
 python -m benchmarks.mesp.rounded_sst2          300 steps of 8 rows, five seeds, every form; on a GPU if there is one
 
-The programs' gradients are those of eager PyTorch over the same rounded weights (an export checks it: 1e-4, or for
-products of integers a cosine of 0.98), so many runs can be made where they are quick. Integers are taken here as
-XNNPACK has them: each row of activations, or of scaled gradients, rounded to 8 bits between its smallest and its
-largest number. `benchmarks.mesp.blocks_sst2` makes the same runs with the programs in their runtime.
+The programs' gradients are those of eager PyTorch over the same rounded weights (an export checks
+it: 1e-4, or for products of integers a cosine of 0.98), so many runs can be made if they are quick.
+Integers are taken here as XNNPACK has them: each row of activations, or of scaled gradients,
+rounded to 8 bits between its smallest and its largest number. `benchmarks.mesp.blocks_sst2` makes
+the same runs with the programs in their runtime.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def run(
     steps: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Return accuracy and loss on the validation rows after a run, and seconds of the median step."""
+    """Return accuracy and loss on the validation rows after a run, and seconds of the median
+    step."""
     import torch
 
     from ondevice.core.registry import method_config
@@ -109,7 +112,8 @@ def run(
 
 
 def round_weights(loaded: Any, form: str) -> Any:
-    """Round a model's matrices as a form does; return kernels that multiply integers, if its products are of them."""
+    """Round a model's matrices as a form does; return kernels that multiply integers, if its
+    products are of them."""
     import torch
 
     from ondevice.methods.mesp.block_functions import LINEAR_FORMS, TABLE_FORMS
@@ -131,7 +135,8 @@ def round_weights(loaded: Any, form: str) -> Any:
         return None
 
     class Integers(TorchKernels):
-        """Products of a frozen matrix with rows in 8 bits; the scale of W's rows goes with g (`mesp.integer`)."""
+        """Products of a frozen matrix with rows in 8 bits; the scale of W's rows goes with g
+        (`mesp.integer`)."""
 
         def frozen_linear(
             self, x: Tensor, matrix: Any, bias: Tensor | None, into: Tensor | None
@@ -147,7 +152,8 @@ def round_weights(loaded: Any, form: str) -> Any:
 
 
 def four_bits(packed: dict[str, Tensor], name: str) -> Tensor:
-    """Make levels, scales and minima of 32 inputs dense without ExecuTorch, whose operator a program has for it."""
+    """Make levels, scales and minima of 32 inputs dense without ExecuTorch, whose operator a
+    program has for it."""
     import torch
 
     levels = (
@@ -163,7 +169,8 @@ def four_bits(packed: dict[str, Tensor], name: str) -> Tensor:
 
 
 def eight_bits(x: Tensor) -> Tensor:
-    """Round each row to 256 levels between its smallest and its largest number, zero among them, as XNNPACK does."""
+    """Round each row to 256 levels between its smallest and its largest number, zero among them, as
+    XNNPACK does."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = (high - low) / 255
     scale = scale.where(scale > 0, 1.0)

@@ -1,4 +1,5 @@
-"""One way to a gradient, in a process of its own: a model of random 4-bit weights, one step, what it needed.
+"""One way to a gradient, in a process of its own: a model of random 4-bit weights, one step, what
+it needed.
 
 python -m benchmarks.mesp.ways '{"way": "manual", "layers": 24, "length": 256}'    one line of JSON
 """

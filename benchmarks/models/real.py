@@ -1,12 +1,14 @@
-"""Real weights against transformers: the loss of rows of text, MeSP's curve beside LoRA's, memory beside the plan.
+"""Real weights against transformers: the loss of rows of text, MeSP's curve next to LoRA's, memory
+next to the plan.
 
     python -m benchmarks.models.real --record                       Gemma 3 270M, 100 rows, 20 steps
     python -m benchmarks.models.real --device cuda --steps 200 --record
     python -m benchmarks.models.real --parts curve --tokens 8 --steps 200 --batch 1 --record    the curve alone
 
-The loss is the session's own (in tiles of the vocabulary) beside the logits of transformers' forward pass, row by
-row. For the curve both methods begin with the same adapter, take the same rows and update with AdamW. Memory on a CPU
-is `benchmarks.planning.accuracy`'s: resident memory of a process of its own; on a GPU it is what PyTorch allocates.
+The loss is the session's own (in tiles of the vocabulary) next to the logits of transformers'
+forward pass, row by row. For the curve both methods begin with the same adapter, take the same rows
+and update with AdamW. Memory on a CPU is `benchmarks.planning.accuracy`'s: resident memory of a
+process of its own; on a GPU it is what PyTorch allocates.
 """
 
 from __future__ import annotations

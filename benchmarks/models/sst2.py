@@ -3,8 +3,8 @@
     python -m benchmarks.models.sst2 --device cuda --record                   Gemma 3 270M, three seeds
     python -m benchmarks.models.sst2 --model FILE.gguf --data FOLDER ...      FOLDER/sst2 has train.jsonl, valid.jsonl
 
-Every run is `ondevice.train` as a user has it: the method's own settings but those below, the validation rows
-evaluated as it goes, accuracy by the likelihood of the two answers.
+Every run is `ondevice.train` as a user has it: the method's own settings but those below, the
+validation rows evaluated as it goes, accuracy by the likelihood of the two answers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
         rows.append(trained(args, name))
         print(rows[-1], flush=True)
     notes = [
-        f"{args.model}, float32, {args.seeds} seeds, MeSP and LoRA of rank 8 beside every linear layer, the rest the "
+        f"{args.model}, float32, {args.seeds} seeds, MeSP and LoRA of rank 8 next to every linear layer, the rest the "
         f"methods' own settings; {args.eval_rows} validation rows, accuracy after the last step, and the best of "
         f"{args.evaluations} evaluations."
     ]

@@ -1,4 +1,5 @@
-"""A variant of benchmarks/slideformer/step.py in memory: its steps, their times, and the memory that it takes."""
+"""A variant of benchmarks/slideformer/step.py in memory: its steps, their times, and the memory
+that it takes."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Sliding:
 
 
 class Lsp(Sliding):
-    """LSP-Offload, or with names that begin with `zero` its engine without projectors: whole gradients."""
+    """LSP-Offload, or with names that begin with `zero` its engine without projectors: whole
+    gradients."""
 
     def __init__(
         self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]
@@ -129,7 +131,8 @@ class Live:
         return other(self.name, shape, block, device, liger)
 
     def run(self, batches: om.Batches, rows: int, warmup: int, count: int) -> dict[str, Any]:
-        """`count` steps in a row after `warmup` others: seconds each, and what was seen meanwhile."""
+        """`count` steps in a row after `warmup` others: seconds each, and what was seen
+        meanwhile."""
         try:
             self._watch(True)
             return self._run(batches, rows, warmup, count)
@@ -183,7 +186,8 @@ class Live:
 
 
 class Running:
-    """The state of a benchmark that builds variants one after another: its rows, its clock, the engine's options."""
+    """The state of a benchmark that builds variants one after another: its rows, its clock, the
+    engine's options."""
 
     def __init__(self, args: Any) -> None:
         self.args, self.rows, self.began = (

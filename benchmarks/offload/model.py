@@ -1,4 +1,5 @@
-"""The models of benchmarks/slideformer/step.py: shapes with random weights, batches, the machine's rates."""
+"""The models of benchmarks/slideformer/step.py: shapes with random weights, batches, the machine's
+rates."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], bool]] = {
     "tiny": ("qwen2", (64, 128, 5, 4, 2, 512), False),
     "tiny-tied": ("llama", (64, 128, 5, 4, 2, 512), True),
 }
-"""model_type; hidden, intermediate, layers, heads, key and value heads, vocabulary; whether the head is tied."""
+"""model_type; hidden, intermediate, layers, heads, key and value heads, vocabulary; whether the
+head is tied."""
 
 
 def model_config(shape: str) -> tuple[type[Family], Any]:
@@ -64,7 +66,8 @@ def shape_dims(shape: str) -> tuple[ModelDims, list[int]]:
 
 
 def random_block(shape: str, device: str) -> Tensor:
-    """Normal numbers of standard deviation 0.02, bf16, in host memory: every weight is a window into them."""
+    """Normal numbers of standard deviation 0.02, bf16, in host memory: every weight is a window
+    into them."""
     largest = max(shape_dims(shape)[1])
     torch.manual_seed(0)
     count = largest + min(largest, 8 << 20)
@@ -78,7 +81,8 @@ def make_family(
     device: str = "cpu",
     liger: bool = False,
 ) -> Family:
-    """The model of a shape. In bf16 on the host its weights are views of `block`, so it takes no memory."""
+    """The model of a shape. In bf16 on the host its weights are views of `block`, so it takes no
+    memory."""
     import transformers
 
     family_class, config = model_config(shape)
@@ -156,7 +160,7 @@ def release(device: str) -> None:
 
 
 def copy_rates(device: str) -> dict[str, float]:
-    """Bytes a second of pinned copies: each way alone, and both ways at once (the sum)."""
+    """Bytes a second of pinned copies: each way by itself, and both ways at once (the sum)."""
     from ondevice.offload.engine import open_device
 
     opened = open_device(device)
@@ -181,7 +185,8 @@ def copy_rates(device: str) -> dict[str, float]:
 
 
 class Copies:
-    """What a step copies for parameters that are updated: their weights twice to the GPU, their gradients back."""
+    """What a step copies for parameters that are updated: their weights twice to the GPU, their
+    gradients back."""
 
     def __init__(self, device: Device, size: int) -> None:
         self.device, self.size = device, size
@@ -203,8 +208,8 @@ class Copies:
 
 
 def update_rate(kind: str, threads: int, parameters: int, beside: Device | None = None) -> float:
-    """Parameters a second of the fused update, with the state as the engine keeps it: alone, or beside a step's copies
-    to and from a device."""
+    """Parameters a second of the fused update, with the state as the engine keeps it: by itself, or
+    next to a step's copies to and from a device."""
     high, low = (buffer(2 * parameters, pin=False) for _ in range(2))
     moments = moments_in(buffer(moments_bytes(parameters, kind), pin=False), parameters, kind)
     halves = high.view(torch.bfloat16)[:parameters], low.view(torch.uint16)[:parameters]
@@ -231,7 +236,8 @@ def update_rate(kind: str, threads: int, parameters: int, beside: Device | None 
 def host_need(
     name: str, shape: str, options: dict[str, Any], rows: int, length: int
 ) -> tuple[int, str]:
-    """Host bytes of a variant, and how they come about. torch's own pinned memory is rounded up to powers of two."""
+    """Host bytes of a variant, and how they come about. torch's own pinned memory is rounded up to
+    powers of two."""
     dims, sizes = shape_dims(shape)
     total = sum(sizes)
 

@@ -1,7 +1,9 @@
-"""The peers that benchmarks/slideformer/step.py compares with: no offload at all, FSDP2 and torchao. One step of each.
+"""The peers that benchmarks/slideformer/step.py compares with: no offload at all, FSDP2 and
+torchao. One step of each.
 
-All of them keep one input a layer and compute the rest again (checkpointing), attend through SDPA and take the loss of
-`ChunkedLoss`. A step gives the mean loss once it is known; what still runs then belongs to the next one.
+All of them keep one input a layer and compute the rest again (checkpointing), attend through SDPA
+and take the loss of `ChunkedLoss`. A step gives the mean loss once it is known; what still runs
+then belongs to the next one.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ RATE = 1e-5
 class Resident:
     """Everything on the accelerator, layer by layer through the engine's own block code.
 
-    `resident`: bf16 weights, no update: the fastest that a step can be. `resident_window`: the same, but all layers
-    are one in memory, where the model does not fit. `resident_adamw`: with bf16 weights, float32 masters and moments,
-    and torch's fused AdamW after each layer's backward pass.
+    `resident`: bf16 weights, no update: the fastest that a step can be. `resident_window`: the
+    same, but all layers are one in memory, if the model does not fit. `resident_adamw`: with bf16
+    weights, float32 masters and moments, and torch's fused AdamW after each layer's backward pass.
     """
 
     def __init__(self, family: Family, device: str, kind: str, liger: bool) -> None:
@@ -199,10 +201,12 @@ def synchronize(device: str) -> None:
 
 
 class TorchAo:
-    """torchao's CPUOffloadOptimizer with gradients offloaded, over torch's fused AdamW, one a parameter.
+    """torchao's CPUOffloadOptimizer with gradients offloaded, over torch's fused AdamW, one a
+    parameter.
 
-    `torchao`: bf16 parameters and moments, no float32 anywhere: less precision than any form of ours.
-    `torchao-fp32`: float32 parameters on the GPU under bf16 autocast, float32 gradients and moments on the host.
+    `torchao`: bf16 parameters and moments, no float32 anywhere: less precision than any form of
+    ours. `torchao-fp32`: float32 parameters on the GPU under bf16 autocast, float32 gradients and
+    moments on the host.
     """
 
     def __init__(self, shape: str, block: Tensor, device: str, name: str, liger: bool) -> None:
@@ -272,8 +276,9 @@ def _fill(module: nn.Module, block: Tensor) -> None:
 
 
 class Fsdp2:
-    """`fully_shard` on each layer and on the rest, over the ranks that are there: float32 parameters, gradients and
-    moments on the host, bf16 computation, torch's fused AdamW on the CPU after the backward pass."""
+    """`fully_shard` on each layer and on the rest, over the ranks that are there: float32
+    parameters, gradients and moments on the host, bf16 computation, torch's fused AdamW on the CPU
+    after the backward pass."""
 
     def __init__(self, shape: str, block: Tensor, device: str, liger: bool) -> None:
         import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""RoundPipe, a peer of benchmarks/slideformer/step.py: updates in step, or one step late. LGPL, and never part of the
-package: `pip install --no-deps --target FOLDER roundpipe beartype`, FOLDER on PYTHONPATH. It knows Llama's layers, and
-takes all GPUs that its process sees."""
+"""RoundPipe, a peer of benchmarks/slideformer/step.py: updates in step, or one step late. LGPL, and
+never part of the package: `pip install --no-deps --target FOLDER roundpipe beartype`, FOLDER on
+PYTHONPATH. It knows Llama's layers, and takes all GPUs that its process sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MICRO_BATCHES = 2
 
 
 def _shim() -> None:
-    """RoundPipe 0.1.1 calls transformers' mask with names of arguments that transformers 5 no longer has."""
+    """RoundPipe 0.1.1 calls transformers' mask with names of arguments that transformers 5 no
+    longer has."""
     import transformers.masking_utils as masks
 
     real: Any = masks.create_causal_mask
@@ -40,8 +41,8 @@ def _shim() -> None:
 
 
 class RoundPipe:
-    """float32 masters and moments in host memory, layers in turns on the GPU; with `late` a step computes with weights
-    that lack the last update."""
+    """float32 masters and moments in host memory, layers in turns on the GPU; with `late` a step
+    computes with weights that lack the last update."""
 
     def __init__(
         self, shape: str, block: Tensor, late: bool, micro_batches: int = MICRO_BATCHES

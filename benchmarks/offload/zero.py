@@ -1,7 +1,9 @@
-"""DeepSpeed's ZeRO with offload, a peer of benchmarks/slideformer: on the ranks that are there, or alone.
+"""DeepSpeed's ZeRO with offload, a peer of benchmarks/slideformer: on the ranks that are there, or
+alone.
 
-DeepSpeed is an sdist that compiles its AdamW at run time: `DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps
---target FOLDER deepspeed-*.tar.gz`, FOLDER on PYTHONPATH, `DS_SKIP_CUDA_CHECK=1`, and a CUDA compiler.
+DeepSpeed is an sdist that compiles its AdamW at run time: `DS_BUILD_OPS=0 pip install
+--no-build-isolation --no-deps --target FOLDER deepspeed-*.tar.gz`, FOLDER on PYTHONPATH,
+`DS_SKIP_CUDA_CHECK=1`, and a CUDA compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ALONE = {
 
 
 class _Head(nn.Module):
-    """The head with its loss: ZeRO-3 gathers a module's own parameters alone."""
+    """The head with its loss: ZeRO-3 gathers only a module's own parameters."""
 
     def __init__(self, weight: nn.Parameter, liger: bool) -> None:
         super().__init__()
@@ -47,8 +49,9 @@ class _Whole(nn.Module):
 
 
 class Zero:
-    """bf16 computation, float32 masters and moments in host memory (stage 2), weights, too (stage 3); DeepSpeed's CPU
-    AdamW after the backward pass. Bucket sizes are those that transformers sets for `auto`."""
+    """bf16 computation, float32 masters and moments in host memory (stage 2), weights, too (stage
+    3); DeepSpeed's CPU AdamW after the backward pass. Bucket sizes are those that transformers sets
+    for `auto`."""
 
     def __init__(self, shape: str, block: Tensor, device: str, liger: bool, stage: int = 3) -> None:
         try:

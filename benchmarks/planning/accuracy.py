@@ -1,14 +1,16 @@
-"""The planner's memory estimate against what eager PyTorch takes, in a process of its own for each row.
+"""The planner's memory estimate against what eager PyTorch takes, in a process of its own for each
+row.
 
     python -m benchmarks.planning.accuracy                 small random models
     python -m benchmarks.planning.accuracy --smollm        also SmolLM2-135M (it is fetched if the cache lacks it)
     python -m benchmarks.planning.accuracy --executorch    also a program with XNNPACK: steps and an evaluation
 
-Measured is the kernel's high-water mark of resident memory. Weights that are mapped from a file count, as every
-step reads them; methods that change the weights turn the same pages into anonymous ones. `baseline` is anonymous
-memory after steps of a tiny model (libraries are loaded and warm), `run` the growth of resident memory from there
-to the peak, and `step` that without the weights. A program's peak is while XNNPACK packs a method's weights: the
-file's pages are then resident as well, and can be dropped; the plan does not count them.
+Measured is the kernel's high-water mark of resident memory. Weights that are mapped from a file
+count, as every step reads them; methods that change the weights turn the same pages into anonymous
+ones. `baseline` is anonymous memory after steps of a tiny model (libraries are loaded and warm),
+`run` the growth of resident memory from there to the peak, and `step` that without the weights. A
+program's peak is while XNNPACK packs a method's weights: the file's pages are then resident as
+well, and can be dropped; the plan does not count them.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ COLUMNS = [
 
 
 def child(arguments: list[str]) -> None:
-    """Measure one run and print it as JSON: bytes after the warm-up, with the model, and at the peak."""
+    """Measure one run and print it as JSON: bytes after the warm-up, with the model, and at the
+    peak."""
     source, method, values, batch, length = (
         arguments[0],
         arguments[1],
@@ -131,7 +134,8 @@ def export_config(batch: int, length: int) -> Any:
 
 
 def child_executorch(arguments: list[str]) -> None:
-    """`child` for a program: the runtime is the baseline; the second method packs the weights again."""
+    """`child` for a program: the runtime is the baseline; the second method packs the weights
+    again."""
     import numpy as np
     import torch
 
@@ -163,7 +167,7 @@ def in_child(kind: str, arguments: list[str]) -> dict[str, int]:
 
 
 def measure(source: str, case: Case, repeats: int, program: Path | None = None) -> dict[str, Any]:
-    """One row: measured bytes beside the plan's; with `program`, of ExecuTorch."""
+    """One row: measured bytes next to the plan's; with `program`, of ExecuTorch."""
     from ondevice.core.registry import method_config
     from ondevice.planning.estimate import plan
 

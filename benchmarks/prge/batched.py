@@ -1,7 +1,8 @@
-"""Many runs of one method at once, for `prge.quality`: every seed and rate is one adapter of one forward pass.
+"""Many runs of one method at once, for `prge.quality`: every seed and rate is one adapter of one
+forward pass.
 
-A P-RGE step is `PrgeProgram`'s own perturbation, projected gradients and update; only the forward pass is written
-for speed (`benchmarks.prge.packed`), and a test holds a run against `PrgeSession`.
+A P-RGE step is `PrgeProgram`'s own perturbation, projected gradients and update; only the forward
+pass is written for speed (`benchmarks.prge.packed`), and a test holds a run against `PrgeSession`.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class BatchedRuns:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
-        """Accuracy by label likelihood, and mean loss of the right answer, of every run: [runs] each."""
+        """Accuracy by label likelihood, and mean loss of the right answer, of every run: [runs]
+        each."""
         runs, table = self.adapters.shape[0], self.valid
         scores = np.zeros((runs, len(table.row_of_job)))
         order = np.argsort(table.lengths, kind="stable")

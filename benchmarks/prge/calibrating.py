@@ -1,4 +1,5 @@
-"""Subspaces of a group of runs of `benchmarks.prge.race`: exact gradients, and what is taken from them."""
+"""Subspaces of a group of runs of `benchmarks.prge.race`: exact gradients, and what is taken from
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ GRADIENT_TOKENS = 12_000
 
 
 def refresh(group: Group, runs: list[int], step: int) -> None:
-    """Fold what these runs have learned into their dense change, take a new subspace from an exact gradient, and
-    begin with a step along it where a variant says so."""
+    """Fold what these runs have learned into their dense change, take a new subspace from an exact
+    gradient, and begin with a step along it if a variant says so."""
     sizes = group.table.lengths
     if step:
         fold(group, runs)
@@ -41,7 +42,8 @@ def refresh(group: Group, runs: list[int], step: int) -> None:
 
 @torch.no_grad()
 def exact_step(group: Group, run: int, gradient: list[dict[str, Any]], step: int) -> None:
-    """Move this run's R against the exact gradient, by the rate of `exact` steps in root mean square."""
+    """Move this run's R against the exact gradient, by the rate of `exact` steps in root mean
+    square."""
     variant, rate, _ = group.members[run]
     parts = []
     for layer, target, _, _ in group.layout:
@@ -86,7 +88,8 @@ def fold(group: Group, runs: list[int]) -> None:
 def gradients_of(
     group: Group, places: list[int], rows: list[np.ndarray], runs: list[int]
 ) -> list[list[dict[str, Any]]]:
-    """Exact gradients of the loss by the weights, and second moments of the layers' inputs, of `runs[place]`."""
+    """Exact gradients of the loss by the weights, and second moments of the layers' inputs, of
+    `runs[place]`."""
     found = []
     model, lengths = group.model, group.table.lengths
     for place in places:
@@ -177,8 +180,8 @@ def take(group: Group, runs: list[int], gradients: list[list[dict[str, Any]]]) -
 
 
 def top_subspace(matrix_NOI: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U [N, out, rank], s [N, rank] and V [N, in, rank] of the largest singular values, by subspace iteration
-    in float64 (three powers, eight columns more than asked for)."""
+    """Return U [N, out, rank], s [N, rank] and V [N, in, rank] of the largest singular values, by
+    subspace iteration in float64 (three powers, eight columns more than asked for)."""
     matrix = matrix_NOI.double()
     wide = min(rank + 8, *matrix.shape[1:])
     generator = torch.Generator(matrix.device).manual_seed(0)

@@ -57,7 +57,8 @@ COLUMNS = [
 
 
 def losses(folder: Path, spec: Spec) -> dict[str, Any]:
-    """Losses [scale][direction] -> [plus, minus] of one quantisation, from its program and from eager PyTorch."""
+    """Losses [scale][direction] -> [plus, minus] of one quantisation, from its program and from
+    eager PyTorch."""
     import torch
 
     from ondevice.methods.prge.layout import NOISE_TENSOR

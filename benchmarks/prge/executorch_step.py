@@ -3,10 +3,11 @@
     python -m benchmarks.prge.executorch_step --programs build/programs --record
     python -m benchmarks.prge.executorch_step --only q4 --programs build/programs
 
-One factor at a time is changed around float32 weights, noise in ATen ops, tiled loss, 64 tokens, q = 1, B = 1; every
-token carries a label. Lowering (of `train_step` alone) and memory are measured in a process for each program, times
-in turns in one process that holds them all. Growth is counted from a process that has imported ExecuTorch and its
-kernels and not yet opened the program: Python with PyTorch is most of the rest. Rows are written one by one.
+One factor at a time is changed around float32 weights, noise in ATen ops, tiled loss, 64 tokens, q
+= 1, B = 1; every token carries a label. Lowering (of `train_step` alone) and memory are measured in
+a process for each program, times in turns in one process that holds them all. Growth is counted
+from a process that has imported ExecuTorch and its kernels and not yet opened the program: Python
+with PyTorch is most of the rest. Rows are written one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The forms of a P-RGE step in eager PyTorch on this CPU, timed in one process and weighed in processes of their own.
+"""The forms of a P-RGE step in eager PyTorch on this CPU, timed in one process and weighed in
+processes of their own.
 
 python -m benchmarks.prge.forms --memory JSON      JSON is a list of `Form` as dictionaries
 """
@@ -23,10 +24,12 @@ from benchmarks.prge.programs import SEED, SMOLLM, recall, remember
 
 @dataclass(frozen=True, eq=True)
 class Form:
-    """A form that runs: a step with the given settings, or with `inference` one forward of the plain model.
+    """A form that runs: a step with the given settings, or with `inference` one forward of the
+    plain model.
 
     Attributes:
-        values: settings of P-RGE (queries, batch_signs, ...); `algorithm1` keeps 2q copies of B as the paper does.
+        values: settings of P-RGE (queries, batch_signs, ...); `algorithm1` keeps 2q copies of B as
+            the paper does.
         rows: rows of data a step, or rows of the plain forward.
     """
 
@@ -45,7 +48,8 @@ class Form:
 
 
 class Forms:
-    """Callables of many forms over shared weights, so that they can be timed in turns in one process."""
+    """Callables of many forms over shared weights, so that they can be timed in turns in one
+    process."""
 
     def __init__(self, model: str) -> None:
         from ondevice.models import load_model
@@ -118,10 +122,11 @@ class Forms:
 
 
 def weigh(form: Form) -> dict[str, Any]:
-    """Growth of anonymous memory over the loaded and warm model while the form runs three times (bytes).
+    """Growth of anonymous memory over the loaded and warm model while the form runs three times
+    (bytes).
 
-    The kernel's high-water mark of resident memory less the file pages, which the warm-up has mapped already, is the
-    peak of anonymous memory, without a sampling thread that might miss it.
+    The kernel's high-water mark of resident memory less the file pages, which the warm-up has
+    mapped already, is the peak of anonymous memory, without a sampling thread that might miss it.
     """
     from ondevice.training.metrics import PeakMemory, anonymous_bytes, resident_bytes
 
@@ -140,7 +145,8 @@ def weigh(form: Form) -> dict[str, Any]:
 
 
 def memory_child(forms: list[Form]) -> None:
-    """Print `weigh` of each form, one line each; each runs in a process forked before any thread exists."""
+    """Print `weigh` of each form, one line each; each runs in a process forked before any thread
+    exists."""
     import torch
 
     from ondevice import methods, models  # noqa: F401  imported once for all
@@ -164,7 +170,8 @@ def memory_child(forms: list[Form]) -> None:
 
 
 def growths(forms: list[Form], folder: Path) -> dict[Form, int]:
-    """Peak growth (bytes) of every form; those measured before in this folder are not measured again."""
+    """Peak growth (bytes) of every form; those measured before in this folder are not measured
+    again."""
     known = recall(folder)
     missing = [form for form in forms if f"forms {form.key}" not in known]
     if missing:

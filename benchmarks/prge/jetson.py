@@ -1,12 +1,14 @@
-"""P-RGE over NF4 weights: inner loop against sequential forwards, seconds a step and peak memory (P-RGE, Table 3).
+"""P-RGE over NF4 weights: inner loop against sequential forwards, seconds a step and peak memory
+(P-RGE, Table 3).
 
 python -m benchmarks.prge.jetson                                  both shapes, on the GPU at hand
 python -m benchmarks.prge.jetson --shapes tiny --lengths 8 --batches 1,2    the script itself, without a GPU
 
-Both sides are the artifact's own step as a CUDA graph over the same packed weights: the sequential side dequantises
-every matrix in each of its two passes, the inner loop once. They run in turns in one process. Weights are random and
-made on the GPU a layer at a time; only shapes matter. The paper's figures are a Jetson Orin Nano's and stand beside
-those of the GPU that the caption names, which is none.
+Both sides are the artifact's own step as a CUDA graph over the same packed weights: the sequential
+side dequantises every matrix in each of its two passes, the inner loop once. They run in turns in
+one process. Weights are random and made on the GPU a layer at a time; only shapes matter. The
+paper's figures are a Jetson Orin Nano's and stand next to those of the GPU that the caption names,
+which is none.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ PAPER = {
                   (1.69, 2.22, 3.22, 5.38, 2.22, 3.22, 5.37, 8.60),
                   (1.83, 1.52, 1.38, 1.20, 1.52, 1.38, 1.21, 1.26)),
 }  # fmt: skip
-"""Table 3: sequential and inner loop in seconds a step, and the ratio as printed, at lengths 64 and 128 and batches
-1, 2, 4, 8."""
+"""Table 3: sequential and inner loop in seconds a step, and the ratio as printed, at lengths 64 and
+128 and batches 1, 2, 4, 8."""
 PLACES = [(length, batch) for length in (64, 128) for batch in (1, 2, 4, 8)]
 TOKENS_A_ROUND = 4096
 SPEEDUP_BAR, MEMORY_BAR_BYTES = 1.9, 4.5e9
@@ -67,7 +69,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(shape: str) -> Any:
-    """A model of random NF4 matrices on the device, packed as each is made: the dense model never exists."""
+    """A model of random NF4 matrices on the device, packed as each is made: the dense model never
+    exists."""
     from torch import nn
 
     from ondevice.models.families.llama import FAMILY
@@ -117,7 +120,8 @@ def release() -> None:
 
 
 def peak_bytes(function: Any) -> int | None:
-    """Peak of PyTorch's CUDA memory while `function` runs its second time; weights and all else included."""
+    """Peak of PyTorch's CUDA memory while `function` runs its second time; weights and all else
+    included."""
     with torch.no_grad():
         if DEVICE == "cpu":
             return None

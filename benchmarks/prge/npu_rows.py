@@ -1,9 +1,11 @@
-"""One effective batch on the NPU's simulator in three forms: one batch, single rows unrolled, several short calls.
+"""One effective batch on the NPU's simulator in three forms: one batch, single rows unrolled,
+several short calls.
 
     python -m benchmarks.prge.npu_rows             six random layers of SmolLM2-135M's shape; about ten minutes
 
-All forms compute the losses of the same eight rows (two queries, both signs, two rows of data). Seconds are the
-simulator's: they count work, and say nothing about a phone's clock. Needs the `qnn` extra.
+All forms compute the losses of the same eight rows (two queries, both signs, two rows of data).
+Seconds are the simulator's: they count work, and say nothing about a phone's clock. Needs the `qnn`
+extra.
 """
 
 from __future__ import annotations

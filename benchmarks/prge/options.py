@@ -31,12 +31,12 @@ COLUMNS = [
 OPTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "one-sided, q = 4": (
         {"queries": 4, "estimator": "one_sided"}, "central, q = 4", {"queries": 4},
-        "where forwards are the cost: q + 1 copies give q directions, central needs 2q; the estimate keeps a "
+        "if forwards are the cost: q + 1 copies give q directions, central needs 2q; the estimate keeps a "
         "second-order bias and the step is normalised, so it wants its own learning rate",
     ),
     "one-sided, q = 7": (
         {"queries": 7, "estimator": "one_sided"}, "central, q = 4", {"queries": 4},
-        "seven directions for the forwards of four, where the variance of the estimate is the limit",
+        "seven directions for the forwards of four, if the variance of the estimate is the limit",
     ),
     f"top_layers = {TOP}, q = 4": (
         {"queries": 4, "top_layers": TOP}, "all layers, q = 4", {"queries": 4},
@@ -48,7 +48,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     ),
     "Rademacher noise, q = 4": (
         {"queries": 4, "noise": "rademacher"}, "Gaussian noise, q = 4", {"queries": 4},
-        "where a generator's bits must equal on every backend; time only where noise is a visible share, as with many "
+        "if a generator's bits must equal on every backend; time only if noise is a visible share, as with many "
         "adapters and few tokens",
     ),
     "regenerated noise (master), q = 4": (
@@ -67,7 +67,8 @@ def option_forms(model: str) -> dict[str, tuple[Form, Form]]:
 
 
 def predictions(values: dict[str, Any], base: dict[str, Any], dims: Any) -> dict[str, float]:
-    """Expected time over the base's: by blocks run, and with the head counted as well (products of one token)."""
+    """Expected time over the base's: by blocks run, and with the head counted as well (products of
+    one token)."""
     blocks = sum(inputs * outputs for inputs, outputs in map(dims.linear_shape, (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )))  # fmt: skip
@@ -101,7 +102,8 @@ def option_rows(
     growth: dict[Form, int],
     forms: Forms,
 ) -> list[dict[str, Any]]:
-    """Predictions beside measurements; memory is what the step and its state add to the weights."""
+    """Predictions next to measurements; memory is what the step and its state add to the
+    weights."""
     rows = []
     for name, pair in options.items():
         option_s, base_s = (seconds[name][form] for form in pair)

@@ -1,7 +1,7 @@
 """A Llama's forward pass for many adapters at once, for `benchmarks.prge.quality`.
 
-Activations are [runs, copies, tokens, hidden]. The rows of a run's batch are packed one after another, so that no
-layer but the attention sees padding.
+Activations are [runs, copies, tokens, hidden]. The rows of a run's batch are packed one after
+another, so that no layer but the attention sees padding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def rounded(tokens: int) -> int:
 class Rows:
     """Examples as jobs (what is scored) over distinct inputs, on the device.
 
-    An input ends before the last labelled token, which is only predicted: two candidates that differ in it share one.
+    An input ends before the last labelled token, which is only predicted: two candidates that
+    differ in it share one.
     """
 
     def __init__(self, examples: Sequence[Example], device: Any) -> None:
@@ -63,7 +64,8 @@ class Rows:
 
 @dataclass
 class Packed:
-    """Where the tokens of a batch lie: [runs, tokens] packed, [runs, rows, length] for the attention."""
+    """If the tokens of a batch lie: [runs, tokens] packed, [runs, rows, length] for the
+    attention."""
 
     ids: Tensor
     position: Tensor
@@ -181,7 +183,8 @@ class PackedModel:
         return torch.addmm(x, h, weight["down"].t()).view(runs, copies, tokens, width)
 
     def _adapt(self, layer: int, h: Tensor, qkv: Tensor, copies_SCP: Tensor) -> None:
-        """Add the adapters' outputs to `qkv` [runs * copies * tokens, outputs]; `h` is the layer's normalised input."""
+        """Add the adapters' outputs to `qkv` [runs * copies * tokens, outputs]; `h` is the layer's
+        normalised input."""
         entries = self.layout.of_layer(layer)
         if not entries:
             return
@@ -201,7 +204,8 @@ class PackedModel:
     def nll(
         self, x: Tensor, packed: Packed, row_SJ: Tensor, place_SJK: Tensor, target_SJK: Tensor
     ) -> Tensor:
-        """Negative log likelihood of each labelled token in float32, [runs, copies, jobs, labels]; 0 where none is."""
+        """Negative log likelihood of each labelled token in float32, [runs, copies, jobs, labels];
+        0 if none is."""
         _, copies, tokens, width = x.shape
         at = packed.starts.gather(1, row_SJ)[..., None] + place_SJK
         h = x.view(-1, width).index_select(0, flat_index(at, copies, tokens))

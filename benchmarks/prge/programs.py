@@ -1,4 +1,5 @@
-"""Programs for benchmarks: one method each, lowered in a process of its own, kept in a folder and reused.
+"""Programs for benchmarks: one method each, lowered in a process of its own, kept in a folder and
+reused.
 
 python -m benchmarks.prge.programs --lower FOLDER SPEC       SPEC is JSON, see `Spec`
 python -m benchmarks.prge.programs --memory FOLDER SPEC      as JSON
@@ -34,8 +35,9 @@ class Spec:
     """One program: what `ExportConfig` and `PrgeConfig` would say of it.
 
     Attributes:
-        method: `train_step`; `evaluate`, the plain forward with the loss of each row; or `losses`, the forward of a
-            step with the perturbed copies as an input, so that any perturbation scale can be tried.
+        method: `train_step`; `evaluate`, the plain forward with the loss of each row; or `losses`,
+            the forward of a step with the perturbed copies as an input, so that any perturbation
+            scale can be tried.
     """
 
     model: str = SMOLLM
@@ -92,8 +94,8 @@ def ensure(spec: Spec, folder: Path) -> dict[str, Any]:
     """Facts of the lowered program `FOLDER/<name>.pte`; it is lowered first unless it is there.
 
     Returns:
-        pte_bytes, planned_bytes, lowering_s (wall), lowering_cpu_s, lowering_peak_bytes, ops, delegates, instructions,
-        adapter_size, vocabulary, commit.
+        pte_bytes, planned_bytes, lowering_s (wall), lowering_cpu_s, lowering_peak_bytes, ops,
+        delegates, instructions, adapter_size, vocabulary, commit.
     """
     facts = folder / f"{spec.name}.json"
     if not facts.exists():
@@ -102,7 +104,8 @@ def ensure(spec: Spec, folder: Path) -> dict[str, Any]:
 
 
 def child(module: str, *arguments: str) -> dict[str, Any]:
-    """Run a module in a process of its own; the JSON object that it prints last, if it prints any."""
+    """Run a module in a process of its own; the JSON object that it prints last, if it prints
+    any."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
@@ -212,7 +215,7 @@ def lower_child(arguments: list[str]) -> None:
 
 
 class Program:
-    """A lowered program in this process's runtime. `load_kernels` first, where memory is measured."""
+    """A lowered program in this process's runtime. `load_kernels` first, if memory is measured."""
 
     def __init__(self, spec: Spec, folder: Path) -> None:
         from ondevice.exporters.executorch.session import load_runtime
@@ -247,7 +250,7 @@ class Program:
 
 
 def load_kernels(ops: list[str]) -> None:
-    """This project's kernels and ExecuTorch's quantised ones, where the program needs them."""
+    """This project's kernels and ExecuTorch's quantised ones, if the program needs them."""
     if any(op.startswith("ondevice::") for op in ops):
         from ondevice.runtime_ops.build import load_executorch_ops
 

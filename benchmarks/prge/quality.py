@@ -1,7 +1,9 @@
-"""Accuracy of zeroth-order and first-order fine-tuning by the paper's protocol (P-RGE, Tables 1 and 8).
+"""Accuracy of zeroth-order and first-order fine-tuning by the paper's protocol (P-RGE, Tables 1 and
+8).
 
-1,000 training rows, 500 validation rows, effective batch 16, best accuracy over the evaluations of a run. All seeds
-and rates of a method run at once, as adapters of one forward pass. The results are written after every method.
+1,000 training rows, 500 validation rows, effective batch 16, best accuracy over the evaluations of
+a run. All seeds and rates of a method run at once, as adapters of one forward pass. The results are
+written after every method.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ def forwards(settings: dict[str, Any], layers: int) -> float:
 def measure(
     args: Any, task: Task, variant: str, steps: int, deadline: float, save: Any
 ) -> list[dict[str, Any]]:
-    """The model before training, and all seeds and rates of one method; `save` gets the rows at every evaluation."""
+    """The model before training, and all seeds and rates of one method; `save` gets the rows at
+    every evaluation."""
     from benchmarks.prge.batched import BatchedRuns
     from ondevice import load_model, method_config
     from ondevice.data import Batches
@@ -197,7 +200,8 @@ def figures(accuracies: list[Any], losses: list[Any], first: int, seeds: int) ->
 
 
 def comparisons(rows: list[dict[str, Any]]) -> list[str]:
-    """Each method's best rate against q = 1 and against FO-LoRA-FA, seed by seed, in points of accuracy."""
+    """Each method's best rate against q = 1 and against FO-LoRA-FA, seed by seed, in points of
+    accuracy."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["task"], row["method"])

@@ -1,19 +1,22 @@
-"""A race of zeroth-order and first-order fine-tuning to the same answers: what helps, alone and together.
+"""A race of zeroth-order and first-order fine-tuning to the same answers: what helps, separately and
+together.
 
-Each variant is written in words, behind '@' its rates: 'xs q4 r16 adam refresh500@1e-3,3e-3'. Words: what moves
-(`full` all of B behind a random A, `grad-a` or `act` behind the A of one exact gradient or of the activations, `xs` the
-small R of C R A from one exact gradient, `diag` its diagonal alone, `rand` the whole between random C and A), `q4`,
-`r16`, `b4` (rows a step), `onesided`, `fo` (backpropagation), a rule (`sgd`, `momentum`, `adam`, `sign`, `muon`,
-`norm`, `norm-momentum`), `vocab` (the loss over all tokens instead of the answers), `refresh500` (a new exact gradient
-every so many steps), `cal256` (of so many rows, 64 otherwise), `exact0.2` (each exact gradient is a step of that many
-rates, too), `power0.5` (A's columns by their singular values), `cone0.5` (so much of a direction's squared length lies
-along the mean of earlier estimates, ConMeZO), `pool6` (one direction made of so many, by their losses, MeZO-GV),
-`grow500` (one query before that step, `q` after it), `top5` (exact gradients in so many layers at the top, as Addax and
-ElasticZO mix them), `eps1e-2`, `t500` (steps). Rates fall linearly to 0.
+Each variant is written in words, behind '@' its rates: 'xs q4 r16 adam refresh500@1e-3,3e-3'.
+Words: what moves (`full` all of B behind a random A, `grad-a` or `act` behind the A of one exact
+gradient or of the activations, `xs` the small R of C R A from one exact gradient, `diag` its
+diagonal alone, `rand` the whole between random C and A), `q4`, `r16`, `b4` (rows a step),
+`onesided`, `fo` (backpropagation), a rule (`sgd`, `momentum`, `adam`, `sign`, `muon`, `norm`,
+`norm-momentum`), `vocab` (the loss over all tokens instead of the answers), `refresh500` (a new
+exact gradient every so many steps), `cal256` (of so many rows, 64 otherwise), `exact0.2` (each
+exact gradient is a step of that many rates, too), `power0.5` (A's columns by their singular
+values), `cone0.5` (so much of a direction's squared length lies along the mean of earlier
+estimates, ConMeZO), `pool6` (one direction made of so many, by their losses, MeZO-GV), `grow500`
+(one query before that step, `q` after it), `top5` (exact gradients in so many layers at the top, as
+Addax and ElasticZO mix them), `eps1e-2`, `t500` (steps). Rates fall linearly to 0.
 
-Training takes all rows but the last --choose-rows; the rate of a variant is chosen by accuracy on those, and accuracy
-is reported on the validation rows. Figures are the last ones of a run, not the best. Runs that --log already has are
-not run again.
+Training takes all rows but the last --choose-rows; the rate of a variant is chosen by accuracy on
+those, and accuracy is reported on the validation rows. Figures are the last ones of a run, not the
+best. Runs that --log already has are not run again.
 """
 
 from __future__ import annotations
@@ -105,8 +108,8 @@ def read_log(path: Path | None) -> list[dict[str, Any]]:
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each task, variant, length and rate, over all its seeds; `chosen` marks each variant's best rate by
-    accuracy where rates are chosen."""
+    """A row for each task, variant, length and rate, over all its seeds; `chosen` marks each
+    variant's best rate by accuracy where rates are chosen."""
     grouped: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
     for record in records:
         rates = grouped.setdefault((record["task"], record["variant"], record["steps"]), {})
@@ -160,7 +163,8 @@ def show(row: dict[str, Any]) -> str:
 
 
 class Log:
-    """Finished runs, and those of the group that runs; a file of them is read first and added to."""
+    """Finished runs, and those of the group that runs; a file of them is read first and added
+    to."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.records = path, read_log(path)
@@ -301,7 +305,7 @@ def main() -> None:
             )
             log.print()
     note = (
-        f"Trained on all training rows but the last {args.choose_rows}, where the rate of each variant was chosen by "
+        f"Trained on all training rows but the last {args.choose_rows}, if the rate of each variant was chosen by "
         f"mean accuracy of the last step; accuracies are of the last step on {args.eval_rows} validation rows. "
         f"Zeroth-order forward passes in {args.dtype} (TF32 products), losses in float32. Row forwards count a "
         "backward pass as two and spread the exact gradients over the steps. Seconds are a run's share of a pass that "

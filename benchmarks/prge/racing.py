@@ -1,8 +1,10 @@
-"""Runs of zeroth-order variants side by side, for `benchmarks.prge.race`: each seed and rate is an adapter of one pass.
+"""Runs of zeroth-order variants side by side, for `benchmarks.prge.race`: each seed and rate is an
+adapter of one pass.
 
-A variant is what moves (the whole of B behind a random, a gradient's or the activations' A; or a small square R between
-an A and a C that a gradient's singular vectors give), how it is estimated (queries, one or both signs), the rule that
-turns the estimate into a step, and the loss. A step of a group of runs is one forward pass of `packed.PackedModel`.
+A variant is what moves (the whole of B behind a random, a gradient's or the activations' A; or a
+small square R between an A and a C that a gradient's singular vectors give), how it is estimated
+(queries, one or both signs), the rule that turns the estimate into a step, and the loss. A step of
+a group of runs is one forward pass of `packed.PackedModel`.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Group:
         return torch.tensor([test(variant) for variant, _, _ in self.members], device=self.device)
 
     def _random_factors(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """A of variance 1 / inputs, and for a small R a C of variance 1 / rank, drawn from each run's seed."""
+        """A of variance 1 / inputs, and for a small R a C of variance 1 / rank, drawn from each
+        run's seed."""
         a: list[dict[str, Tensor]] = []
         c: list[dict[str, Tensor]] = []
         draws = [torch.Generator().manual_seed(seed) for _, _, seed in self.members]
@@ -103,7 +106,8 @@ class Group:
 
     @contextmanager
     def fitted(self, copies_SCP: Tensor | None, runs: slice = slice(None)) -> Iterator[None]:
-        """Give the model these runs' matrices and the copies' R or B; None leaves the adapter out."""
+        """Give the model these runs' matrices and the copies' R or B; None leaves the adapter
+        out."""
         model, dtype = self.model, self.model.dtype
         model.a, model.b = [], []
         if copies_SCP is not None:
@@ -125,7 +129,8 @@ class Group:
         model.a, model.b, model.delta, model.covariance = [], [], None, None
 
     def spread_out(self, small: Tensor, c: Tensor) -> Tensor:
-        """Return R C, [runs * copies, rank, outputs], of a square or diagonal R [runs * copies, rank, width]."""
+        """Return R C, [runs * copies, rank, outputs], of a square or diagonal R [runs * copies,
+        rank, width]."""
         runs, rank, outputs = c.shape
         if self.shape.space == "diag":
             return (small.view(runs, -1, rank, 1) * c[:, None]).view(-1, rank, outputs)
@@ -192,14 +197,16 @@ class Group:
         return noise.index_select(0, self.seed_index) * self.estimated
 
     def _in_cone(self, noise: Tensor) -> Tensor:
-        """Directions around the mean of earlier estimates (ConMeZO): `cone` of their squared length lies along it."""
+        """Directions around the mean of earlier estimates (ConMeZO): `cone` of their squared length
+        lies along it."""
         axis = self.mean * self.estimated
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=1e-30) * self.estimated.sum().sqrt()
         share = self.shape.cone * (self.age > 0).float()[:, None, None]
         return share.sqrt() * axis[:, None] + (1 - share).sqrt() * noise
 
     def _guided(self, packed: Packed, rows: Tensor) -> Tensor:
-        """One direction out of a pool (MeZO-GV): the mean of the half with the lower losses less that of the other."""
+        """One direction out of a pool (MeZO-GV): the mean of the half with the lower losses less
+        that of the other."""
         pool = self._noise(self.shape.pool)
         losses = self._mean_losses(self.state[:, None] + self.shape.epsilon * pool, packed, rows)
         lower = self.shape.pool // 2
@@ -228,7 +235,8 @@ class Group:
         return torch.einsum("sq,sqd->sd", slope, noise) / q
 
     def _update(self, gradient: Tensor, rate: Tensor) -> None:
-        """Apply each run's rule. `norm` divides by the running root mean square of the projected gradients."""
+        """Apply each run's rule. `norm` divides by the running root mean square of the projected
+        gradients."""
         self.age += 1
         age = self.age[:, None]
         self.mean.lerp_(gradient, 0.1)
@@ -291,10 +299,12 @@ def race(
     model: RacingModel, sets: tuple[Dataset, Dataset, Dataset], members: Sequence[tuple[Variant, float, int]],
     every: int, deadline: float, report: Callable[[list[dict[str, Any]]], None],
 ) -> bool:  # fmt: skip
-    """Train one group and hand its figures to `report` at every evaluation; False where the deadline ended it.
+    """Train one group and hand its figures to `report` at every evaluation; False if the deadline
+    ended it.
 
-    `curve` has [step, accuracy and loss where rates are chosen, accuracy and loss where they are reported, the same
-    accuracies of the averaged adapter]. `sets` are to train on, to choose rates on and to report on.
+    `curve` has [step, accuracy and loss where rates are chosen, accuracy and loss where they are
+    reported, the same accuracies of the averaged adapter]. `sets` are to train on, to choose rates
+    on and to report on.
     """
     train, chosen_on, reported_on = sets
     group = Group(model, train, members)

@@ -1,4 +1,5 @@
-"""A model through which many runs of a race pass at once, and rows that end where their answers begin."""
+"""A model through which many runs of a race pass at once, and rows that end where their answers
+begin."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class AnswerRows:
         self.gold = torch.tensor([int(item.gold or 0) for item in items], device=device)
 
     def pack(self, jobs_SB: np.ndarray) -> tuple[Packed, Tensor]:
-        """Return the packed rows, int64 [runs, rows] into this table, and the rows themselves on the device."""
+        """Return the packed rows, int64 [runs, rows] into this table, and the rows themselves on
+        the device."""
         lengths = self.lengths[jobs_SB]
         tokens = rounded(int(lengths.sum(1).max()))
         longest = next(size for size in LENGTHS if size >= lengths.max())
@@ -60,7 +62,8 @@ class AnswerRows:
 
 
 class RacingModel(PackedModel):
-    """A forward pass in which every run has its own A, C and dense change of the weights, and every copy its R or B."""
+    """A forward pass in which every run has its own A, C and dense change of the weights, and every
+    copy its R or B."""
 
     def __init__(self, loaded: Any) -> None:
         super().__init__(
@@ -79,7 +82,8 @@ class RacingModel(PackedModel):
         self.weight = torch.ones(1)
 
     def _adapt(self, layer: int, h: Tensor, qkv: Tensor, copies_SCP: Tensor) -> None:
-        """As `PackedModel._adapt`, with this run's matrices; `copies_SCP` gives runs and copies alone."""
+        """As `PackedModel._adapt`, with this run's matrices; `copies_SCP` gives runs and copies
+        alone."""
         runs, copies = copies_SCP.shape[:2]
         h_run = h.view(runs, -1, h.shape[1])
         if self.covariance is not None:
@@ -99,7 +103,8 @@ class RacingModel(PackedModel):
     def logits(
         self, table: AnswerRows, packed: Packed, rows_SB: Tensor, copies: int, answers: bool
     ) -> Tensor:
-        """Logits of the token behind each row, float32 [runs, copies, rows, answers or vocabulary]."""
+        """Logits of the token behind each row, float32 [runs, copies, rows, answers or
+        vocabulary]."""
         runs = rows_SB.shape[0]
         x = self.hidden(packed, torch.empty(runs, copies, 0, device=self.device))
         last = packed.starts + table.length[rows_SB] - 1

@@ -1,9 +1,11 @@
-"""What half precision leaves of projected gradients, and what helps: a larger scale, common rounding, averaging.
+"""What half precision leaves of projected gradients, and what helps: a larger scale, common
+rounding, averaging.
 
-Each direction moves a diagonal R that is not at its beginning, in the subspace of an exact gradient, on its own rows.
-Its slope in half precision is held against float32's. `common rounding` rounds R C once for both signs and adds the
-moved part by a product of its own, `three scales` fits one slope to half, one and two times the scale: three times the
-passes. Losses are float32 everywhere.
+Each direction moves a diagonal R that is not at its beginning, in the subspace of an exact
+gradient, on its own rows. Its slope in half precision is held against float32's. `common rounding`
+rounds R C once for both signs and adds the moved part by a product of its own, `three scales` fits
+one slope to half, one and two times the scale: three times the passes. Losses are float32
+everywhere.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""A P-RGE step on this CPU: sequential, inner-loop and outer-loop forms against each other and against inference.
+"""A P-RGE step on this CPU: sequential, inner-loop and outer-loop forms against each other and
+against inference.
 
     python -m benchmarks.prge.step --programs build/programs --record
     python -m benchmarks.prge.step --lengths 64 --effective 2,8 --skip programs
 
-Effective batch is 2qB: both signs of q queries over B rows. `sequential` runs 2q forwards of B rows, `inner loop` q of
-2B, `outer loop` 2 of qB, `both` one of 2qB. Inference is one forward of the plain model with the same tiled loss: of
-the rows of one sign (`inference`), and of both signs (`doubled`). Every token carries a label. Times are taken in turns
-in one process; memory is the growth of anonymous memory in a process for each configuration, plus the weights, which
-PyTorch maps from their file. Of a program it is the growth of resident memory from before it is opened; its sequential
-form is a call of an `evaluate` program for each forward, without noise or update.
+Effective batch is 2qB: both signs of q queries over B rows. `sequential` runs 2q forwards of B
+rows, `inner loop` q of 2B, `outer loop` 2 of qB, `both` one of 2qB. Inference is one forward of the
+plain model with the same tiled loss: of the rows of one sign (`inference`), and of both signs
+(`doubled`). Every token carries a label. Times are taken in turns in one process; memory is the
+growth of anonymous memory in a process for each configuration, plus the weights, which PyTorch maps
+from their file. Of a program it is the growth of resident memory from before it is opened; its
+sequential form is a call of an `evaluate` program for each forward, without noise or update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Time of a P-RGE step on a GPU: inner loop against sequential forwards, MeZO and the bare forward (P-RGE, Figure 3).
+"""Time of a P-RGE step on a GPU: inner loop against sequential forwards, MeZO and the bare forward
+(P-RGE, Figure 3).
 
-With several queries (`--queries 2`) the outer loop, too, is on and off. Everything but MeZO is a CUDA graph, on both
-sides of every ratio: launch gaps would flatter the doubled batch. Weights are random; only shapes matter. Without a GPU
-the same steps run in eager, which checks the script alone.
+With several queries (`--queries 2`) the outer loop, too, is on and off. Everything but MeZO is a
+CUDA graph, on both sides of every ratio: launch gaps would flatter the doubled batch. Weights are
+random; only shapes matter. Without a GPU the same steps run in eager, which checks the script
+alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Tables 1 and 2 of the paper by the product's own runs: tasks by methods, over seeds, resumable.
 
-Every cell is `ondevice.train` with the rows of a task, and its accuracy (F1 for SQuAD) is of the validation rows:
-`default` is prge as it comes; `prge q=1` and `prge q=4` are the paper's settings at an effective batch of 16; `mezo`
-moves all parameters with a fresh batch (Algorithm 2), with the paper's rate and loss; `lora-fa` and `full` are the
-first-order baselines; `zero-shot` is the model as it is. A cell's run and figures stay in its folder under --runs: a
-second call goes on where the first one ended, and --dry-run says what is left and what it costs.
+Every cell is `ondevice.train` with the rows of a task, and its accuracy (F1 for SQuAD) is of the
+validation rows: `default` is prge as it comes; `prge q=1` and `prge q=4` are the paper's settings
+at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Algorithm 2), with the
+paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
+as it is. A cell's run and figures stay in its folder under --runs: a second call goes on where the
+first one ended, and --dry-run prints the remaining runs and their cost.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs/superglue"), help="where cells keep their runs"
+        "--runs", type=Path, default=Path("runs/superglue"), help="if cells keep their runs"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what is left to run, and what it costs"
+        "--dry-run", action="store_true", help="print the remaining runs and their cost"
     )
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
@@ -211,7 +212,8 @@ def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def say_cost(left: list[Cell], done: list[dict[str, Any]]) -> None:
-    """Print what is left, by task and method, with row forwards and the seconds that like cells took."""
+    """Print what is left, by task and method, with row forwards and the seconds that like cells
+    took."""
     known: dict[str, list[float]] = {}
     for one in done:
         if one["steps"]:

@@ -1,4 +1,5 @@
-"""What a run of `benchmarks.prge.race` is: read from words such as 'diag q4 r64 adam refresh100'."""
+"""What a run of `benchmarks.prge.race` is: read from words such as 'diag q4 r64 adam
+refresh100'."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, steps: int, first_order_steps: int) -> Variant:
-        """Read the words of a variant; a batch that is not named makes q times batch 16 (first order: 8 rows)."""
+        """Read the words of a variant; a batch that is not named makes q times batch 16 (first
+        order: 8 rows)."""
         fields: dict[str, Any] = {}
         numbers = {"q": "queries", "r": "rank", "b": "batch", "t": "steps", "refresh": "refresh", "power": "power",
                    "eps": "epsilon", "cal": "calibration", "exact": "exact", "cone": "cone", "pool": "pool",
@@ -84,8 +86,9 @@ class Variant:
         return 1 if step < self.grow else self.queries
 
     def row_forwards(self, layers: int) -> float:
-        """Rows that pass forward in a step of a model with so many layers, in the mean over all steps. A backward pass
-        counts as two, through the top layers as their share of two; calibrations are spread over the steps."""
+        """Rows that pass forward in a step of a model with so many layers, in the mean over all
+        steps. A backward pass counts as two, through the top layers as their share of two;
+        calibrations are spread over the steps."""
         if self.first_order:
             copies = 3.0
         else:
@@ -106,7 +109,7 @@ class Variant:
         return self.space in ("xs", "diag", "rand")
 
     def width(self, outputs: int) -> int:
-        """Return the columns of what moves: R's, one where R is diagonal, or B's."""
+        """Return the columns of what moves: R's, one if R is diagonal, or B's."""
         if self.space == "diag":
             return 1
         return self.rank if self.small else outputs

@@ -1,16 +1,18 @@
-"""Which reversible network starts nearest to the pretrained one: the loss of SmolLM2-135M in every form, untrained.
+"""Which reversible network starts nearest to the pretrained one: the loss of SmolLM2-135M in every
+form, untrained.
 
     python -m benchmarks.revffn.candidates --rows FILE.jsonl
 
-Full-width streams take h[k] and h[k-1] to h[k+1] = (1 - g) h[k] + g h[k-1] + (1 + g) f(h[k]), where f is a block, or
-in turn its attention and its MLP; the first step adds f, or for momentum (1 + g) f. With g = 2^-n in magnitude the
-inverse needs n bits beside, a value and step. g = 1 is the midpoint rule, which needs none; g < 0 is momentum;
-"alternating" changes g's sign from step to step (as BDIA has it in training); Dr2Net's sum is h[k] + g h[k-1] +
-f(h[k]). The final norm reads the last h, or for momentum also that plus what is still on its way:
-h[k] + g / (1 + g) * (h[k-1] - h[k]).
+Full-width streams take h[k] and h[k-1] to h[k+1] = (1 - g) h[k] + g h[k-1] + (1 + g) f(h[k]), if f
+is a block, or in turn its attention and its MLP; the first step adds f, or for momentum (1 + g) f.
+With g = 2^-n in magnitude the inverse needs n bits next to, a value and step. g = 1 is the midpoint
+rule, which needs none; g < 0 is momentum; "alternating" changes g's sign from step to step (as BDIA
+has it in training); Dr2Net's sum is h[k] + g h[k-1] + f(h[k]). The final norm reads the last h, or
+for momentum also that plus what is still on its way: h[k] + g / (1 + g) * (h[k-1] - h[k]).
 
-`--rows` takes JSON lines whose values are text, such as Alpaca's; without it, the reviews of `examples/data`. They are
-read twice: as plain text, every token labelled, and as in training, where that means the answers of a chat alone.
+`--rows` takes JSON lines whose values are text, such as Alpaca's; without it, the reviews of
+`examples/data`. They are read twice: as plain text, every token labelled, and as in training, if
+that means only the answers of a chat.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SIGNS: dict[str, Callable[[int], float]] = {
 COLUMNS = [
     {"key": "network", "title": "Network"},
     {"key": "step", "title": "One step"},
-    {"key": "side_bits", "title": "Bits beside, a value and layer"},
+    {"key": "side_bits", "title": "Bits next to, a value and layer"},
     {"key": "text_loss", "title": "Loss, text", "digits": 3},
     {"key": "text_change", "title": "Against the base model (%)", "digits": 2},
     {"key": "text_late", "title": "Reading what is on its way (%)", "digits": 2},
@@ -159,7 +161,8 @@ def read_rows(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
 
 
 def answers(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
-    """The first `count` rows of at most `length` tokens as training has them, int64 [count, longest]."""
+    """The first `count` rows of at most `length` tokens as training has them, int64 [count,
+    longest]."""
     from ondevice.data import encode
     from ondevice.data import read_rows as read
 

@@ -1,13 +1,15 @@
-"""How well RevFFN's inverse rebuilds what went in, by coupling, kind of stream and depth, on SmolLM2-135M's weights.
+"""How well RevFFN's inverse rebuilds what went in, by coupling, kind of stream and depth, on
+SmolLM2-135M's weights.
 
     python -m benchmarks.revffn.inverse                     12, 24 and 48 layers (48: its 30, then the first 18 again)
     python -m benchmarks.revffn.inverse --layers 12 --json
 
-For every step of a network, its older input is rebuilt twice: from the step's own true outputs (one step), and from the
-network's end through all later steps (all steps). The table has the worst step of either. `mismatched_elements` counts
-the elements that differ in all of the latter. The gradient's error is that of all blocks' gradients by the walk
-back, against the same network with stored activations. `paper` runs with the paper's one iteration, and with as many
-as the tolerance takes. `by_layer` of the JSON has each step that is iterated, with its contraction factor.
+For every step of a network, its older input is rebuilt twice: from the step's own true outputs (one
+step), and from the network's end through all later steps (all steps). The table has the worst step
+of either. `mismatched_elements` counts the elements that differ in all of the latter. The
+gradient's error is that of all blocks' gradients by the walk back, against the same network with
+stored activations. `paper` runs with the paper's one iteration, and with as many as the tolerance
+takes. `by_layer` of the JSON has each step that is iterated, with its contraction factor.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ COLUMNS = [
 
 
 def deep(layers: int, dtype: str) -> Family:
-    """SmolLM2-135M with so many layers: its own, from the first again where they do not last."""
+    """SmolLM2-135M with so many layers: its own, from the first again if they do not last."""
     loaded = load_model(MODEL, dtype=dtype)
     model: Any = loaded.model
     own = model.model.layers
@@ -90,7 +92,8 @@ def text_ids(rows: int, length: int) -> Tensor:
 
 
 def gradient_error(network: Reversible, ids: Tensor) -> float | None:
-    """Norm of the difference of all blocks' gradients, as a part of the true ones'; None where the walk is refused."""
+    """Norm of the difference of all blocks' gradients, as a part of the true ones'; None if the
+    walk is refused."""
     ends = network.forward(ids)
     into = torch.randn(
         (*ids.shape, network.family.dims.hidden), generator=torch.Generator().manual_seed(0)

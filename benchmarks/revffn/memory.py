@@ -3,9 +3,10 @@
     python -m benchmarks.revffn.memory                    peak memory at 12, 24 and 48 layers (CPU, or --device cuda)
     python -m benchmarks.revffn.memory --cuda             the paper's Table 1: 14.3B random weights in bfloat16
 
-By depth: what a step holds beyond weights and optimizer state, from the allocator's own record. With --cuda every way
-runs in the same process over the same weights, in turns, each at the largest batch that its memory allows: `--limit-gb`
-for all but the first rows of RevFFN, which have `--target-gb`, the paper's peak.
+By depth: what a step holds beyond weights and optimizer state, from the allocator's own record.
+With --cuda every way runs in the same process over the same weights, in turns, each at the largest
+batch that its memory allows: `--limit-gb` for all but the first rows of RevFFN, which have
+`--target-gb`, the paper's peak.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "dora": ("dora", {}, False),
     "ia3": ("ia3", {}, False),
 }
-"""Of the GPU: a way, its settings, and whether it has to do with the paper's peak instead of all of the memory."""
+"""Of the GPU: a way, its settings, and whether it has to do with the paper's peak instead of all of
+the memory."""
 PAPER = {
     "revffn-full": (39.5, 24.6), "sft": (65.4, 19.7), "lomo": (42.2, 17.3), "galore": (45.1, 35.2),
     "lora": (18.2, 75.4), "dora": (19.5, 71.8), "ia3": (17.9, 74.1),
@@ -99,7 +101,7 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     ]
     notes = [
         f"Llama of hidden 256, vocabulary 2048, {args.rows} rows of {args.length} tokens, float32, AdamW. `full` keeps "
-        "4 bits a value and layer for its inversion, beside the GPU where there is one; `exact` keeps nothing."
+        "4 bits a value and layer for its inversion, next to the GPU if there is one; `exact` keeps nothing."
     ]
     return rows, columns, notes
 
@@ -122,7 +124,8 @@ class Gpu:
         return (self.args.target_gb if WAYS[name][2] else self.args.limit_gb) * 1e9
 
     def step(self, name: str, rows: int) -> tuple[float, int] | None:
-        """Seconds and peak bytes of a step of `rows`, after a small one; None where memory does not suffice."""
+        """Seconds and peak bytes of a step of `rows`, after a small one; None if memory does not
+        suffice."""
         import torch
 
         from benchmarks.revffn.peers import open_way
@@ -169,7 +172,8 @@ class Gpu:
         return ids, ids
 
     def largest(self, name: str) -> int | None:
-        """Rows that fit: from two probes in a straight line, a little less than it says; None: not even two do."""
+        """Rows that fit: from two probes in a straight line, a little less than it says; None: not
+        even two do."""
         probes, small, more = [], 4, 8
         if "micro_batch_size" in WAYS[name][1]:
             small, more = 16, 32
@@ -262,8 +266,8 @@ def _notes(gpu: Gpu) -> list[str]:
         "decompositions. LoRA, DoRA (rank 16, attention and shared expert) and (IA)3: peft, AdamW. All but RevFFN with "
         "a checkpoint a block.",
         f"Of the paper's peaks, those of LoRA, DoRA and (IA)3 (17.9 to 19.5 GB) are below the {weights:.1f} GB of the "
-        f"weights in 16 bits, and SFT's 65.4 GB leave {65.4 - 2 * weights:.1f} GB for optimizer and activations beside "
-        "weights and gradients.",
+        f"weights in 16 bits, and SFT's 65.4 GB leave {65.4 - 2 * weights:.1f} GB for optimizer and activations on "
+        "top of weights and gradients.",
     ]
 
 

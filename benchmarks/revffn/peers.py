@@ -1,8 +1,9 @@
-"""The ways to fine-tune that RevFFN's benchmarks compare, one step of each; and models of a shape to do it on.
+"""The ways to fine-tune that RevFFN's benchmarks compare, one step of each; and models of a shape
+to do it on.
 
-The ordinary ways compute each block again in the backward pass (torch's checkpoint) and take the same tiled loss and
-the same expert kernels as ours. LoRA, DoRA and (IA)3 are peft's, LOMO is SGD in hooks that run as soon as a parameter's
-gradient is known, GaLore updates in the same place.
+The ordinary ways compute each block again in the backward pass (torch's checkpoint) and take the
+same tiled loss and the same expert kernels as ours. LoRA, DoRA and (IA)3 are peft's, LOMO is SGD in
+hooks that run as soon as a parameter's gradient is known, GaLore updates in the same place.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SHAPES: dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...]]] = {
     "narrow": ("llama", 12, (256, 512, 4, 2, 2048), ()),
     "tiny-moe": ("qwen2_moe", 3, (64, 128, 4, 2, 512), (6, 2, 32, 128)),
 }
-"""model_type; layers; hidden, intermediate, heads, key and value heads, vocabulary; of a mixture of experts: experts,
-active ones, width of one, width of the shared one. Heads are not tied."""
+"""model_type; layers; hidden, intermediate, heads, key and value heads, vocabulary; of a mixture of
+experts: experts, active ones, width of one, width of the shared one. Heads are not tied."""
 
 
 class Way(Protocol):
@@ -86,8 +87,8 @@ class Ordinary:
         kind: of ORDINARY. `sft` keeps all gradients until its update, `sft-fused` updates in hooks.
         optimizer: of `sft` and `sft-fused`, by RevFFN's own updates.
         rank: of the adapters and of GaLore.
-        refresh: steps between GaLore's decompositions; 0: its subspaces are drawn once and stay, for measurements of
-            memory and time alone.
+        refresh: steps between GaLore's decompositions; 0: its subspaces are drawn once and stay,
+            for measurements of only memory and time.
         recompute: False keeps activations.
         loss_tiles: of the cross-entropy.
     """
@@ -222,7 +223,8 @@ class Ordinary:
 
 
 def _drawn(entry: Projected, rank: int) -> Tensor:
-    """An orthonormal basis of the right size that knows nothing of gradients: float32 [..., r, min(m, n)]."""
+    """An orthonormal basis of the right size that knows nothing of gradients: float32 [..., r,
+    min(m, n)]."""
     *outer, rows, columns = entry.weight.shape
     side = min(rows, columns)
     numbers = torch.randn(side, min(rank, side), device=entry.weight.device)
@@ -240,7 +242,8 @@ def open_way(loaded: Any, name: str, **settings: Any) -> Way:
 def make(
     shape: str, layers: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Any:
-    """A model as methods take it (`LoadedModel` without tokenizer): normal weights of deviation 0.02, norms 1."""
+    """A model as methods take it (`LoadedModel` without tokenizer): normal weights of deviation
+    0.02, norms 1."""
     import transformers
 
     model_type, depth, sizes, experts = SHAPES[shape]

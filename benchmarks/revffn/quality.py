@@ -1,10 +1,12 @@
-"""Validation loss of RevFFN's couplings after equal tokens, beside full fine-tuning and LoRA; the paper's Table 3.
+"""Validation loss of RevFFN's couplings after equal tokens, next to full fine-tuning and LoRA; the
+paper's Table 3.
 
     python -m benchmarks.revffn.quality --seeds 0,1 --out a.json           on a GPU; a part of the seeds at a time
     python -m benchmarks.revffn.quality --from-results a.json b.json --record
 
-Alpaca's answers on SmolLM2-135M, or on a small random mixture of experts (`--model tiny:qwen2_moe --rate-scale 30`).
-Half-width couplings with both stages, without stage 1, and with stage 1 alone, in the same number of steps.
+Alpaca's answers on SmolLM2-135M, or on a small random mixture of experts (`--model tiny:qwen2_moe
+--rate-scale 30`). Half-width couplings with both stages, without stage 1, and with only stage 1,
+in the same number of steps.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ WAYS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "RevFFN paper w/o stage 1": ("revffn", 1e-4, PAPER | SKIP),
     "RevFFN paper w/o stage 2": ("revffn", 1e-4, PAPER | ONLY | HALF),
 }
-"""A way, its learning rate, its settings. The paper's coupling trains with stored activations, whose gradients are
-those that its inverse would give where it converges."""
+"""A way, its learning rate, its settings. The paper's coupling trains with stored activations,
+whose gradients are those that its inverse would give if it converges."""
 
 
 def run(args: Any, loaded: Any, task: Any, name: str, seed: int) -> dict[str, Any]:
-    """One way with one seed: losses before and after, seconds a step; a loss that is no number is None."""
+    """One way with one seed: losses before and after, seconds a step; a loss that is no number is
+    None."""
     import torch
 
     from benchmarks.revffn.peers import open_way
@@ -105,7 +108,8 @@ def rows_of(runs: dict[str, list[dict[str, Any]]], model: str) -> list[dict[str,
 
 
 def merged(paths: list[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of several result files of the same settings, as if they had been one run; and their notes."""
+    """Rows of several result files of the same settings, as if they had been one run; and their
+    notes."""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     notes: list[str] = []
     for path in paths:

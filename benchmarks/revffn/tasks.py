@@ -1,10 +1,11 @@
-"""The paper's Table 2 columns: MMLU, GSM8K and MT-Bench of the model before and after each way to train it.
+"""The paper's Table 2 columns: MMLU, GSM8K and MT-Bench of the model before and after each way to
+train it.
 
     python -m benchmarks.revffn.tasks --record          trains on Alpaca, then asks; on a GPU
 
-Everything is the command line's own: `ondevice train`, then `ondevice eval --task`, all ways and tasks side by side.
-MT-Bench has no judge here: its column counts the answers that were saved for one. A task that does not end in time
-keeps the rows that it has; the table says how many.
+Everything is the command line's own: `ondevice train`, then `ondevice eval --task`, all ways and
+tasks side by side. MT-Bench has no judge here: its column counts the answers that were saved for
+one. A task that does not end in time keeps the rows that it has; the table says how many.
 """
 
 from __future__ import annotations

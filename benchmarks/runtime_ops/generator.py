@@ -1,9 +1,10 @@
-"""Numbers a second of every form of the generator beside torch.randn, and what SplitMix64 saves over Philox4x32-10.
+"""Numbers a second of every form of the generator next to torch.randn, and what SplitMix64 saves
+over Philox4x32-10.
 
-Forms whose package or device is not there are left out. A ratio is the median over the rounds of a form's speed
-against torch.randn's in the same round, on the same device and with the same number of threads. Philox is written
-here only, in the same ATen ops as `runtime_ops.graph`, to show why it was not chosen: in a program without custom
-ops each instruction is a pass over memory.
+Forms whose package or device is not there are left out. A ratio is the median over the rounds of a
+form's speed against torch.randn's in the same round, on the same device and with the same number of
+threads. Philox is written here only, in the same ATen ops as `runtime_ops.graph`, to show why it
+was not chosen: in a program without custom ops each instruction is a pass over memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 def philox_normal(
     seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
 ) -> Tensor:
-    """Normals from Philox: counter (element, step, query, tensor), key the seed; start and count multiples of 4."""
+    """Normals from Philox: counter (element, step, query, tensor), key the seed; start and count
+    multiples of 4."""
     element = torch.arange(start // 4, (start + count) // 4, dtype=torch.int64)[None, :]
     query = torch.arange(queries, dtype=torch.int64)[:, None]
     zero = torch.zeros_like(element * query)
@@ -107,7 +109,8 @@ def check_philox() -> None:
 
 @dataclass
 class Form:
-    """One row: what is measured, on how many threads (None: the GPU), and the torch.randn it is held against."""
+    """One row: what is measured, on how many threads (None: the GPU), and the torch.randn it is
+    held against."""
 
     name: str
     threads: int | None
@@ -145,7 +148,8 @@ def on_cpu(
 
 
 def in_mlx(args: Any, where: tuple[int, int, int, int]) -> list[Form]:
-    """MLX on its CPU device, which runs a graph on one thread; on Metal where that is the default device."""
+    """MLX on its CPU device, which runs a graph on one thread; on Metal if that is the default
+    device."""
     import mlx.core as mx
 
     from ondevice.runtime_ops import mlx_ops

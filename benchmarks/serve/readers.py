@@ -1,8 +1,10 @@
-"""The cost of 200 readers of a job's events: steps a second with and without them, in turns, in one job.
+"""The cost of 200 readers of a job's events: steps a second with and without them, in turns, in one
+job.
 
-Each round watches a running job for some seconds with nobody reading and for as long with all readers connected,
-in alternating order. The readers are one process that does nothing but receive, on this machine too, so their work
-is part of what is measured. Every reader's stream is kept and checked: ids without a gap, in order, the same for all.
+Each round watches a running job for some seconds with nobody reading and for as long with all
+readers connected, in alternating order. The readers are one process that does nothing but receive,
+on this machine too, so their work is part of what is measured. Every reader's stream is kept and
+checked: ids without a gap, in order, the same for all.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Steps with the default settings (`auto`), with fixed ones, and without offload, each alone in memory.
+"""Steps with the default settings (`auto`), with fixed ones, and without offload, each alone in
+memory.
 
     python -m benchmarks.slideformer.auto --shapes Qwen2.5-1.5B,Qwen2.5-7B:bfloat16 --batches 4,8,16,32 --out FILE
 
-`auto` decides for each batch, from ten seconds of calibration at the start; where the choice is that of the batch
-before, the engine is, too. `fixed` is `window: 3, resident_layers: 0, resident_tables: false, gradient_buffers: 4`.
-`resident` has no update and no offload: no step can be faster. Peers (`fsdp2`, `deepspeed-2`, `deepspeed-3`, `torchao`,
-`torchao-fp32`, `roundpipe`, `roundpipe-late`) run where they are installed, each with what it is set to beside its row.
-Kernels are the defaults on every side: liger's where it is installed, but for RoundPipe, which has its own layers. A
-value is the wall time from one step's end to the next one's. All variants compute the same tokens; `same losses`
-compares the first ones with those of `fixed`, bit for bit. Before the steps, AdamW alone: on the host's threads by kind
-of moments, and on the GPU, where its bits are compared with the host's.
+`auto` decides for each batch, from ten seconds of calibration at the start; if the choice is that
+of the batch before, the engine is, too. `fixed` is `window: 3, resident_layers: 0, resident_tables:
+false, gradient_buffers: 4`. `resident` has no update and no offload: no step can be faster. Peers
+(`fsdp2`, `deepspeed-2`, `deepspeed-3`, `torchao`, `torchao-fp32`, `roundpipe`, `roundpipe-late`)
+run if they are installed, each with what it is set to next to its row. Kernels are the defaults on
+every side: liger's where it is installed, but for RoundPipe, which has its own layers. A value is
+the wall time from one step's end to the next one's. All variants compute the same tokens; `same
+losses` compares the first ones with those of `fixed`, bit for bit. Before the steps, only AdamW:
+on the host's threads by kind of moments, and on the GPU, if its bits are compared with the host's.
 """
 
 from __future__ import annotations
@@ -74,14 +76,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--parameters", type=int, default=200_000_000, help="of AdamW alone")
+    parser.add_argument("--parameters", type=int, default=200_000_000, help="for AdamW by itself")
     parser.add_argument(
         "--gpu-bytes",
         type=float,
         help="GPU memory that auto may plan with, instead of this machine's",
     )
     parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
     )
     parser.add_argument(
         "--budget-s", type=float, default=460.0, help="begin nothing new so long after the start"
@@ -112,7 +114,8 @@ class Bench:
         self.say({key: short(value) for key, value in row.items() if value is not None})
 
     def updates(self) -> dict[str, float]:
-        """AdamW alone, parameters a second by kind of moments; on the GPU its bits are held against the host's."""
+        """AdamW by itself, parameters a second by kind of moments; on the GPU its bits are held against
+        the host's."""
         rates = {
             kind: om.update_rate(kind, self.threads, self.args.parameters) for kind in la.KINDS
         }
@@ -196,7 +199,8 @@ class Bench:
                 self.measure(name, batches, build, _settings(name))
 
     def room(self) -> Room:
-        """Memory as `ondevice plan` sees it; without a GPU a made-up one, so that the choice is made all the same."""
+        """Memory as `ondevice plan` sees it; without a GPU a made-up one, so that the choice is
+        made all the same."""
         free = (
             int(self.args.gpu_bytes)
             if self.args.gpu_bytes
@@ -211,7 +215,7 @@ class Bench:
         return SlideformerEngine(om.make_family(shape, self.block), config, self.args.device)
 
     def measure(self, variant: str, batches: list[int], build: Any, choice: str | None) -> None:
-        """Rows of one variant, which is alone in memory."""
+        """Rows of one variant, the only one in memory."""
         base = {
             "shape": self.name,
             "variant": variant,
@@ -298,7 +302,8 @@ def _tensors(state: la.HostState) -> list[torch.Tensor]:
 
 
 def _settings(name: str) -> str:
-    """A peer's version, and what it is set to; all keep one input a layer and compute the rest again."""
+    """A peer's version, and what it is set to; all keep one input a layer and compute the rest
+    again."""
     package = {"fsdp2": "torch", "torchao-fp32": "torchao"}.get(name, name.partition("-")[0])
     try:
         found = f"{package} {version(package)}"
@@ -335,11 +340,11 @@ def main() -> None:
     alone = ", ".join(f"{kind} {rate / 1e9:.2f} G parameters/s" for kind, rate in rates.items())
     notes = [
         "`resident` has no update and no offload; every variant is checkpointed per layer, with the default kernels. "
-        "Each variant was alone in memory. GPU peak is of what the variant itself holds.",
-        f"AdamW alone on {bench.threads} threads: {alone}.",
+        "Only one variant was in memory at a time. GPU peak is of what the variant itself holds.",
+        f"Only AdamW on {bench.threads} threads: {alone}.",
         *(f"AdamW on the GPU, {kind} moments: {said}." for kind, said in bench.on_gpu.items()),
     ]
-    title = "SlideFormer: default settings beside fixed ones"
+    title = "SlideFormer: default settings next to fixed ones"
     finish("slideformer/auto", bench.rows, args, COLUMNS, title=title, notes=notes)
 
 

@@ -1,16 +1,19 @@
-"""Everything that a host with two GPUs is asked about, in one command; each part has its own limit and its own file.
+"""Everything that a host with two GPUs is asked about, in one command; each part has its own limit
+and its own file.
 
     python -m benchmarks.slideformer.host --parts tests,large,ranks --out FOLDER
 
-`wheels`: installs what `--wheels` holds into FOLDER/site: peers, liger-kernel, what the host lacks of our own needs.
-`ranks-tests`: the tests of ranks through NCCL, the end of a rank by itself; `tests`: those marked `gpu`. `large`: the
-32B shape under 24 GiB of GPU memory. `ranks`: 7B on one and two GPUs; `ranks-peers`: 1.5B beside FSDP2, DeepSpeed and
-RoundPipe. `auto` and `auto-small`: the default settings beside no offload. `peers`: one GPU, the default settings
-beside no offload, DeepSpeed, FSDP2, torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside
-128 GiB of host memory, `lsp`: LSP-Offload beside Zero at 7B; these three and `auto` do with a host of one GPU, which
-has all its cores. `lsp-ranks`: the same on one and two GPUs. `moments` and `refreshes` train SmolLM2, whose package
-is among the wheels, on the rows of `--data`: small moments over 2,000 steps, and LSP's projectors at equal refresh
-time. A part that outlasts its limit is ended; what it has written stays, and so does its log.
+`wheels`: installs what `--wheels` holds into FOLDER/site: peers, liger-kernel, what the host lacks
+of our own needs. `ranks-tests`: the tests of ranks through NCCL, the end of a rank by itself;
+`tests`: those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory. `ranks`: 7B on one
+and two GPUs; `ranks-peers`: 1.5B next to FSDP2, DeepSpeed and RoundPipe. `auto` and `auto-small`:
+the default settings next to no offload. `peers`: one GPU, the default settings next to no offload,
+DeepSpeed, FSDP2, torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside 128
+GiB of host memory, `lsp`: LSP-Offload next to Zero at 7B; these three and `auto` do with a host of
+one GPU, which has all its cores. `lsp-ranks`: the same on one and two GPUs. `moments` and
+`refreshes` train SmolLM2, whose package is among the wheels, on the rows of `--data`: small moments
+over 2,000 steps, and LSP's projectors at equal refresh time. A part that outlasts its limit is
+ended; what it has written stays, and so does its log.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
 
 @dataclass
 class Part:
-    """Commands that run one after the other, at most `seconds` together, on the cores and GPUs numbered `gpus`."""
+    """Commands that run one after the other, at most `seconds` together, on the cores and GPUs
+    numbered `gpus`."""
 
     name: str
     seconds: float
@@ -269,7 +273,8 @@ def every_part(args: argparse.Namespace) -> list[Part]:
 
 
 def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
-    """Cores of these GPUs: equal shares of those of this process, of the GPU's NUMA node where there are several."""
+    """Cores of these GPUs: equal shares of those of this process, of the GPU's NUMA node if there
+    are several."""
     import torch
 
     from ondevice.offload import cores
@@ -282,7 +287,7 @@ def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
 
 
 def there(gpus: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of these GPUs that this host has; the first where it has none of them."""
+    """Those of these GPUs that this host has; the first if it has none of them."""
     import torch
 
     count = torch.cuda.device_count() or 2

@@ -1,13 +1,15 @@
-"""What AdamW's moments in 16 and 8 bits cost: thousands of steps of full training with each kind, beside float32.
+"""What AdamW's moments in 16 and 8 bits cost: thousands of steps of full training with each kind,
+next to float32.
 
     python -m benchmarks.slideformer.moments --processes 9 --record                     on a GPU
     python -m benchmarks.slideformer.moments --rows wikitext --processes 2 --record     also without one
 
-With `--rows sst2` a run is `ondevice train --method slideformer` of SmolLM2-135M. With `--rows wikitext` it is a Llama
-of 4 layers and 256 columns that learns WikiText-2's bytes from nothing, at a rate at which every step counts. A seed
-sees the same rows in the same order whatever the kind. All states stay in host memory, so that the C++ pass updates
-them. `off` is how far the losses of a run are from those with float32 moments and the same seed: the mean of the
-absolute differences over the last hundred steps.
+With `--rows sst2` a run is `ondevice train --method slideformer` of SmolLM2-135M. With `--rows
+wikitext` it is a Llama of 4 layers and 256 columns that learns WikiText-2's bytes from nothing, at
+a rate at which every step counts. A seed sees the same rows in the same order whatever the kind.
+All states stay in host memory, so that the C++ pass updates them. `off` is how far the losses of a
+run are from those with float32 moments and the same seed: the mean of the absolute differences over
+the last hundred steps.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def main() -> None:
         rows,
         args,
         COLUMNS,
-        title="SlideFormer: moments in 16 and 8 bits beside float32",
+        title="SlideFormer: moments in 16 and 8 bits next to float32",
         notes=notes,
     )
 

@@ -1,12 +1,14 @@
-"""Steps on one and on several GPUs of a host, weak and strong, and FSDP2, DeepSpeed and RoundPipe beside them.
+"""Steps on one and on several GPUs of a host, weak and strong, and FSDP2, DeepSpeed and RoundPipe
+next to them.
 
     python -m benchmarks.slideformer.ranks --shape Qwen2.5-7B --gpus 1,2 --rows-each 16 --rows-all 64,16
 
-Weak: each GPU has `--rows-each` rows; strong: all have the same rows together. Every number of GPUs is a run of
-`torchrun`, one after the other, the variants in turns, with random weights; a run on n of N GPUs has n / N of the
-cores. SlideFormer decides for each batch what `auto` leaves open, as `ondevice train` does, and has a run for each.
-RoundPipe is one process that has n GPUs, and knows Llama's shapes alone. A value is the wall time from one step's end
-to the next one's on rank 0, the median after warm-up.
+Weak: each GPU has `--rows-each` rows; strong: all have the same rows together. Every number of GPUs
+is a run of `torchrun`, one after the other, the variants in turns, with random weights; a run on n
+of N GPUs has n / N of the cores. SlideFormer decides for each batch what `auto` leaves open, as
+`ondevice train` does, and has a run for each. RoundPipe is one process that has n GPUs, and knows
+Llama's shapes alone. A value is the wall time from one step's end to the next one's on rank 0, the
+median after warm-up.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--variants", default="slideformer,fsdp2", help=", ".join(VARIANTS))
     parser.add_argument(
-        "--peers-strong", help="rows of the peers' strong scaling; as --rows-all where not said"
+        "--peers-strong", help="rows of the peers' strong scaling; as --rows-all if not said"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -81,7 +83,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU memory that auto may plan with, instead of this machine's",
     )
     parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
     )
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
@@ -151,7 +153,8 @@ class Sliding(OnRanks):
 
 
 class Sharded:
-    """A peer with all parameters, gradients and moments in host memory, on the ranks of this run."""
+    """A peer with all parameters, gradients and moments in host memory, on the ranks of this
+    run."""
 
     def __init__(self, args: Any) -> None:
         import torch.distributed as dist
@@ -212,7 +215,7 @@ class Piped:
 
 
 def _parts() -> list[list[int]]:
-    """The cores of each GPU of this host, or of each rank where there is none."""
+    """The cores of each GPU of this host, or of each rank if there is none."""
     addresses: list[str | None] = [
         cores.pci_address(index) for index in range(torch.cuda.device_count())
     ]
@@ -234,7 +237,8 @@ def build(args: Any) -> Any:
 
 
 def work(args: Any, build: Callable[[Any], Any]) -> None:
-    """One rank of one run of what `build` makes; rank 0 adds a line to the file after each batch size."""
+    """One rank of one run of what `build` makes; rank 0 adds a line to the file after each batch
+    size."""
     began = time.perf_counter()
     one = build(args)
     built_s, data = (
@@ -345,7 +349,8 @@ def run(
 
 
 def compare(rows: list[dict[str, Any]], length: int) -> None:
-    """Add tokens a second, and how many times one GPU that is, where one had the rows of each or all of them."""
+    """Add tokens a second, and how many times one GPU that is, if one had the rows of each or all
+    of them."""
     rates = {}
     for row in rows:
         if "step_s" in row:
@@ -384,8 +389,9 @@ def main() -> None:
                 )
     notes = [
         f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
-        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
-        "all rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in "
+        f"{' '.join(args.option) or 'none'}. Weak is compared with one GPU with the rows "
+        "of one, strong with one GPU with all rows; a run on n of N GPUs has n / N of the cores. "
+        "FSDP2: float32 parameters, gradients and moments in "
         "host memory, bfloat16 computation. DeepSpeed: ZeRO-3, parameters and AdamW offloaded, float32 masters and "
         "moments, bfloat16 computation, bucket sizes as transformers sets them. RoundPipe: float32 masters and moments."
     ]

@@ -1,12 +1,15 @@
-"""What it is worth to update a share of the parameters on the GPU, with states that stay in host memory.
+"""What it is worth to update a share of the parameters on the GPU, with states that stay in host
+memory.
 
     python -m benchmarks.slideformer.share --out FILE
 
-Rates of AdamW in parameters a second, each over some seconds: on the host's threads alone (`host`); on the GPU, whose
-states come over PCIe and go back, chunk after chunk (`gpu`); both at once on parameters of their own (`both`); and the
-same three beside the copies of a step, weights twice to the GPU and gradients back for each parameter that is updated
-(`with copies`). A share on the GPU wins where `both` is more than `host`. States on the GPU itself (resident layers)
-are another thing: nothing of them crosses the bus.
+Rates of AdamW in parameters a second, each over some seconds: on only the host's threads (`host`);
+on the GPU, whose
+states come over PCIe and go back, chunk after chunk (`gpu`); both at once on parameters of their
+own (`both`); and the same three next to the copies of a step, weights twice to the GPU and
+gradients back for each parameter that is updated (`with copies`). A share on the GPU wins if `both`
+is more than `host`. States on the GPU itself (resident layers) are another thing: nothing of them
+crosses the bus.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ ADAM = la.AdamStep(1e-5, step=3)
 COLUMNS = [
     {"key": "moments", "title": "Moments"},
     {"key": "where", "title": "Updated on"},
-    {"key": "copies", "title": "Copies of a step beside it"},
+    {"key": "copies", "title": "Copies of a step next to it"},
     {"key": "host_per_s", "title": "Host (10⁹/s)", "scale": 1e-9, "digits": 2},
     {"key": "gpu_per_s", "title": "GPU (10⁹/s)", "scale": 1e-9, "digits": 2},
     {"key": "per_s", "title": "Together (10⁹/s)", "scale": 1e-9, "digits": 2},
@@ -93,7 +96,8 @@ class Host:
 
 
 class Gpu:
-    """AdamW on the GPU: a chunk's arrays come, are updated, and go back; two chunks are under way."""
+    """AdamW on the GPU: a chunk's arrays come, are updated, and go back; two chunks are under
+    way."""
 
     def __init__(self, args: Any, kind: str, device: Device) -> None:
         self.device, self.at = device, 0

@@ -1,12 +1,13 @@
-"""Steps of full-parameter AdamW with the layer-sliding engine, without offload, and with other programs.
+"""Steps of full-parameter AdamW with the layer-sliding engine, without offload, and with other
+programs.
 
     python -m benchmarks.slideformer.step --shapes Qwen2.5-7B --batches 8,16 --variants resident,slideformer --out FILE
 
-A value is the wall time from one step's end to the next one's, in a run of consecutive steps that began with others.
-Variants take turns. Weights and tokens are random; every token is labelled. `bound_s` is the least that a step can
-take: max(8PT/F, bytes in / B, bytes out / B, P / M), with F the resident step's rate, B of pinned copies and M of the
-update beside the copies of a step, which take their part of the same memory, all measured here; P/M counts what the
-host updates.
+A value is the wall time from one step's end to the next one's, in a run of consecutive steps that
+began with others. Variants take turns. Weights and tokens are random; every token is labelled.
+`bound_s` is the least that a step can take: max(8PT/F, bytes in / B, bytes out / B, P / M), with F
+the resident step's rate, B of pinned copies and M of the update next to the copies of a step, which
+take their part of the same memory, all measured here; P/M counts what the host updates.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit-gib", type=float, help="GPU memory that PyTorch may take")
     parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, where it grows as it is used"
+        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
     )
     parser.add_argument(
         "--calibrate", type=int, default=200_000_000, help="parameters of the update that is timed"
@@ -109,7 +110,7 @@ class Bench(Running):
             torch.cuda.set_per_process_memory_fraction(min(1.0, args.limit_gib * 2**30 / whole))
         self.copies = om.copy_rates(args.device)
         om.release(args.device)
-        self.updates: dict[str, tuple[float, float]] = {}  # alone, and beside copies
+        self.updates: dict[str, tuple[float, float]] = {}  # alone, and next to copies
         self.say("copies GB/s", {name: round(rate / 1e9, 1) for name, rate in self.copies.items()})
 
     def add(self, row: dict[str, Any]) -> None:
@@ -133,7 +134,8 @@ class Bench(Running):
         )
 
     def shape(self, shape: str) -> None:
-        """Every variant: as many at once as host memory holds, the first one without offload beside all of them."""
+        """Every variant: as many at once as host memory holds, the first one without offload next
+        to all of them."""
         names, batches = (
             self.args.variants.split(","),
             [int(word) for word in self.args.batches.split(",")],
@@ -177,7 +179,8 @@ class Bench(Running):
         self, live: dict[str, Live], waiting: list[str], shape: str, block: torch.Tensor, base: str | None,
         batches: list[int],
     ) -> None:  # fmt: skip
-        """Build as many of `waiting` as host memory holds at once; what does not fit alone is refused."""
+        """Build as many of `waiting` as host memory holds at once; what does not fit alone is
+        refused."""
         free = self.free_bytes()
         while waiting:
             need, why = om.host_need(
@@ -225,7 +228,8 @@ class Bench(Running):
     def measure(
         self, live: dict[str, Live], shape: str, rows: int, base: str | None, turn: int
     ) -> None:
-        """One batch size: runs of all variants in turns, then their rows. In later groups the base runs briefly."""
+        """One batch size: runs of all variants in turns, then their rows. In later groups the base
+        runs briefly."""
         by_name: dict[str, dict[str, Any]] = {}
         errors = {name: "not run: it failed before" for name, one in live.items() if one.failed}
         for number in range(self.args.rounds):
@@ -302,7 +306,7 @@ class Bench(Running):
 
 
 def _rates(alone: float, beside: float) -> str:
-    return f"{alone / 1e9:.2f} G parameters/s alone, {beside / 1e9:.2f} beside a step's copies"
+    return f"{alone / 1e9:.2f} G parameters/s by itself, {beside / 1e9:.2f} during a step's copies"
 
 
 def _machine(machine: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.slideformer.timeline SPANS.json OUT.png
 
-SPANS.json is `--trace`'s of `benchmarks.slideformer.step`. Spans of the step before that reach into this one are
-lighter.
+SPANS.json is `--trace`'s of `benchmarks.slideformer.step`. Spans of the step before that reach into
+this one are lighter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ COLORS = {
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Write the picture of `document`: title, wall_s, spans (lane, name, start and end in seconds, bytes)."""
+    """Write the picture of `document`: title, wall_s, spans (lane, name, start and end in seconds,
+    bytes)."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,15 +1,17 @@
-"""Does every method learn with the settings that it has by default? SST-2 and a chat set, several seeds.
+"""Does every method learn with the settings that it has by default? SST-2 and a chat set, several
+seeds.
 
     python -m benchmarks.training.defaults --processes 14 --budget-s 280 --log defaults.jsonl --record      on a GPU
     python -m benchmarks.training.defaults --methods mesp,full --seeds 1 --device cpu
 
-A run is `ondevice train` with a method, the model, the rows, a number of steps and a seed; what it is evaluated on
-changes nothing in it. Methods are those of the registry: 60 steps with gradients, 500 without. The chat set is Alpaca's
-rows as conversations. The held-out rows are evaluated before and after. A method learns where every seed lowers the
-held-out loss and, on SST-2, raises the accuracy. The first seed of every method comes first, then the second; what
-runs when the budget is over is ended, and the same command with the same --log goes on with what is missing.
+A run is `ondevice train` with a method, the model, the rows, a number of steps and a seed; what it
+is evaluated on changes nothing in it. Methods are those of the registry: 60 steps with gradients,
+500 without. The chat set is Alpaca's rows as conversations. The held-out rows are evaluated before
+and after. A method learns if every seed lowers the held-out loss and, on SST-2, raises the
+accuracy. The first seed of every method comes first, then the second; what runs when the budget is
+over is ended, and the same command with the same --log goes on with what is missing.
 
-    --variants "mezo loss=answers learning_rate=1e-5; full learning_rate=3e-5"      others beside them, to choose
+    --variants "mezo loss=answers learning_rate=1e-5; full learning_rate=3e-5"      others next to them, to choose
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ def main() -> None:
 
 
 def jobs_of(args: Any) -> list[Job]:
-    """All runs: the model as it is, then every method's first seed, its second, ..., each time the long ones first."""
+    """All runs: the model as it is, then every method's first seed, its second, ..., each time the
+    long ones first."""
     from ondevice.core.registry import method, method_names
 
     names, sets = args.methods.split(",") if args.methods else method_names(), args.sets.split(",")
@@ -236,7 +239,8 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
 
 
 def default_of(name: str) -> str:
-    """The words of a method's default: what mostly decides how it learns, so that a log outlives a change of it."""
+    """The words of a method's default: what mostly decides how it learns, so that a log outlives a
+    change of it."""
     from ondevice.core.registry import method
 
     fields = method(name).config.model_fields

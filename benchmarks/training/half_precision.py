@@ -2,10 +2,11 @@
 
     python -m benchmarks.training.half_precision --record
 
-A random Llama trains for so many steps on the same random rows, once in float32 and once in bfloat16, from the same
-bfloat16 values. A run's movement is what it adds to its parameters. `moved` is the share of the parameters that are
-others at the end; `length` is the length of the movement and `along` its part along float32's movement, both as shares
-of float32's length. The variants with nearest rounding are what PyTorch does by itself.
+A random Llama trains for so many steps on the same random rows, once in float32 and once in
+bfloat16, from the same bfloat16 values. A run's movement is what it adds to its parameters. `moved`
+is the share of the parameters that are others at the end; `length` is the length of the movement
+and `along` its part along float32's movement, both as shares of float32's length. The variants with
+nearest rounding are what PyTorch does by itself.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _parameters(session: Any) -> np.ndarray:
 
 
 def nearest(name: str, run: Callable[..., Any]) -> Any:
-    """Run a method with PyTorch's own rounding of bfloat16 parameters; None for one that has none."""
+    """Run a method with PyTorch's own rounding of bfloat16 parameters; None for one that has
+    none."""
     if name == "revffn":
         return run(rounding="nearest")
     if name == "full":
