@@ -80,7 +80,7 @@ def revoke(store: Store, token: str) -> None:
     Raises:
         MissingError: there is none of this id.
     """
-    with store.transaction() as db:
+    with store.transaction(frees=True) as db:
         query = "UPDATE tokens SET kind = ?, sha256 = '' WHERE id = ? AND kind = 'token'"
         if not db.execute(query, (REVOKED, token)).rowcount:
             raise MissingError(
@@ -102,7 +102,7 @@ def cookie_name(port: int, tls: bool) -> str:
 def end_session(store: Store, secret: str) -> None:
     """Delete a session: the browser logs out."""
     if name := check(store, secret, "session"):
-        with store.transaction() as db:
+        with store.transaction(frees=True) as db:
             db.execute("DELETE FROM tokens WHERE id = ?", (name,))
 
 

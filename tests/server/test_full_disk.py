@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.core.errors import StorageError
-from ondevice.server import reserve, thumbs
+from ondevice.server import reserve, security, thumbs
 from ondevice.server.client import Client, RefusedError
 from ondevice.server.queue import DELETED_AT_ONCE, Queue
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
@@ -177,3 +177,20 @@ def test_events_of_a_job_are_deleted_in_parts_and_a_kill_between_leaves_none(
     assert rest is not None and DELETED_AT_ONCE <= rest[0] < 2 * DELETED_AT_ONCE
     queue.delete_lost_events()
     assert store.last_event(job) == 0 and store.last_event(other) == kept
+
+
+def test_a_token_is_revoked_and_a_session_ends_on_a_full_disk(disk: Path) -> None:
+    store = Store(disk / "store")
+    secret, other = security.create_token(store), security.create_token(store)
+    token = security.check(store, secret)
+    session = security.create_session(store, str(security.check(store, other)))
+    assert token is not None and security.check(store, session, "session")
+    fill(disk)
+    with pytest.raises(StorageError):
+        while True:  # the database's log has some room
+            thumbs.judge(store, "q" * 20_000, "a", True, "m", None)
+    security.revoke(store, token)
+    security.end_session(store, session)
+    assert security.check(store, secret) is None
+    assert security.check(store, session, "session") is None
+    store.close()
