@@ -1,6 +1,13 @@
 """Target `android-npu`: the blocks on a Qualcomm NPU through QNN, everything else in float32 on the CPU."""
 
-from ondevice.core.target import TargetSpec
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.core.target import PlaceWeights, TargetSpec
+
+if TYPE_CHECKING:
+    from ondevice.exporters.android_npu.target import AndroidNpu
 
 SOCS = {
     "SM8450": "Snapdragon 8 Gen 1",
@@ -16,14 +23,28 @@ PERTURBATION_SCALE = 3e-2
 """The default here, three times the method's: float16 leaves an error of some 0.01 in the difference of two losses,
 which a larger step makes small beside it (docs/android.md has the curve)."""
 
+
+def exporter() -> type[AndroidNpu]:
+    """Return the target's code."""
+    from ondevice.exporters.android_npu.target import AndroidNpu
+
+    return AndroidNpu
+
+
+def placement() -> PlaceWeights:
+    """Return where a program's weights are."""
+    from ondevice.exporters.android_npu.target import placement
+
+    return placement
+
+
 TARGET = TargetSpec(
     name="android-npu",
-    package=__name__,
     summary="Android with a Qualcomm NPU, through QNN",
     kind="qnn",
     runtime="executorch",
-    exporter=".target:AndroidNpu",
-    placement=".target:placement",
+    exporter=exporter,
+    placement=placement,
     socs=SOCS,
     perturbation_scale=PERTURBATION_SCALE,
     needs=("torch-cpu", "transformers", "executorch", "qnn"),

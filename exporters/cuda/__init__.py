@@ -1,17 +1,30 @@
 """Targets `jetson` and `cuda-server`: PyTorch on an NVIDIA GPU, with weights packed beforehand, pins and a launcher."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ondevice.core.target import TargetSpec
 from ondevice.exporters.cuda.pins import JETPACK_6, JETPACK_7, SERVER, Platform, requirements
 
+if TYPE_CHECKING:
+    from ondevice.exporters.cuda.target import Cuda
+
+
+def exporter() -> type[Cuda]:
+    """Return the target's code."""
+    from ondevice.exporters.cuda.target import Cuda
+
+    return Cuda
+
+
 SERVER_TARGET = TargetSpec(
     name="cuda-server",
-    package=__name__,
     summary="Linux with an NVIDIA GPU, PyTorch as for jetson",
     kind="torch",
     runtime="torch",
-    exporter=".target:Cuda",
+    exporter=exporter,
     dtype=lambda model: model.dtype if "dtype" in model.model_fields_set else "bfloat16",
     needs=("torch-cuda", "transformers", "bitsandbytes"),
     uses=("peft",),

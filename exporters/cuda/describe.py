@@ -81,9 +81,7 @@ def step_bytes(
     dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2
 ) -> int:
     """Return bytes of a step beside weights and adapter."""
-    parts = spec_of(method).memory_model.step(
-        dims, method, batch_size, length_tokens, activation_bytes
-    )
+    parts = spec_of(method).memory().step(dims, method, batch_size, length_tokens, activation_bytes)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 

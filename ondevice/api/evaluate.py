@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
+from ondevice.core.capabilities import OpensNetwork
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
 from ondevice.core.registry import method, method_names, open_session
@@ -216,4 +217,4 @@ def network_method(folder: Path) -> MethodSpec | None:
     except (OSError, ValueError, AttributeError):
         return None
     spec = method(name) if isinstance(name, str) and name in method_names() else None
-    return spec if spec is not None and spec.network is not None else None
+    return spec if spec is not None and spec.capability(OpensNetwork) else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import methods, target
@@ -100,9 +101,7 @@ def train(
             received=f"method {config.method.name}",
             hint="train.objective loss goes with every method",
         )
-    if loaded is not None and (
-        placement.backend != "torch" or placement.spec.reads_files(config.method)
-    ):
+    if loaded is not None and (placement.spec.reads_files(config.method, placement.backend)):
         raise ConfigError(
             f"method {placement.spec.name} reads the weights from files here, and the model is in memory",
             expected="--backend torch, method.weight_placement: resident",
@@ -117,7 +116,8 @@ def train(
                 "an encoder takes one row a sequence", received="data.packing", hint="leave it out"
             )
     said = placement.precision(config.model.dtype)
-    if key := placement.spec.precision:
+    if own := placement.spec.capability(OwnPrecision):
+        key = own.setting
         is_open = key not in config.method.model_fields_set
         config, said = with_precision(config, placement)
         decided |= {f"method.{key}": getattr(config.method, key)} if is_open else {}
@@ -130,7 +130,7 @@ def train(
     )
     dims = loaded.dims if loaded else None
     with plan_within(config, placement, force, dims, with_placement(config, recorded)) as plan:
-        if placement.spec.resolve is not None:
+        if placement.spec.capability(DecidesFromMemory):
             why = (plan.request.why,) if plan.request.why else ()
             decided |= placement_of(config, plan.request.method)
             options = replace(options, resolved=plan.request.method, said=(*options.said, *why))

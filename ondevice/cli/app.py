@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import sys
@@ -22,7 +23,6 @@ from ondevice.core.errors import (
     OndeviceError,
     StorageError,
 )
-from ondevice.core.method import load_place
 from ondevice.core.near import nearest
 from ondevice.core.registry import name_methods
 from ondevice.core.version import own_version
@@ -94,7 +94,8 @@ class Verbs(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            made = load_place(f".{VERBS[name][0]}", "ondevice.cli")
+            module, _, made_there = VERBS[name][0].partition(":")
+            made = getattr(importlib.import_module(f"ondevice.cli.{module}"), made_there)
             if isinstance(made, typer.Typer):
                 made.rich_markup_mode = None  # the same as the root's
                 self._made[name] = typer.main.get_group(made)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ondevice.cli import common
 from ondevice.cli.common import out, print_json, show
+from ondevice.core.capabilities import AnyDecoder
 from ondevice.core.config import size_text
 from ondevice.core.registry import methods
 
@@ -42,7 +43,7 @@ def models(
     own = family_classes()
     others = [name for name in decoder_types() if name not in own]
     stored = stored_models()
-    general = [spec.name for spec in methods() if spec.any_decoder]
+    general = [spec.name for spec in methods() if spec.capability(AnyDecoder)]
     if json:
         print_json(
             {

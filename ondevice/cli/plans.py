@@ -12,6 +12,7 @@ import typer
 from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, out, print_json
+from ondevice.core.capabilities import OwnPrecision
 from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import backend_for, spec_of, target
 
@@ -61,7 +62,7 @@ def plan(
     if (
         device == "this"
         and not exported
-        and method_spec.precision
+        and method_spec.capability(OwnPrecision)
         and find_spec("torch") is not None
     ):
         run_config, _ = with_precision(run_config, place(run_config))

@@ -18,6 +18,8 @@ class Need(Enum):
     ADAPTS_EXPERTS = "adapts experts"
     CLASSIFIES = "trains a classification head"
     PACKS = "packs rows"
+    OFFLOADS = "keeps the model in host memory"
+    RANKS = "trains in several processes"
     TRAINS_ALL = "trains all parameters"
     ZEROTH_ORDER = "needs no gradient"
     TORCH = "runs in torch"

@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, cast
 
+from ondevice.core.capabilities import AnyDecoder, Classifies, Offloads, Packs, Ranked
 from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Backend, MethodSpec
 from ondevice.core.target import TargetSpec
@@ -162,10 +163,12 @@ def _all(find: Any, names: Iterable[str], ours: set[str]) -> Iterator[Any]:
 
 
 _HAS: dict[Need, Callable[[MethodSpec], bool]] = {
-    Need.ANY_DECODER: lambda spec: bool(spec.any_decoder),
+    Need.ANY_DECODER: lambda spec: spec.capability(AnyDecoder) is not None,
     Need.ADAPTS_EXPERTS: lambda spec: bool(getattr(spec.config, "adapts_experts", False)),
-    Need.CLASSIFIES: lambda spec: spec.classifies,
-    Need.PACKS: lambda spec: bool(spec.packs),
+    Need.CLASSIFIES: lambda spec: spec.capability(Classifies) is not None,
+    Need.PACKS: lambda spec: spec.capability(Packs) is not None,
+    Need.OFFLOADS: lambda spec: spec.capability(Offloads) is not None,
+    Need.RANKS: lambda spec: spec.capability(Ranked) is not None,
     Need.TRAINS_ALL: lambda spec: spec.trains == "all",
     Need.ZEROTH_ORDER: lambda spec: spec.order == "zeroth",
     Need.TORCH: lambda spec: "torch" in spec.sessions,

@@ -119,7 +119,7 @@ class Session(ABC):
                 there is -100.
 
         Raises:
-            ConfigError: this session does not keep rows of a sequence apart (`MethodSpec.packs`).
+            ConfigError: this session does not keep rows of a sequence apart (`Packs`).
         """
         raise ConfigError(f"this form of method {self.config.name} computes one row a sequence")
 

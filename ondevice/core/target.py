@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from ondevice.core.method import load_place
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,24 +57,39 @@ class WeightPlacement:
     notes: tuple[str, ...] = ()
 
 
+class Exporter(Protocol):
+    """A target's code; `exporters.base.Exporter` says what each function returns and raises."""
+
+    def check(self, job: Any) -> list[str]: ...
+
+    def export(self, job: Any, out: Path) -> Any: ...
+
+    def open(self, folder: Path, manifest: Any) -> ProgramSession: ...
+
+    def verify(self, folder: Path, manifest: Any, request: Any) -> dict[str, Any]: ...
+
+
+PlaceWeights = Callable[["ModelDims", WeightBytes, "ExportConfig", int, bool], WeightPlacement]
+"""(dims, weights, export, loss_tiles, evaluates) to where a program's weights are."""
+
+
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where an exported program runs. Places are `module:name`, relative to `package` where they begin with a dot, and
-    are imported when they are first needed.
+    """Where an exported program runs.
+
+    `exporter` and `placement` hold functions that import their result when they are called.
 
     Attributes:
         name: as in `--target`.
-        package: the target's own package, `__name__` in its `__init__.py`.
         summary: half a sentence for lists.
         kind: key into `MethodSpec.programs`: which runtime's program it takes. Ours are `executorch` (on a CPU), `qnn`
             (ExecuTorch with a Qualcomm NPU), `mlx` and `torch`; a new one needs no more than methods that have it.
         runtime: what a plan of an artifact counts with.
-        exporter: place of its `Exporter` (`exporters.base`), a class that is called with this spec.
-        placement: place of (dims, weights, export, loss_tiles, evaluates) to `WeightPlacement`; None: all weights are
-            resident.
+        exporter: its `Exporter` class, which is called with this spec.
+        placement: its `PlaceWeights`; None: all weights are resident.
         dtype: (model section) to the precision that the artifact computes in.
-        socs: chips that a program is compiled for, with their names; empty where one program runs on all.
-        perturbation_scale: the target's own default of zeroth-order methods, where theirs is too small for its
+        socs: chips that a program is compiled for, with their names; empty if one program runs on all.
+        perturbation_scale: the target's own default of zeroth-order methods, if theirs is too small for its
             arithmetic; None for the method's.
         needs: checks of `ondevice doctor` without which it does not work.
         uses: checks of what it can use.
@@ -84,12 +97,11 @@ class TargetSpec:
     """
 
     name: str
-    package: str
     summary: str
     kind: str
     runtime: Runtime
-    exporter: str
-    placement: str | None = None
+    exporter: Callable[[], Callable[[TargetSpec], Exporter]]
+    placement: Callable[[], PlaceWeights] | None = None
     dtype: Callable[[ModelConfig], str] = lambda model: "float32"
     socs: Mapping[str, str] = field(default_factory=dict)
     perturbation_scale: float | None = None
@@ -97,13 +109,9 @@ class TargetSpec:
     uses: tuple[str, ...] = ()
     data: Any = None
 
-    def load(self, place: str) -> Any:
-        """Import the object at `place`, `module:name`."""
-        return load_place(place, self.package)
-
     @cached_property
-    def _exporter(self) -> Any:
-        return self.load(self.exporter)(self)
+    def _exporter(self) -> Exporter:
+        return self.exporter()(self)
 
     def check(self, job: Any) -> list[str]:
         """Return every reason why an `ExportJob` cannot be exported; no weights are loaded."""
@@ -137,4 +145,4 @@ class TargetSpec:
         """Return where a program's weights are; `evaluates` if runs evaluate, too."""
         if self.placement is None:
             return WeightPlacement(sum(weights), 0, 0, 0)
-        return self.load(self.placement)(dims, weights, export, loss_tiles, evaluates)
+        return self.placement()(dims, weights, export, loss_tiles, evaluates)

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ondevice.api.runfile import RunConfig, read_yaml
+from ondevice.core.capabilities import Replays
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.flags import Flag
@@ -141,11 +142,12 @@ class FleetRun(RunConfig):
             ConfigError: the method trains the whole model; or a setting is of the other kind of fleet.
         """
         spec = spec_of(self.method)
-        if spec.trains != "adapter" or not (self.averages or spec.replayable):
+        if spec.trains != "adapter" or not (self.averages or spec.capability(Replays)):
             capable = [
                 other.name
                 for other in methods()
-                if other.trains == "adapter" and (other.replayable or other.order == "first")
+                if other.trains == "adapter"
+                and (other.capability(Replays) or other.order == "first")
             ]
             raise ConfigError(
                 f"method {spec.name} has nothing that a fleet could share",
@@ -305,4 +307,6 @@ def check_update(session: Session, charter: Charter) -> None:
 
 def default_method() -> str:
     """Return the name of the first method that a fleet can run."""
-    return next(spec.name for spec in methods() if spec.replayable and spec.trains == "adapter")
+    return next(
+        spec.name for spec in methods() if spec.capability(Replays) and spec.trains == "adapter"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.capabilities import AnyDecoder, Classifies, KnowsBlocks
 from ondevice.core.errors import OndeviceError
 from ondevice.core.registry import DEFAULT_METHOD, method, methods, target
 from ondevice.models.open import read_dims
@@ -42,11 +43,13 @@ def choose_method(
 def takes(spec: MethodSpec, dims: ModelDims) -> bool:
     """True if the blocks of a model have what the method's default settings ask for."""
     if getattr(dims, "whole", False):  # blocks of which nothing is known
-        return getattr(spec, "any_decoder", False) is True
-    if not spec.knows_block(dims):
+        any_decoder = spec.capability(AnyDecoder)
+        return any_decoder is not None and not any_decoder.tries
+    blocks = spec.capability(KnowsBlocks)
+    if blocks is not None and not blocks.knows(dims):
         return False
     if getattr(dims, "classes", 0):
-        return spec.classifies
+        return spec.capability(Classifies) is not None
     try:
         dims.resolve_targets(spec.config())  # fused layers take the place of a default's names
     except OndeviceError:

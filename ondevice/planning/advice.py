@@ -6,8 +6,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ConfigError
-from ondevice.core.registry import methods, spec_of
+from ondevice.core.capabilities import Advises, Offloads
+from ondevice.core.errors import ConfigError, Need
+from ondevice.core.registry import spec_of
 from ondevice.planning.estimate import plan_request
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ def measure(plan: Plan) -> Rates:
         ConfigError: the method does not offload, or the plan is for another machine.
     """
     request = plan.request
-    if not spec_of(request.method).offloads:
-        names = ", ".join(spec.name for spec in methods() if spec.offloads)
-        raise ConfigError("--calibrate is for methods that offload", expected=names)
+    if spec_of(request.method).capability(Offloads) is None:
+        raise ConfigError(
+            "--calibrate is for methods that offload",
+            received=f"method {request.method.name}",
+            needs=Need.OFFLOADS,
+        )
     if not request.device.name.startswith("this"):
         raise ConfigError(
             "--calibrate measures this machine",
@@ -41,21 +45,20 @@ def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
     from ondevice.offload.calibrate import predict
 
     request, flops_a_row = plan.request, plan.flops / plan.request.batch_size
-    spec = spec_of(request.method)
-    assert spec.lanes is not None  # noqa: S101  `measure` refuses methods that do not offload
-    lanes = spec.load(spec.lanes)
+    offloads = spec_of(request.method).capability(Offloads)
+    assert offloads is not None  # noqa: S101  `measure` refuses methods that do not offload
     prediction = predict(
-        lambda rows: lanes(request, rates, rows, flops_a_row * rows), request.batch_size
+        lambda rows: offloads.lanes(request, rates, rows, flops_a_row * rows), request.batch_size
     )
     return {"rates": asdict(rates), **prediction.to_dict()}
 
 
 def recommend(plan: Plan, rates: Rates | None = None) -> dict[str, Any] | None:
     """Return the settings that the method recommends on the plan's device; None where it recommends none."""
-    spec = spec_of(plan.request.method)
-    if spec.advise is None:
+    advises = spec_of(plan.request.method).capability(Advises)
+    if advises is None:
         return None
-    return spec.load(spec.advise)(plan, rates, partial(plan_request, plan.model))
+    return advises.recommend(plan, rates, partial(plan_request, plan.model))
 
 
 def describe(prediction: dict[str, Any]) -> list[str]:

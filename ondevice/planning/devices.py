@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ondevice.core.capabilities import Ranked
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import ConfigError
+from ondevice.core.errors import ConfigError, Need
 from ondevice.core.method import Placement
-from ondevice.core.registry import backend_for, methods, spec_of
+from ondevice.core.registry import backend_for, spec_of
 from ondevice.core.untrusted import read_plain
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -448,11 +449,13 @@ def place(config: Any) -> Placement:
     from ondevice.offload.ranks import check_rows, launched
 
     rank, world = launched()
-    if world > 1 and not spec.ranks:
+    if world > 1 and spec.capability(Ranked) is None:
         raise ConfigError(
             f"method {spec.name} trains in one process",
-            expected=f"under torchrun: {', '.join(other.name for other in methods() if other.ranks)}",
+            expected="one process, or a method that trains in several",
+            received=f"{world} processes of torchrun",
             hint="run `ondevice train` without torchrun",
+            needs=Need.RANKS,
         )
     check_rows(config.train.batch_size, world)
     return Placement(spec, backend, device, rank, world)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.capabilities import DecidesFromMemory, Offloads
 from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
@@ -320,11 +321,12 @@ def plan_run(
 
 
 def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
-    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.resolve`."""
+    """Return the method's settings with `auto` decided for the request's device, and why; see `DecidesFromMemory`."""
     spec = spec_of(request.method)
-    if spec.resolve is None or request.runtime != "torch":
+    decides = spec.capability(DecidesFromMemory)
+    if decides is None or request.runtime != "torch":
         return request.method, ""
-    return spec.load(spec.resolve)(request, rates, _host_bytes(request.device))
+    return decides.resolve(request, rates, _host_bytes(request.device))
 
 
 def _host_bytes(device: Device) -> int | None:
@@ -339,10 +341,11 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
     dims, method, device, export = request.dims, request.method, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
     spec.check_model(dims)
+    offloads = spec.capability(Offloads) is not None
     quantize = export.quantize if export else "none"
     # What a step needs beside the weights, as the method says it.
     weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
-    memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
+    memory, item = spec.memory(), DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     if request.world > 1 and memory.ranked is not None:
         working = memory.ranked(working, dims, method, request.world)
@@ -370,7 +373,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
             elif host:
                 notes.append(memory.host_note)
                 host_usable = _host_bytes(device)
-        if spec.offloads and host:
+        if offloads and host:
             host["runtime"] = BASELINE_BYTES["torch", "cpu"]
     if memory.notes is not None:
         notes += memory.notes(dims, method)
@@ -381,7 +384,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
         **working,
         "head tiles": place.arena,
         "allocator": _retained(request, working),
-        "tokenizer": 0 if host and spec.offloads else dims.vocab * TOKENIZER_BYTES,
+        "tokenizer": 0 if host and offloads else dims.vocab * TOKENIZER_BYTES,
         "runtime": baseline,
     }
     parts = {part: size for part, size in parts.items() if size}
@@ -403,7 +406,7 @@ def _in_blocks(request: Request) -> bool:
     """True for an ExecuTorch program of functions of one block."""
     if request.runtime != "executorch" or request.export is None:
         return False
-    return spec_of(request.method).memory_model.blocks is not None
+    return spec_of(request.method).memory().blocks is not None
 
 
 def _as_program(
@@ -412,7 +415,7 @@ def _as_program(
     """Return weights, working memory and the process' bytes of an exported ExecuTorch program; adds to `notes`."""
     dims, method, export = request.dims, request.method, request.export
     assert export is not None  # noqa: S101  the caller looked
-    memory = spec_of(method).memory_model
+    memory = spec_of(method).memory()
     # On the runtime's own kernels the mapped file and the arenas are all.
     if memory.blocks is not None and _in_blocks(request):
         working = memory.blocks(

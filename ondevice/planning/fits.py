@@ -92,7 +92,7 @@ def _changes(request: Request) -> list[tuple[str, Change]]:
         return reduction.words.replace("{config.", "{0.method."), change
 
     method = request.method
-    return [*CHANGES, *map(own, spec_of(method).memory_model.reductions)]
+    return [*CHANGES, *map(own, spec_of(method).memory().reductions)]
 
 
 def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
@@ -137,7 +137,7 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
             f"{plan.model} with {plan.request.method.name} does not fit the host's memory; biggest parts: {listed}",
             expected=f"at most {size_text(plan.host_usable_bytes)}",
             received=size_text(plan.host_total_bytes),
-            hint=f"{spec_of(plan.request.method).memory_model.host_hint}, --force to run anyway",
+            hint=f"{spec_of(plan.request.method).memory().host_hint}, --force to run anyway",
         )
     raise DoesNotFitError(
         f"{plan.model} with {plan.request.method.name} does not fit "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.capabilities import OwnPrecision
+
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement
@@ -17,9 +19,10 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
 
     A precision that the run file or a flag names is kept.
     """
-    key, sentences = placement.spec.precision, list[str]()
+    own, sentences = placement.spec.capability(OwnPrecision), list[str]()
     dtype = config.model.dtype
-    if key:
+    if own:
+        key = own.setting
         dtype = getattr(config.method, key)
         if (
             dtype == "bfloat16"

@@ -31,7 +31,7 @@ def step_time(request: Request, weight_bytes: int) -> StepTime:
         weight_bytes: of weights that one pass over the model reads.
     """
     device = request.device
-    cost = spec_of(request.method).step_cost(
+    cost = spec_of(request.method).cost()(
         request.dims, request.method, request.batch_size, request.length_tokens, weight_bytes
     )
     flops_s = device.flops_s.get(cost.dtype if cost.dtype in device.flops_s else request.dtype)

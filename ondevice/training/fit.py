@@ -136,7 +136,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     wanted: dict[str, Any] = {"revision": source.revision, "dtype": source.dtype}
     if options.loaded is not None:
         loaded = options.loaded
-    elif placement.backend == "mlx" or spec.reads_files(config.method):
+    elif spec.reads_files(config.method, placement.backend):
         loaded = open_model(source.source, **wanted, packed=placement.backend == "mlx")
     else:
         where = spec.load_device(config.method, placement.device)

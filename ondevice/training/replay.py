@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.artifact.files import sha256_file
+from ondevice.core.capabilities import Replays
 from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.core.registry import methods
 from ondevice.training import events
@@ -98,7 +99,7 @@ def read_run(path: Path) -> RunLog:
                 hint="a replay needs every step; take the adapter from the run's newest checkpoint instead",
             )
         if not step.projected_gradients:
-            replayable = [spec.name for spec in methods() if spec.replayable]
+            replayable = [spec.name for spec in methods() if spec.capability(Replays)]
             raise ConfigError(
                 f"{path}: line {entry.line}: step {step.step} has no projected gradients",
                 expected=f"the log of a zeroth-order method ({', '.join(replayable)})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ondevice.api.runfile import RunConfig
+from ondevice.core.capabilities import OwnPrecision
 from ondevice.core.registry import metal, methods, spec_of
 from ondevice.models.choice import choose_method
 from ondevice.planning import precision
@@ -45,7 +46,7 @@ def test_a_run_says_the_method_only_where_it_was_chosen() -> None:
 
 def test_a_cpu_without_bfloat16_units_computes_in_float32(monkeypatch) -> None:
     monkeypatch.setattr(precision, "has_bfloat16_units", lambda: False)
-    for name in (spec.name for spec in methods() if spec.precision):
+    for name in (spec.name for spec in methods() if spec.capability(OwnPrecision)):
         settings = {"model.source": "tiny:llama", "model.device": "cpu", "method.name": name}
         config = RunConfig.load(None, settings)
         taken, said = with_precision(config, place(config))

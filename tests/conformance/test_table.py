@@ -17,6 +17,7 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core import registry
+from ondevice.core.capabilities import Offloads
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
@@ -82,7 +83,7 @@ def opened(row: Row) -> Any:
     if row.backend in ARTIFACTS:
         return open_packed(row)
     loaded = tiny_model(row.family, **row.sizes)
-    if row.backend == "torch-cuda" and not registry.method(row.method).offloads:
+    if row.backend == "torch-cuda" and not registry.method(row.method).capability(Offloads):
         loaded.model.cuda()
     session = open_session(loaded, method(row), SEED, row.backend.removeprefix("torch-"))
     assert session.backend == row.backend

@@ -65,15 +65,16 @@ class NormSgdSession(Session):
 
 
 MEMORY = MemoryModel(lambda dims, config, rows, length, item: {"activations": rows * length * dims.hidden * item})
-METHOD = MethodSpec(
-    name="norm-sgd", package=__name__, summary="gradient descent on the norms alone", config=NormSgdConfig,
-    trains="all", order="first", sessions={"torch": __name__ + ":NormSgdSession"}, memory=__name__ + ":MEMORY",
-    cost=__name__ + ":cost",
-)
 
 
 def cost(dims, config, rows, length, weights):
     return StepCost(6.0 * rows * length * dims.matrices, 2 * weights)
+
+
+METHOD = MethodSpec(
+    name="norm-sgd", summary="gradient descent on the norms only", config=NormSgdConfig, trains="all", order="first",
+    sessions={"torch": lambda: NormSgdSession}, memory=lambda: MEMORY, cost=lambda: cost,
+)
 '''
 
 

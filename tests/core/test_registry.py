@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.core.capabilities import Replays
 from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.core.method import MethodSpec
 from ondevice.core.registry import method, method_config, method_names, methods, open_session
@@ -30,11 +31,13 @@ def test_every_folder_is_a_method_and_its_spec_is_whole() -> None:
     assert {name.replace("-", "_") for name in method_names()} == folders
     for spec in methods():
         assert isinstance(spec, MethodSpec) and spec.summary and spec.config().name == spec.name
-        assert callable(spec.memory_model.step) and callable(spec.load(spec.cost))
-        assert (spec.lanes is not None) == spec.offloads, spec.name
-        assert spec.replayable == (spec.order == "zeroth"), spec.name
-        if spec.memory_model.host is not None:
-            assert spec.memory_model.host_note and spec.memory_model.host_hint, spec.name
+        assert callable(spec.memory().step) and callable(spec.cost())
+        assert spec.sessions, spec.name
+        for opener in (*spec.sessions.values(), *spec.programs.values()):
+            assert opener() is not None, spec.name
+        assert bool(spec.capability(Replays)) == (spec.order == "zeroth"), spec.name
+        if spec.memory().host is not None:
+            assert spec.memory().host_note and spec.memory().host_hint, spec.name
 
 
 def test_an_unknown_method_and_a_key_of_another_are_said() -> None:

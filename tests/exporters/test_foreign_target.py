@@ -23,8 +23,15 @@ from ondevice.planning.doctor import checks_by_target
 PACKAGE = """
 from ondevice.core.target import TargetSpec
 
-TARGET = TargetSpec(name="notebook", package=__name__, summary="A weight file, PyTorch on the CPU", kind="torch",
-                    runtime="torch", exporter=".exporter:Notebook", needs=("torch-cpu",))
+
+def exporter():
+    from .exporter import Notebook
+
+    return Notebook
+
+
+TARGET = TargetSpec(name="notebook", summary="A weight file, PyTorch on the CPU", kind="torch",
+                    runtime="torch", exporter=exporter, needs=("torch-cpu",))
 """
 EXPORTER = """
 from ondevice.artifact.files import atomic_directory

@@ -47,7 +47,7 @@ def transformers_loss(folder: Path) -> float:
 
 def loss_of(folder: Path, name: str, backend: str = "torch", **settings: object) -> float:
     config = method_config(name, settings)
-    needs_files = backend == "mlx" or spec_of(config).reads_files(config)
+    needs_files = spec_of(config).reads_files(config, backend)
     loaded = open_model(str(folder)) if needs_files else load_model(str(folder))
     session = open_session(loaded, config, 0, backend=backend)
     return float(session.step(IDS, IDS.copy(), 0, 1e-6).loss)

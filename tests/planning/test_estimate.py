@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from ondevice.core.capabilities import Offloads
 from ondevice.core.config import ExportConfig
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ConfigError, DoesNotFitError
@@ -117,7 +118,7 @@ def test_a_plan_of_a_source_loads_only_dimensions() -> None:
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_can_be_planned(name: str) -> None:
     planned = smollm(name)
-    weights = "masters and moments" if method(name).offloads else "weights"
+    weights = "masters and moments" if method(name).capability(Offloads) else "weights"
     assert {weights, "activations", "logits", "runtime"} <= set(planned.parts)
     assert all(size > 0 for size in planned.parts.values()) and planned.flops > 0
     assert json.loads(json.dumps(planned.to_dict()))["parts_bytes"] == planned.parts
@@ -256,10 +257,10 @@ def test_a_long_plan_is_refused_for_wrong_arguments() -> None:
 def test_flops_are_two_a_parameter_and_token() -> None:
     linears = weight_bytes(SMOLLM).linears / 4
     assert forward_flops(SMOLLM, 2, 1) == pytest.approx(2 * 2 * linears, rel=0.01)
-    four = method("prge").step_cost(SMOLLM, method_config("prge"), 1, 64, 0).flops
-    one = method("prge").step_cost(SMOLLM, method_config("prge", {"queries": 1}), 1, 64, 0).flops
+    four = method("prge").cost()(SMOLLM, method_config("prge"), 1, 64, 0).flops
+    one = method("prge").cost()(SMOLLM, method_config("prge", {"queries": 1}), 1, 64, 0).flops
     assert four == pytest.approx(4 * one)
-    top = method("prge").step_cost(SMOLLM, method_config("prge", {"top_layers": 3}), 1, 64, 0).flops
+    top = method("prge").cost()(SMOLLM, method_config("prge", {"top_layers": 3}), 1, 64, 0).flops
     assert top < four / 2
 
 

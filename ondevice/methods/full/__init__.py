@@ -1,11 +1,35 @@
 """First-order fine-tuning of all parameters with AdamW."""
 
-from ondevice.core.method import MethodSpec
+from __future__ import annotations
+
+from ondevice.core.capabilities import AnyDecoder, Classifies, Packs
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
 from ondevice.methods.full.config import FullConfig
+
+
+def open_torch() -> OpenSession[FullConfig]:
+    """Return what opens a session."""
+    from ondevice.methods.full.torch import open_session
+
+    return open_session
+
+
+def memory_model() -> MemoryModel[FullConfig]:
+    """Return the memory model."""
+    from ondevice.methods.full.memory import MEMORY
+
+    return MEMORY
+
+
+def step_cost() -> CostFunction[FullConfig]:
+    """Return the cost of a step."""
+    from ondevice.methods.full.cost import step_cost as cost
+
+    return cost
+
 
 METHOD = MethodSpec(
     name="full",
-    package=__name__,
     config=FullConfig,
     summary="first-order fine-tuning of all parameters",
     keeps="gradients, two moments, activations of all layers",
@@ -13,10 +37,8 @@ METHOD = MethodSpec(
     trains="all",
     order="first",
     preference=4,
-    classifies=True,
-    sessions={"torch": ".torch:open_session"},
-    packs=("torch",),
-    memory=".memory:MEMORY",
-    cost=".cost:step_cost",
-    any_decoder=True,
+    sessions={"torch": open_torch},
+    memory=memory_model,
+    cost=step_cost,
+    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",))),
 )

@@ -1,11 +1,43 @@
 """First-order LoRA by backpropagation, with peft's layers."""
 
-from ondevice.core.method import MethodSpec
+from __future__ import annotations
+
+from ondevice.core.capabilities import AnyDecoder, Packs
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.program import TorchProgram
 from ondevice.methods.lora.config import LoraConfig
+
+
+def open_torch() -> OpenSession[LoraConfig]:
+    """Return what opens a session."""
+    from ondevice.methods.lora.torch import open_session
+
+    return open_session
+
+
+def memory_model() -> MemoryModel[LoraConfig]:
+    """Return the memory model."""
+    from ondevice.methods.lora.memory import MEMORY
+
+    return MEMORY
+
+
+def step_cost() -> CostFunction[LoraConfig]:
+    """Return the cost of a step."""
+    from ondevice.methods.step_model import adapter_step_cost
+
+    return adapter_step_cost
+
+
+def torch_program() -> TorchProgram:
+    """Return the step as a program."""
+    from ondevice.methods.lora.program import TORCH
+
+    return TORCH
+
 
 METHOD = MethodSpec(
     name="lora",
-    package=__name__,
     config=LoraConfig,
     summary="first-order LoRA by backpropagation",
     keeps="A, B, two moments, activations of all layers",
@@ -13,10 +45,9 @@ METHOD = MethodSpec(
     trains="adapter",
     order="first",
     preference=2,
-    sessions={"torch": ".torch:open_session"},
-    packs=("torch",),
-    memory=".memory:MEMORY",
-    cost="ondevice.methods.step_model:adapter_step_cost",
-    programs={"torch": ".program:TORCH"},
-    any_decoder=True,
+    sessions={"torch": open_torch},
+    memory=memory_model,
+    cost=step_cost,
+    programs={"torch": torch_program},
+    capabilities=(AnyDecoder(), Packs(("torch",))),
 )

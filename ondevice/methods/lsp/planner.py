@@ -106,7 +106,7 @@ def cost(request: Request, at: Speed) -> Cost:
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
     """Return seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see
-    `MethodSpec.lanes`."""
+    `Offloads`."""
     estimate = cost(replace(request, batch_size=rows), speed(request, rates))
     updated = narrow(request.dims, request.method) + exact(request.dims, request.method)
     return {

@@ -1,12 +1,78 @@
 """MeSP: exact LoRA gradients from hand-derived backward passes, a block at a time."""
 
-from ondevice.core.method import MethodSpec
+from __future__ import annotations
+
+from ondevice.core.capabilities import AnyDecoder, KnowsBlocks, Packs, Quantises, ReadsFiles
+from ondevice.core.dims import ModelDims
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.program import GraphProgram, StagesProgram, TorchProgram
 from ondevice.core.registry import metal
 from ondevice.methods.mesp.config import MespConfig
 
+
+def open_torch() -> OpenSession[MespConfig]:
+    """Return what opens a session."""
+    from ondevice.methods.mesp.torch.session import open_session
+
+    return open_session
+
+
+def open_mlx() -> OpenSession[MespConfig]:
+    """Return what opens a session in MLX."""
+    from ondevice.methods.mesp.mlx.session import open_session
+
+    return open_session
+
+
+def memory_model() -> MemoryModel[MespConfig]:
+    """Return the memory model."""
+    from ondevice.methods.mesp.memory import MEMORY
+
+    return MEMORY
+
+
+def step_cost() -> CostFunction[MespConfig]:
+    """Return the cost of a step."""
+    from ondevice.methods.step_model import adapter_step_cost
+
+    return adapter_step_cost
+
+
+def executorch_program() -> GraphProgram:
+    """Return the step as a program."""
+    from ondevice.methods.mesp.program import EXECUTORCH
+
+    return EXECUTORCH
+
+
+def qnn_program() -> GraphProgram:
+    """Return the step as a program."""
+    from ondevice.methods.mesp.npu import QNN
+
+    return QNN
+
+
+def torch_program() -> TorchProgram:
+    """Return the step as a program."""
+    from ondevice.methods.mesp.program import TORCH
+
+    return TORCH
+
+
+def mlx_program() -> StagesProgram:
+    """Return the step as a program."""
+    from ondevice.methods.mesp.mlx.program import STAGES
+
+    return STAGES
+
+
+def knows(dims: ModelDims) -> bool:
+    """Return True if its passes know the model's blocks; MLX, which a Mac would take, has no experts."""
+    return dims.gated and not (dims.experts and metal())
+
+
 METHOD = MethodSpec(
     name="mesp",
-    package=__name__,
     config=MespConfig,
     summary="exact LoRA gradients from hand-derived backward passes, a block at a time",
     keeps="A, B, two moments or none, one block's activations",
@@ -14,20 +80,20 @@ METHOD = MethodSpec(
     trains="adapter",
     order="first",
     preference=1,
-    sessions={"torch": ".torch.session:open_session", "mlx": ".mlx.session:open_session"},
-    knows_block=lambda dims: (
-        dims.gated and not (dims.experts and metal())
-    ),  # MLX would be taken there, and has none
-    packs=("torch",),
-    memory=".memory:MEMORY",
-    cost="ondevice.methods.step_model:adapter_step_cost",
+    sessions={"torch": open_torch, "mlx": open_mlx},
+    memory=memory_model,
+    cost=step_cost,
     programs={
-        "executorch": ".program:EXECUTORCH",
-        "qnn": ".npu:QNN",
-        "torch": ".program:TORCH",
-        "mlx": ".mlx.program:STAGES",
+        "executorch": executorch_program,
+        "qnn": qnn_program,
+        "torch": torch_program,
+        "mlx": mlx_program,
     },
-    quantises=lambda config: config.bits is not None,
-    any_decoder="tried",
-    reads_files=lambda config: config.weight_placement == "streamed",
+    capabilities=(
+        AnyDecoder(tries=True),
+        KnowsBlocks(knows),
+        Packs(("torch",)),
+        Quantises[MespConfig](lambda config: config.bits is not None),
+        ReadsFiles[MespConfig](lambda config: config.weight_placement == "streamed"),
+    ),
 )

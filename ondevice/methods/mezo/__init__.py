@@ -1,22 +1,43 @@
 """MeZO: zeroth-order training of all parameters, in place."""
 
-from ondevice.core.method import MethodSpec
+from __future__ import annotations
+
+from ondevice.core.capabilities import AnyDecoder, Classifies, Packs, Replays
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
 from ondevice.methods.mezo.config import MezoConfig
+
+
+def open_torch() -> OpenSession[MezoConfig]:
+    """Return what opens a session."""
+    from ondevice.methods.mezo.torch import open_session
+
+    return open_session
+
+
+def memory_model() -> MemoryModel[MezoConfig]:
+    """Return the memory model."""
+    from ondevice.methods.mezo.memory import MEMORY
+
+    return MEMORY
+
+
+def step_cost() -> CostFunction[MezoConfig]:
+    """Return the cost of a step."""
+    from ondevice.methods.mezo.cost import step_cost as cost
+
+    return cost
+
 
 METHOD = MethodSpec(
     name="mezo",
-    package=__name__,
     config=MezoConfig,
     summary="zeroth-order training of all parameters, in place",
     keeps="nothing",
     page="mezo.md",
     trains="all",
     order="zeroth",
-    classifies=True,
-    sessions={"torch": ".torch:open_session"},
-    packs=("torch",),
-    memory=".memory:MEMORY",
-    cost=".cost:step_cost",
-    replayable=True,
-    any_decoder=True,
+    sessions={"torch": open_torch},
+    memory=memory_model,
+    cost=step_cost,
+    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",)), Replays()),
 )

@@ -1,11 +1,57 @@
 """P-RGE: zeroth-order LoRA-FA, all queries and both signs in one forward pass."""
 
-from ondevice.core.method import MethodSpec
+from __future__ import annotations
+
+from ondevice.core.capabilities import AnyDecoder, Packs, Replays, TrainingDefaults
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.program import GraphProgram, TorchProgram
 from ondevice.methods.prge.config import PrgeConfig
+
+
+def open_torch() -> OpenSession[PrgeConfig]:
+    """Return what opens a session."""
+    from ondevice.methods.prge.torch import open_session
+
+    return open_session
+
+
+def memory_model() -> MemoryModel[PrgeConfig]:
+    """Return the memory model."""
+    from ondevice.methods.prge.memory import MEMORY
+
+    return MEMORY
+
+
+def step_cost() -> CostFunction[PrgeConfig]:
+    """Return the cost of a step."""
+    from ondevice.methods.prge.cost import step_cost as cost
+
+    return cost
+
+
+def executorch_program() -> GraphProgram:
+    """Return the step as a program."""
+    from ondevice.methods.prge.program import EXECUTORCH
+
+    return EXECUTORCH
+
+
+def qnn_program() -> GraphProgram:
+    """Return the step as a program."""
+    from ondevice.methods.prge.npu import QNN
+
+    return QNN
+
+
+def torch_program() -> TorchProgram:
+    """Return the step as a program."""
+    from ondevice.methods.prge.program import TORCH
+
+    return TORCH
+
 
 METHOD = MethodSpec(
     name="prge",
-    package=__name__,
     config=PrgeConfig,
     summary="zeroth-order LoRA-FA, all random directions in one forward pass",
     keeps="one copy of B",
@@ -13,13 +59,16 @@ METHOD = MethodSpec(
     trains="adapter",
     order="zeroth",
     preference=3,
-    sessions={"torch": ".torch:open_session"},
-    packs=("torch",),
-    memory=".memory:MEMORY",
-    cost=".cost:step_cost",
-    programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
-    replayable=True,
-    for_training=PrgeConfig.for_training,
-    schedule=lambda config: config.default_schedule,
-    any_decoder=True,
+    sessions={"torch": open_torch},
+    memory=memory_model,
+    cost=step_cost,
+    programs={"executorch": executorch_program, "qnn": qnn_program, "torch": torch_program},
+    capabilities=(
+        AnyDecoder(),
+        Packs(("torch",)),
+        Replays(),
+        TrainingDefaults[PrgeConfig](
+            PrgeConfig.for_training, lambda config: config.default_schedule
+        ),
+    ),
 )

@@ -245,7 +245,7 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
 
 
 def open_network(folder: Path, device: str) -> OpenedNetwork:
-    """See `MethodSpec.network`."""
+    """See `OpensNetwork`."""
     session = open_reversible(folder, device)
     return OpenedNetwork(session, session.loaded, partial(continue_reversible, session))
 

@@ -80,7 +80,7 @@ def resolve(
 def resolve_request(
     request: Any, rates: Rates | None, host_bytes: int | None
 ) -> tuple[SlideformerConfig, str]:
-    """Return what `resolve` does of a plan's request; see `MethodSpec.resolve`."""
+    """Return what `resolve` does of a plan's request; see `DecidesFromMemory`."""
     config = request.method
     if not config.is_auto:
         return config, ""
@@ -256,7 +256,7 @@ def moved_bytes(config: SlideformerConfig) -> float:
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
-    """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
+    """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `Offloads`."""
     return _lanes(
         request.dims, request.method, Work(rows, request.length_tokens, request.world), rates, flops
     )

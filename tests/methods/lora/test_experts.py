@@ -108,7 +108,7 @@ def test_experts_train_as_in_peft_and_load_there(
 
     numbers = sum(value.size for value in adapter.tensors.values())
     moved = sum(value.size for key, value in session.state().items() if key.startswith("exp_avg/"))
-    parts = method(name).memory_model.step(loaded.dims, config, 2, 9, 4)
+    parts = method(name).memory().step(loaded.dims, config, 2, 9, 4)
     gradients = 0 if name == "mesp" else moved  # there one layer's are, at a time
     assert parts["adapter"] == 4 * (numbers + gradients) and parts["optimizer"] == 8 * moved
 
