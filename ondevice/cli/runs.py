@@ -91,6 +91,11 @@ def run(
 
         manifest = read_manifest(artifact)
         _read_rows(run_config, manifest.task)
+        if run_config.data.strict_columns:
+            from ondevice.models.open import artifact_tokenizer
+
+            length = max(manifest.lengths_tokens)
+            _check_columns(run_config, artifact_tokenizer(artifact), length, manifest.task)
         plan = plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes)
         _print_plan(run_config, plan, (), json)
         return
@@ -308,11 +313,34 @@ def _read_rows(config: Any, task: str | None = None) -> Any:
     return rows
 
 
+def _check_columns(
+    config: Any, tokenizer: Any, length_tokens: int, task: str | None = None
+) -> None:
+    """Refuse the columns that the run would refuse; the tokenizer's template decides what is read."""
+    from ondevice.data.dataset import check_columns
+
+    data = config.data
+    for path in filter(None, (data.path, data.eval_path)):
+        check_columns(
+            path,
+            tokenizer,
+            task=data.task or task,
+            columns=data.columns,
+            max_length_tokens=length_tokens,
+            train_on_prompt=data.train_on_prompt,
+        )
+
+
 def _dry_run(config: Any, placement: Any, json: bool) -> None:
     from ondevice.planning.estimate import plan_run
     from ondevice.training.length import with_length
 
     config, notes = with_length(config, _read_rows(config))
+    if config.data.strict_columns:
+        from ondevice.models import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model.source, config.model.revision)
+        _check_columns(config, tokenizer, config.data.max_length_tokens)
     if config.chosen:
         notes = (config.chosen, *notes)
     _print_plan(config, plan_run(config, placement), notes, json)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ondevice.data.encode import encode
-from ondevice.data.examples import Dataset, refuse_preferences
+from ondevice.data.encode import Encoder, encode
+from ondevice.data.examples import Dataset, refuse_preferences, refuse_unread
 from ondevice.data.readers.objects import Given
-from ondevice.data.reading import as_rows, read_rows
+from ondevice.data.reading import about, as_rows, each_row, open_reading, read_rows
 from ondevice.data.token_rows import tokens
 
 
@@ -44,3 +44,34 @@ def read_dataset(
         classes=classes,
         strict_columns=strict_columns,
     )
+
+
+def check_columns(
+    path: Path | str,
+    tokenizer: Any,
+    *,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse a file with columns that nothing reads, as `read_dataset` does with `strict_columns`.
+
+    One row is in memory at a time.
+
+    Raises:
+        DataError: a column, or a key of a turn, is read by neither the format nor the template.
+    """
+    reading, encoder = open_reading(path, task=task, columns=columns), None
+    rows = about(reading)
+    for row in each_row(reading):
+        encoder = encoder or Encoder(
+            rows,
+            row,
+            tokenizer,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=train_on_prompt,
+        )
+        encoder.encoded(row)
+    if encoder is not None:
+        refuse_unread(rows.file, encoder.report)

@@ -157,6 +157,14 @@ def test_a_dry_run_reads_the_rows_and_plans_and_writes_nothing(ondevice, tmp_pat
         ondevice(*run, "--data", write_rows(tmp_path / "bad.jsonl", [{"text": 3, "label": 4}])).code
         == 3
     )
+    extra = [
+        {"text": "a good day", "label": 1, "id": 1},
+        {"text": "a bad day", "label": 0, "id": 2},
+    ]
+    unread = write_rows(tmp_path / "unread.jsonl", extra)
+    assert ondevice(*run, "--data", unread).code == 0
+    refused = ondevice(*run, "--data", unread, "--strict-columns")
+    assert refused.code == 3 and "id (2)" in refused.err
     assert not (tmp_path / "run").exists()
 
 

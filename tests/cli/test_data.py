@@ -277,5 +277,15 @@ def test_what_nothing_reads_is_named_and_refused_if_asked(ondevice, tmp_path) ->
                  ["eval", "tiny:llama", "--data", data]):  # fmt: skip
         refused = ondevice(*verb, "--strict-columns")
         assert refused.code == DATA and "id (4)" in refused.err, refused.err
+    for extra in ([], ["--max-length", 64], ["--streaming"]):
+        dry = ondevice("train", *options, "--dry-run", "--strict-columns", *extra)
+        assert dry.code == DATA and "id (4)" in dry.err, dry.err
+        assert ondevice("train", *options, "--dry-run", *extra).code == 0
+    held_out = write_rows(
+        tmp_path / "held-out.jsonl", [{"instruction": "Name a nut.", "output": "Hazel."}]
+    )
+    mixed = ["train", *tiny(), "--data", held_out, "--eval-data", data, "--dry-run"]
+    refused = ondevice(*mixed, "--strict-columns")
+    assert refused.code == DATA and "id (4)" in refused.err, refused.err
     streamed = ondevice("train", *options, "--overwrite", "--streaming", "--json")
     assert streamed.json["data"]["train"]["unread"] == {"id": 4}
