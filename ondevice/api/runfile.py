@@ -14,7 +14,7 @@ from ondevice.core.registry import method as registry_method
 from ondevice.core.untrusted import yaml_documents
 
 if TYPE_CHECKING:
-    from ondevice.data.readers.objects import Given
+    from ondevice.data.readers.objects import PythonRows
 
     MethodConfig = Any
 else:
@@ -201,7 +201,7 @@ class RunConfig(StrictConfig):
 
             check_installed(self.train.report_to)
 
-    def data_identity(self, given: Given | None = None) -> dict[str, Any]:
+    def data_identity(self, given: PythonRows | None = None) -> dict[str, Any]:
         """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
 
         Args:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import Manifest
-    from ondevice.data.readers.objects import Given
+    from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
 
 
@@ -46,7 +46,7 @@ def train(
     Args:
         config: the run; or a run file's path, or its settings by dotted key: `{"train.steps": 60}`.
         rows: in place of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
-            `ondevice.data.readers.objects.given`.
+            `ondevice.data.readers.objects.take_rows`.
         eval_rows: in place of `data.eval_path`, likewise.
         model: in place of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
             into it, or its weights change.
@@ -168,16 +168,16 @@ def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, An
     return {"model.source": loaded.source.source, "model.dtype": dtype, **settings}
 
 
-def _given(rows: Any) -> Given | None:
+def _given(rows: Any) -> PythonRows | None:
     if rows is None:
         return None
-    from ondevice.data.readers.objects import given
+    from ondevice.data.readers.objects import take_rows
 
-    return given(rows)
+    return take_rows(rows)
 
 
 def _with_length(
-    config: RunConfig, given: Given | None, loaded: LoadedModel | None, when: datetime | None
+    config: RunConfig, given: PythonRows | None, loaded: LoadedModel | None, when: datetime | None
 ) -> tuple[RunConfig, Any]:
     """Return the run file with the maximum length that its rows need at a date, and what is to be said of it."""
     from ondevice.training.length import with_length

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the seed and the step, so that resuming needs no state but the step."""
+"""Batches as a pure function of the seed and the step, so that a resume needs only the step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROUND_TO_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`ids` and `labels`, int64 [B, T], padded on the right; labels are -100 where nothing is trained.
+    """`ids` and `labels`, int64 [B, T], padded on the right; labels are -100 for untrained tokens.
 
     Attributes:
-        position_ids: int64 [B, T] where a sequence has several rows: each token's place in its own, which begins at 0,
-            as every padding token does. None where a sequence is a row.
+        position_ids: int64 [B, T] if a sequence has several rows: each token's position in its row,
+            counted from 0; 0 for padding. None if a sequence is a row.
     """
 
     ids: np.ndarray
@@ -29,8 +29,10 @@ class Batch:
     position_ids: np.ndarray | None = None
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield ids and labels of each row that is trained on, int64 [length]; a row that is not packed has its
-        padding."""
+        """Yield ids and labels of each row that is trained on, int64 [length].
+
+        A row that is not packed comes with its padding.
+        """
         for number, (ids, labels) in enumerate(zip(self.ids, self.labels, strict=True)):
             if self.position_ids is None:
                 yield ids, labels
@@ -44,23 +46,25 @@ class Batch:
 class Batches:
     """Endless batches of constant size in an order that is new every epoch.
 
-    Row p of the run (p = step * batch_size + position in the batch) is row p mod n of epoch p div n, so
-    the batch that crosses the end of an epoch is filled from the next epoch's order. An epoch's order is
-    the stable argsort of n raw words of numpy's PCG64 seeded with (seed, epoch): raw words and seeding
-    are what numpy promises never to change between versions.
+    Row p of the run (p = step * batch_size + index in the batch) is row p mod n of epoch p div n,
+    so the batch that crosses the end of an epoch is filled from the next epoch's order. An epoch's
+    order is the stable argsort of n raw words of numpy's PCG64 seeded with (seed, epoch): numpy
+    promises never to change raw words and seeding between versions.
 
     Args:
         dataset: the encoded rows; their training examples are batched.
-        batch_size: rows a batch (B).
-        lengths_tokens: the padded lengths (T) that the program was built for, and the smallest that
-            holds the longest row of a batch is taken; None pads to the longest row, rounded up to a
+        batch_size: rows of a batch (B).
+        lengths_tokens: the padded lengths (T) that the program was built for; the smallest that
+            holds the longest row of a batch is taken. None pads to the longest row, rounded up to a
             multiple of 8.
         seed: seeds the order, 0 or above.
-        pad_id: the id on padded positions.
-        packing: put the rows of a step into as few sequences as hold them; which rows a step has does not change.
+        pad_id: the id of padding.
+        packing: put the rows of a step into as few sequences as hold them; a step's rows stay the
+            same.
 
     Raises:
-        ConfigError: a size that is not positive, a negative seed, or a row longer than the largest length.
+        ConfigError: a size is not positive, the seed is negative, or a row is longer than the
+            largest length.
         DataError: the data set is empty.
     """
 
@@ -75,7 +79,7 @@ class Batches:
     ) -> None:
         self._examples = [item.example for item in dataset.items]
         self.batch_size = batch_size
-        self.lengths_tokens = tuple(sorted(lengths_tokens)) if lengths_tokens is not None else None
+        self.lengths_tokens = None if lengths_tokens is None else tuple(sorted(lengths_tokens))
         self.seed = seed
         self.pad_id = pad_id
         self.packing = packing
@@ -85,16 +89,27 @@ class Batches:
                 "there are no rows to make batches of", expected="one row or more", received="none"
             )
         if batch_size < 1 or seed < 0:
-            raise ConfigError("batch_size or seed is out of range", expected="batch_size >= 1, seed >= 0",
-                              received=f"batch_size={batch_size}, seed={seed}")  # fmt: skip
+            raise ConfigError(
+                "batch_size or seed is out of range",
+                expected="batch_size >= 1, seed >= 0",
+                received=f"batch_size={batch_size}, seed={seed}",
+            )
         if packing and lengths_tokens is not None:
-            raise ConfigError("an exported program takes one row a sequence", expected="data.packing: false",
-                              received="data.packing: true", hint="leave --packing out")  # fmt: skip
+            raise ConfigError(
+                "an exported program takes one row in a sequence",
+                expected="data.packing: false",
+                received="data.packing: true",
+                hint="leave --packing out",
+            )
         longest = max(len(example) for example in self._examples)
         if self.lengths_tokens is not None and longest > max(self.lengths_tokens, default=0):
-            hint = f"encode the data with max_length_tokens={max(self.lengths_tokens, default=0)}"
-            raise ConfigError("a row is longer than the program's largest length", hint=hint,
-                              expected=f"a length among {self.lengths_tokens}", received=longest)  # fmt: skip
+            largest = max(self.lengths_tokens, default=0)
+            raise ConfigError(
+                "a row is longer than the program's largest length",
+                expected=f"a length among {self.lengths_tokens}",
+                received=longest,
+                hint=f"encode the data with max_length_tokens={largest}",
+            )
         self._room = max(dataset.max_length_tokens, longest)
 
     @property
@@ -104,30 +119,29 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches in which every row is seen once; not whole if the last one is shared."""
+        """Batches in which every row is seen once; a fraction if epochs share a batch."""
         return len(self._examples) / self.batch_size
 
     def rows_at(self, step: int) -> tuple[int, ...]:
         """Return the indices into `dataset.items` of the rows of a step, counted from 0."""
         if step < 0:
-            raise ConfigError("a step is counted from 0", expected="0 or above", received=step)
+            raise ConfigError("steps are counted from 0", expected="0 or above", received=step)
         count = len(self._examples)
         first = step * self.batch_size
-        positions = (divmod(place, count) for place in range(first, first + self.batch_size))
-        return tuple(int(self._order(epoch)[index]) for epoch, index in positions)
+        rows = (divmod(number, count) for number in range(first, first + self.batch_size))
+        return tuple(int(self._order(epoch)[index]) for epoch, index in rows)
 
     def at(self, step: int) -> Batch:
-        """Return the batch of a step, counted from 0: int64 [batch_size, length], or fewer sequences of more rows."""
+        """Return a step's batch: int64 [batch_size, length], or fewer sequences with more rows."""
         examples = [self._examples[row] for row in self.rows_at(step)]
-        return collate(
-            examples, self.lengths_tokens, self.pad_id, self._room if self.packing else None
-        )
+        room = self._room if self.packing else None
+        return collate(examples, self.lengths_tokens, self.pad_id, room)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
             words = bits.random_raw(len(self._examples))
-            # A batch needs two orders at most; kept for ever, they would grow with the run.
+            # A batch needs at most two orders; more of them would grow with the run.
             for other in [other for other in self._orders if abs(other - epoch) > 1]:
                 del self._orders[other]
             self._orders[epoch] = np.argsort(words, kind="stable")
@@ -145,16 +159,19 @@ def collate(
     pad_id: int,
     room_tokens: int | None = None,
 ) -> Batch:
-    """Make a batch of examples: packed where `room_tokens` says how long a sequence may be, else padded to the smallest
-    of `lengths_tokens`, ascending, or to a multiple of 8."""
+    """Make a batch of examples.
+
+    With `room_tokens`, the longest sequence, it is packed. Otherwise it is padded to the smallest
+    of `lengths_tokens` (ascending) that is long enough, or to a multiple of 8.
+    """
     if room_tokens is not None:
         return pack_examples(examples, room_tokens, pad_id)
     longest = max(len(example) for example in examples)
     if lengths_tokens is None:
-        return pad_examples(examples, round_up(longest), pad_id)
-    return pad_examples(
-        examples, next(length for length in lengths_tokens if length >= longest), pad_id
-    )
+        length = round_up(longest)
+    else:
+        length = next(length for length in lengths_tokens if length >= longest)
+    return pad_examples(examples, length, pad_id)
 
 
 def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:
@@ -165,9 +182,10 @@ def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -
     """
     longest = max((len(example) for example in examples), default=0)
     if longest > length_tokens:
-        expected = f"at most {length_tokens} tokens"
         raise ConfigError(
-            "an example does not fit into the batch", expected=expected, received=longest
+            "an example does not fit into the batch",
+            expected=f"at most {length_tokens} tokens",
+            received=longest,
         )
     ids = np.full((len(examples), length_tokens), pad_id, dtype=np.int64)
     labels = np.full((len(examples), length_tokens), IGNORE, dtype=np.int64)
@@ -178,9 +196,10 @@ def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -
 
 
 def pack_examples(examples: Sequence[Example], room_tokens: int, pad_id: int) -> Batch:
-    """Put rows into as few sequences as first-fit decreasing needs, each of at most `room_tokens` or one row long.
+    """Put rows into as few sequences as first-fit decreasing needs.
 
-    The label at a row's first token becomes -100: the token before it is another row's.
+    A sequence has at most `room_tokens` or one row. The label at a row's first token becomes -100,
+    because the token before it belongs to another row.
     """
     sequences: list[tuple[int, list[Example]]] = []
     for example in sorted(examples, key=len, reverse=True):  # stable: equal rows stay in order
@@ -205,40 +224,44 @@ def pack_examples(examples: Sequence[Example], room_tokens: int, pad_id: int) ->
     return Batch(ids, labels, position_ids)
 
 
-def split_rows(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a data set into rows to train on and rows to validate on, both in the order of the file.
+def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a data set into rows to train on and held-out rows, both in the order of the file.
 
-    The validation rows are the first of the stable argsort of n raw words of numpy's PCG64 seeded with (seed, 0, 1),
-    which is no epoch's order; the Android app draws them alike. Windows that begin on one line of the
-    file stay together. Problems stay with the rows to train on.
+    The held-out rows are the first of the stable argsort of n raw words of numpy's PCG64 seeded
+    with (seed, 0, 1), which is no epoch's order; the Android app draws the same ones. Windows that
+    begin on one line of the file stay together. Problems stay with the rows to train on.
 
     Args:
-        share: of the rows, above 0 and below 1; at least one row goes to either side.
+        fraction: of the rows to hold out, above 0 and below 1; either side gets at least one row.
         seed: of the run, 0 or above.
 
     Raises:
-        DataError: there is one row only.
+        DataError: there is only one row.
     """
-    places = [(item.file, item.line) for item in dataset.items]
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    lines = [(item.file, item.line) for item in dataset.items]
+    numbers = {line: number for number, line in enumerate(dict.fromkeys(lines))}
     count = len(numbers)
     if count < 2:
         raise DataError(
             "there are too few rows to split", expected="two rows or more", received=count
         )
-    kept = min(max(1, round(count * share)), count - 1)
+    size = min(max(1, round(count * fraction)), count - 1)
     words = np.random.PCG64(np.random.SeedSequence((seed, 0, 1))).random_raw(count)
-    held = set(np.argsort(words, kind="stable")[:kept].tolist())
+    held_out = set(np.argsort(words, kind="stable")[:size].tolist())
     sides: tuple[list[Item], list[Item]] = ([], [])
-    for item, place in zip(dataset.items, places):
-        sides[numbers[place] in held].append(item)
-    return replace(dataset, items=sides[0]), replace(dataset, items=sides[1], problems=[], too_long_tokens=[], notes=(),
-                                                     report=Report())  # fmt: skip
+    for item, line in zip(dataset.items, lines):
+        sides[numbers[line] in held_out].append(item)
+    evaluation = replace(
+        dataset, items=sides[1], problems=[], too_long_tokens=[], notes=(), report=Report()
+    )
+    return replace(dataset, items=sides[0]), evaluation
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """Return the id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
-    on the right and never labelled, so the choice does not change a result."""
+    """Return the id of padding: the pad token, else the end-of-sequence token, else 0.
+
+    Padding is on the right and never labelled, so the choice does not change a result.
+    """
     for name in ("pad_token_id", "eos_token_id"):
         if getattr(tokenizer, name, None) is not None:
             return int(getattr(tokenizer, name))

@@ -8,13 +8,13 @@ from typing import Any
 
 from ondevice.data.encode import Encoder, encode
 from ondevice.data.examples import Dataset, refuse_preferences, refuse_unread
-from ondevice.data.readers.objects import Given
+from ondevice.data.readers.objects import PythonRows
 from ondevice.data.reading import about, as_rows, each_row, open_reading, read_rows
 from ondevice.data.token_rows import tokens
 
 
 def read_dataset(
-    path: Path | str | Given,
+    path: Path | str | PythonRows,
     tokenizer: Any,
     *,
     task: str | None,
@@ -29,7 +29,7 @@ def read_dataset(
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
-    if isinstance(path, Given):
+    if isinstance(path, PythonRows):
         if path.tokenized:
             return tokens(path, max_length_tokens, strict_columns)
         rows = as_rows(path, task, columns)

@@ -1,4 +1,4 @@
-"""Digests of what rows become: token ids and labels as they are trained, and the template and tokenizer behind them."""
+"""Digests of encoded rows, and of the chat template and the tokenizer that encoded them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.data.examples import Item
 
 
 def rows_sha256(items: Iterable[Item]) -> str:
-    """Hash rows as they are trained on and evaluated: ids, labels, candidates, answers and their order."""
+    """Hash rows in their order: ids, labels, candidates and answers."""
     digest = hashlib.sha256()
     for item in items:
         for example in (item.example, *item.candidates):
@@ -24,13 +24,11 @@ def rows_sha256(items: Iterable[Item]) -> str:
 
 
 def template_sha256(tokenizer: Any) -> str:
-    """Hash the chat template, or all of them where there are several; `none` without one."""
+    """Hash the chat template, or all of them if there are several; `none` without one."""
     template = getattr(tokenizer, "chat_template", None)
-    return (
-        "none"
-        if not template
-        else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-    )
+    if not template:
+        return "none"
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -39,11 +37,10 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     if backend is None:
         text = json.dumps(sorted(tokenizer.get_vocab().items()))
     else:
-        # In front of it there is how the last call truncated and padded, which is not a part of the tokenizer.
+        # The part before holds the last call's truncation and padding, which do not belong here.
         text = backend.to_str()
         text = text[text.index('"added_tokens"') :]
-    marks = {
-        name: str(value) for name, value in getattr(tokenizer, "special_tokens_map", {}).items()
-    }
-    marks.pop("pad_token", None)  # padding is never trained on
+    special = getattr(tokenizer, "special_tokens_map", {})
+    # Padding is never trained on.
+    marks = {name: str(value) for name, value in special.items() if name != "pad_token"}
     return hashlib.sha256(f"{text}\n{json.dumps(marks, sort_keys=True)}".encode()).hexdigest()

@@ -13,7 +13,7 @@ from ondevice.data.rows import AnswerTooLong, Format, RowProblem, Rows, count_re
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence. `labels[t]` is `ids[t]` where token t is trained on, else -100; the program shifts."""
+    """One sequence. `labels[t]` is `ids[t]` if token t is trained on, else -100; not shifted."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
@@ -23,59 +23,64 @@ class Example:
 
     @property
     def trained_tokens(self) -> int:
-        """Targets that count towards the loss: labels other than -100, without the first position."""
+        """Label tokens that count towards the loss: those after the first position."""
         return sum(label != IGNORE for label in self.labels[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row, encoded: its training example, and the candidates or answers that evaluate it."""
+    """One encoded row: its training example, and the candidates or answers that evaluate it."""
 
     example: Example
     candidates: tuple[Example, ...] = ()
-    """One per class or choice, answer tokens labelled; empty where there is nothing to choose."""
+    """One for each class or choice, with the label text's tokens labelled; empty without choices."""
 
     gold: int | None = None
     """Index of the right candidate."""
 
     answers: tuple[str, ...] = ()
-    """Accepted answers of a question answering row."""
+    """Accepted answers of a question-answering row."""
 
     line: int = 0
     """Line of the data file, from 1."""
 
     file: str = ""
-    """The file inside a folder of files; empty where the data is one file."""
+    """The file inside a folder of files; empty if the data is one file."""
 
     value: float | None = None
-    """The number that a row of a regression is of."""
+    """The target of a regression row."""
 
     prompt_tokens: int = 0
-    """Tokens before the answer (for chat before the last assistant turn): `ids[:prompt_tokens]` is what
-    a model continues when it answers."""
+    """Tokens before the answer (in a chat before the last assistant turn): generation continues
+    `ids[:prompt_tokens]`."""
 
     dropped_tokens: int = 0
-    """Tokens cut from the front of the prompt, or in whole turns, to fit the maximum length."""
+    """Tokens cut from the front of the prompt, or with complete turns, to fit the maximum length."""
 
     unread: tuple[str, ...] = ()
     """Columns and keys of the row that nothing reads."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the example or of its longest candidate."""
+        return max(len(example) for example in (self.example, *self.candidates))
+
 
 @dataclass(slots=True)
 class Report:
-    """What encoding did with the rows beyond their examples, counted."""
+    """Counts of what encoding did in addition to the examples."""
 
     unread: Counter[str] = field(default_factory=Counter)
-    """Columns of the file, and keys of turns, that nothing reads: not the format, not the chat template."""
+    """Columns of the file, and keys of turns, that neither the format nor the template reads."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    """Answers by the special tokens that are trained as their end; "" where there is none."""
+    """Answers by the special tokens that are trained as their end; "" without one."""
 
     conversations: Counter[str] = field(default_factory=Counter)
-    """Conversations of several answers: how many are "one" sequence, how many "several", and the sequences of each."""
+    """Conversations of several answers, as "one" sequence or as "several", and their sequences."""
 
     notes: Counter[str] = field(default_factory=Counter)
-    """Other things to say of answers or turns, each with how many."""
+    """Other notes on answers or turns, each with its count."""
 
     def add(self, other: Report) -> None:
         """Add another report's counts."""
@@ -87,33 +92,33 @@ class Report:
         return {part.name: dict(getattr(self, part.name)) for part in fields(self)}
 
     @property
-    def left(self) -> dict[str, int]:
+    def unread_counts(self) -> dict[str, int]:
         """The columns and keys that nothing reads, the most frequent first."""
         return dict((+self.unread).most_common())
 
-    def said(self) -> tuple[str, ...]:
+    def sentences(self) -> tuple[str, ...]:
         """Return the sentences that a run's log and `ondevice data` show."""
         sentences = []
         if one := self.conversations["one"]:
             sentences.append(
-                f"conversations that are one sequence each, as the chat template only appends: {one:,}"
+                "conversations that are one sequence each, "
+                f"as the chat template only appends: {one:,}"
             )
         if several := self.conversations["several"]:
             count = self.conversations["several sequences"]
             sentences.append(
-                "conversations that are one sequence for each answer, as the chat template rewrites earlier turns: "
-                f"{several:,}, as {count:,} sequences"
+                "conversations that are one sequence for each answer, as the chat template "
+                f"rewrites earlier turns: {several:,}, as {count:,} sequences"
             )
         for end, count in self.ends.most_common():
             if end:
                 sentences.append(f"answers whose end is trained as {end}: {count:,}")
             else:
                 sentences.append(
-                    f"answers without an end token, after which a model does not learn to stop: {count:,}"
+                    "answers without an end token, after which a model does not learn to stop: "
+                    f"{count:,}"
                 )
-        sentences += [
-            f"{sentence}: {count:,}" for sentence, count in self.notes.most_common() if count
-        ]
+        sentences += [f"{note}: {count:,}" for note, count in self.notes.most_common() if count]
         return tuple(sentences)
 
 
@@ -129,17 +134,19 @@ class Dataset:
     """Full lengths of the rows left out because they do not fit."""
 
     template: str = ""
-    """The template that framed the rows: "chat template", "instruction prompt", a task's name, or ""."""
+    """The template of the rows: "chat template", "instruction prompt", a task's name, or ""."""
 
     notes: tuple[str, ...] = ()
-    """How the file was understood, where that is not plain."""
+    """How the file was understood, if that is not obvious."""
 
     report: Report = field(default_factory=Report)
-    """What encoding did with the rows beyond their examples."""
+    """What encoding did in addition to the examples."""
 
     metric: str = ""
+    """The metric of a custom template."""
+
     values: tuple[float, ...] = ()
-    """Of a template of one's own: what it is judged by, and the numbers that a regression's candidates stand for."""
+    """The numbers that a regression's candidates stand for."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -150,44 +157,47 @@ class Dataset:
         return sum(item.dropped_tokens > 0 for item in self.items)
 
     def figures(self) -> dict[str, Any]:
-        """Return what a run's log and `--json` say of the rows: how many, which were left out or cut, and why."""
+        """Return the figures of a run's log and `--json`: sequences, rows left out or cut, why."""
         return {
             "sequences": len(self.items),
             "left_out": count_reasons(self.problems) if self.problems else {},
             "cut": self.truncated,
             "cut_tokens": sum(item.dropped_tokens for item in self.items),
             "max_length_tokens": self.max_length_tokens,
-            "notes": [*self.notes, *self.report.said()],
-            "unread": self.report.left,
+            "notes": [*self.notes, *self.report.sentences()],
+            "unread": self.report.unread_counts,
         }
 
 
 def refuse_unread(file: str, report: Report) -> None:
     """Raise DataError if there is a column or a key that nothing reads."""
-    if report.left:
+    unread = report.unread_counts
+    if unread:
         raise DataError(
             f"{file} has columns or keys that nothing reads",
             expected="only what the format and the chat template read",
-            received=", ".join(f"{name} ({count:,})" for name, count in report.left.items()),
+            received=", ".join(f"{name} ({count:,})" for name, count in unread.items()),
             hint="remove or rename them (--column FIELD=COLUMN), or leave --strict-columns out",
         )
 
 
 def refuse_preferences(rows: Rows) -> None:
-    """Raise DataError for rows that are read and shown, and that no method here trains on."""
+    """Raise DataError for preferences, which are read and shown but not trained on by any method."""
     column = {"preference": "chosen", "thumbs": "completion"}.get(rows.format)
     if column is not None:
         raise DataError(
-            f"{rows.file} holds preferences, which `ondevice data` shows and no method here trains on",
-            expected="rows with answers to learn",
+            f"{rows.file} holds preferences, which no method here trains on",
+            expected="rows with answers to learn; `ondevice data` shows these",
             received=f"format {rows.format}",
-            hint=f"--column prompt=prompt --column completion={column} trains on the {column} texts alone",
+            hint=f"--column prompt=prompt --column completion={column} "
+            f"trains only on the {column} texts",
         )
 
 
 def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
-    """Raise `AnswerTooLong` unless the answer fits behind one token of the prompt, if there is one."""
+    """Raise `AnswerTooLong` unless the answer fits after one token of the prompt, if there is one."""
     room = limit - 1 if prompt_tokens else limit
     if answer_tokens > room:
-        reason = f"the answer has {answer_tokens} tokens; with max_length_tokens={limit} at most {room} fit"
+        reason = f"the answer has {answer_tokens} tokens; "
+        reason += f"with max_length_tokens={limit} at most {room} fit"
         raise AnswerTooLong(reason, full_tokens or prompt_tokens + answer_tokens)

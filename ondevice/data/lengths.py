@@ -1,4 +1,4 @@
-"""How long sequences have to be for a file: a percentile of its rows, in tokens of the model's own tokenizer."""
+"""The maximum length that a file needs: a percentile of its rows, in tokens of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ondevice.data.rows import Rows
 
 PERCENTILE = 99
 WINDOW_TOKENS = 512
-"""The most that a window of running text has: text is cut anywhere, so that longer windows cost and gain little."""
+"""Longest window of running text: text is cut anywhere, so longer ones cost more and gain little."""
 
 SAMPLE_ROWS = 2000
 _CHARACTERS = 16 * WINDOW_TOKENS
@@ -26,10 +26,10 @@ _UNCUT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A maximum length in tokens, and the sentence that says where it is from."""
+    """A maximum length in tokens, and a sentence that explains it."""
 
     tokens: int
-    said: str
+    note: str
 
 
 def length_of(
@@ -42,7 +42,7 @@ def length_of(
     """Find the smallest multiple of 8 that holds `percentile` percent of the rows uncut.
 
     Args:
-        read: the rows, or the file that has them; of many rows, up to 2000 spread evenly are tokenized.
+        read: rows, or a file; up to 2000 rows, spread evenly, are tokenized.
         percentile: 1 to 100; with 100 all rows are tokenized.
         most_tokens: the model's own limit.
 
@@ -53,13 +53,10 @@ def length_of(
     step = 1 if percentile == 100 else max(1, -(-count // SAMPLE_ROWS))
     encoder, lengths = None, []
     for row in islice(each_row(read), 0, None, step):
-        if rows.format == "text":  # the beginning of a text says whether it is longer than a window
+        if rows.format == "text":  # its beginning shows whether it is longer than a window
             row = replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),))
         encoder = encoder or Encoder(rows, row, tokenizer, max_length_tokens=_UNCUT)
-        items = [one for one in encoder.encoded(row) if isinstance(one, Item)]
-        lengths += [
-            max(len(example) for example in (item.example, *item.candidates)) for item in items
-        ]
+        lengths += [one.longest for one in encoder.encoded(row) if isinstance(one, Item)]
     return choose(lengths, rows.format, step > 1, percentile, most_tokens)
 
 
@@ -70,22 +67,20 @@ def choose(
     percentile: int = PERCENTILE,
     most_tokens: int | None = None,
 ) -> Length:
-    """Choose the length for rows of these lengths."""
+    """Choose the maximum length for rows of these lengths."""
     if not lengths:
         return Length(WINDOW_TOKENS, f"max length {WINDOW_TOKENS} tokens: no row could be measured")
-    # The least length that some row has and that holds the share that it promises.
-    held = int(np.percentile(lengths, percentile, method="inverted_cdf"))
-    tokens, why = (
-        max(8, round_up(held)),
-        f"holds {percentile}% of the rows, the longest has {max(lengths)}",
-    )
+    # A length that some row has, so that it holds the percentage that it promises.
+    needed = int(np.percentile(lengths, percentile, method="inverted_cdf"))
+    tokens = max(8, round_up(needed))
+    why = f"holds {percentile}% of the rows, the longest has {max(lengths)}"
     if sampled:
-        why = f"holds {percentile}% of {len(lengths)} rows spread over the file, the longest of them has {max(lengths)}"
+        why = f"holds {percentile}% of {len(lengths)} rows spread over the file, "
+        why += f"the longest of them has {max(lengths)}"
     if format_ == "text" and tokens > WINDOW_TOKENS:
-        tokens, why = WINDOW_TOKENS, "windows of running text"
+        tokens = WINDOW_TOKENS
+        why = "windows of running text"
     if most_tokens is not None and tokens > most_tokens:
-        tokens, why = (
-            most_tokens,
-            f"the model takes no more; {percentile}% of the rows have up to {held}",
-        )
+        tokens = most_tokens
+        why = f"the model's own limit; {percentile}% of the rows have up to {needed}"
     return Length(tokens, f"max length {tokens} tokens: {why}")

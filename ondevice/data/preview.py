@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from ondevice.core.session import IGNORE
 from ondevice.data.batching import round_up
 from ondevice.data.encode import Encoder
-from ondevice.data.examples import Example, Item, refuse_unread
+from ondevice.data.examples import Example, Item, Report, refuse_unread
 from ondevice.data.lengths import length_of
 from ondevice.data.reading import Reading, about, each_row, open_reading
 from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
@@ -31,7 +31,7 @@ _SHOWN_CHARACTERS = 700
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a decoded example; `trained` is True if its tokens are labelled."""
+    """A part of a decoded example; `trained` is True if its tokens are labelled."""
 
     text: str
     trained: bool
@@ -39,10 +39,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One data file at a glance. Lengths are in tokens, of a row's longest candidate; they count what truncation
-    dropped and the rows that are too long.
+    """One data file at a glance.
 
-    `render()` is for a rich console, `to_dict()` is what `--json` prints.
+    Lengths are in tokens of a row's longest candidate; they count truncated tokens, and rows that
+    are too long. `render()` is for a rich console, `to_dict()` is the output of `--json`.
     """
 
     file: str
@@ -53,7 +53,7 @@ class Preview:
     """Rows of the file, good and bad."""
 
     sequences: int
-    """Sequences that are trained on: one a good row, except that plain text is cut into windows."""
+    """Sequences that are trained on: one for each good row; text is cut into windows."""
 
     max_length_tokens: int
     truncated: int
@@ -64,7 +64,7 @@ class Preview:
     """p50, p90, p95, p99 and max."""
 
     trained_tokens: int
-    """Labelled targets in all sequences together."""
+    """Label tokens of all sequences together."""
 
     suggested_max_length_tokens: int | None
     """Smallest multiple of 8 that holds 99% of the rows uncut; None for running text."""
@@ -73,24 +73,24 @@ class Preview:
     examples: tuple[tuple[Segment, ...], ...]
     problems: tuple[RowProblem, ...]
     example_names: tuple[str, ...] = ()
-    """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+    """The role of each example of preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: tuple[str, ...] = ()
-    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length; how its
-    conversations became sequences, and what ends an answer."""
+    """How the file was understood, if that is not obvious (separator, sheet, columns, length); how
+    conversations became sequences; what ends an answer."""
 
     unread: dict[str, int] = field(default_factory=dict)
-    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+    """Columns and keys of turns that nothing reads, with how many rows or turns have them."""
 
     example_unread: tuple[tuple[str, ...], ...] = ()
-    """Of each example, what of its row nothing reads."""
+    """The columns and keys of each example's row that nothing reads."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
         return asdict(self)
 
     def render(self) -> RenderableType:
-        """Render the figures, the examples with untrained tokens dimmed, and the table of problems."""
+        """Render the figures, the examples with untrained tokens dimmed, and the problems."""
         from rich.console import Group
 
         parts: list[RenderableType] = [_facts(self)]
@@ -114,21 +114,20 @@ def preview(
     strict_columns: bool = False,
     vocabulary: int | None = None,
 ) -> Preview:
-    """Read, encode and summarise a data file; `rows` is the number of examples to decode.
+    """Read, encode and summarise a data file; arguments and errors are those of `preview_rows`.
 
-    With `vocabulary`, the rows of a model's embedding, a row with a token beyond it is a problem.
-
-    A file without one usable row is no error here: its problems are what the user wants to see.
-    `max_length_tokens` is taken from the data unless given, as by a training run.
-
-    Raises:
-        ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
+    Args:
+        path, task, columns: as in `read_rows`.
     """
-    read = open_reading(path, task=task, columns=columns)
     return preview_rows(
-        read, tokenizer, max_length_tokens, train_on_prompt, rows,
-        strict_columns=strict_columns, vocabulary=vocabulary,
-    )  # fmt: skip
+        open_reading(path, task=task, columns=columns),
+        tokenizer,
+        max_length_tokens,
+        train_on_prompt,
+        rows,
+        strict_columns=strict_columns,
+        vocabulary=vocabulary,
+    )
 
 
 def preview_rows(
@@ -141,157 +140,205 @@ def preview_rows(
     strict_columns: bool = False,
     vocabulary: int | None = None,
 ) -> Preview:
-    """Encode and summarise rows; see `preview`. Of a file that is being read, one row is in memory at a time.
+    """Encode and summarise rows, with one row of a file in memory at a time.
+
+    A file without a usable row is not an error: its problems are part of the summary.
 
     Args:
+        max_length_tokens: None takes it from the data, as a training run does.
+        rows: examples to decode.
         most_problems: of the first bad rows, by their lines; None lists all.
+        vocabulary: rows of a model's embedding; a row with a token beyond it becomes a problem.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
     if max_length_tokens is None:
         length = length_of(read, tokenizer)
         max_length_tokens = length.tokens
-        read.notes.append(length.said)
-    unread: list[RowProblem] = []
-    unfit: list[RowProblem] = []
-    usable = bad = truncated = trained = sequences = 0
-    full, too_long, labels = array("q"), array("q"), Counter[str]()
-    shown: list[tuple[Item, Row]] = []
-    shown_rows = 0
-
-    def note(problem: RowProblem, problems: list[RowProblem]) -> None:
-        problems.append(problem)
-        if most_problems is not None and len(problems) > 2 * most_problems:
-            problems.sort(key=lambda one: one.line)
-            del problems[most_problems:]
-
-    def note_unread(problem: RowProblem) -> None:
-        nonlocal bad
-        bad += 1
-        note(problem, unread)
-
-    about_rows, encoder = about(read), None
-    for row in each_row(read, note_unread):
-        encoder = encoder or Encoder(about_rows, row, tokenizer, max_length_tokens=max_length_tokens,
-                                     train_on_prompt=train_on_prompt)  # fmt: skip
-        usable += 1
-        if row.label is not None:
-            labels[row.label] += 1
-        items = []
-        for one in encoder.encoded(row):
-            if isinstance(one, Item):
-                token = None if vocabulary is None else unknown_token(one, vocabulary)
-                if token is None:
-                    items.append(one)
-                else:
-                    reason = f"token {token} is not in the model's vocabulary of {vocabulary}"
-                    note(RowProblem(row.file or about_rows.file, row.line, "", reason), unfit)
-                continue
-            note(RowProblem(row.file or about_rows.file, row.line, one.field, one.reason), unfit)
-            if isinstance(one, AnswerTooLong):
-                too_long.append(one.length_tokens)
-        sequences += len(items)
-        for item in items:
-            full.append(
-                max(len(example) for example in (item.example, *item.candidates))
-                + item.dropped_tokens
-            )
-            truncated += item.dropped_tokens > 0
-            trained += item.example.trained_tokens
-        # A conversation may be several sequences, and each is shown; of the windows of a text the first few.
-        most = len(items) if about_rows.format != "text" else max(0, rows - len(shown))
-        if items and shown_rows < rows:
-            shown += [(item, row) for item in items[:most]]
-            shown_rows += 1
-    encoder = encoder or Encoder(about_rows, Row(0), tokenizer, max_length_tokens=max_length_tokens)
-    full += too_long
-    report = encoder.report
+        read.notes.append(length.note)
+    shared = about(read)
+    summary = _Summary(shared, rows, most_problems, vocabulary)
+    encoder = None
+    for row in each_row(read, summary.add_unreadable):
+        encoder = encoder or Encoder(
+            shared,
+            row,
+            tokenizer,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=train_on_prompt,
+        )
+        summary.add(row, encoder.encoded(row))
+    encoder = encoder or Encoder(shared, Row(0), tokenizer, max_length_tokens=max_length_tokens)
     if strict_columns:
-        refuse_unread(about_rows.file, report)
-    # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
-    lengths = (
-        {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES}
-        if full
-        else {}
-    )
-    examples = [
-        (*pair, item) for item, row in shown for pair in _examples(about_rows.format, item, row)
-    ]
-    return Preview(
-        file=about_rows.file,
-        format=about_rows.format,
-        task=about_rows.task,
-        template=encoder.template,
-        rows=usable + bad,
-        sequences=sequences,
-        max_length_tokens=max_length_tokens,
-        truncated=truncated,
-        too_long=len(too_long),
-        lengths_tokens=lengths | {"max": max(full, default=0)},
-        trained_tokens=trained,
-        suggested_max_length_tokens=None
-        if about_rows.format == "text" or not full
-        else round_up(lengths["p99"]),
-        labels=dict(labels.most_common()),
-        examples=tuple(segments(example, tokenizer) for _, example, _ in examples),
-        problems=tuple(sorted(unread + unfit, key=lambda problem: problem.line)[:most_problems]),
-        example_names=tuple(name for name, _, _ in examples)
-        if about_rows.format in ("preference", "thumbs")
-        else (),
-        notes=(*read.notes, *(read.later if isinstance(read, Reading) else ()), *report.said()),
-        unread=report.left,
-        example_unread=tuple(item.unread for _, _, item in examples),
-    )
+        refuse_unread(shared.file, encoder.report)
+    notes = [*read.notes, *read.late_notes] if isinstance(read, Reading) else read.notes
+    return summary.preview(tokenizer, encoder, encoder.report, tuple(notes))
 
 
-def _examples(format_: str, item: Item, row: Row) -> list[tuple[str, Example]]:
-    """List the examples of a row with what they are; a preference pair has two."""
-    if format_ == "preference":
-        return list(zip(("chosen", "rejected"), item.candidates, strict=True))
-    return [(f"thumbs {row.label}" if format_ == "thumbs" else "", item.example)]
+class _Summary:
+    """Counts rows as they are encoded; of their contents only the first examples are stored."""
+
+    def __init__(
+        self, shared: Rows, rows: int, most_problems: int | None, vocabulary: int | None
+    ) -> None:
+        self.shared = shared
+        self.rows = rows
+        self.most_problems = most_problems
+        self.vocabulary = vocabulary
+        self.problems: list[RowProblem] = []
+        self.usable = self.unreadable = self.sequences = self.truncated = self.trained = 0
+        self.lengths, self.too_long = array("q"), array("q")
+        self.labels = Counter[str]()
+        self.shown: list[tuple[Item, Row]] = []
+        self.shown_rows = 0
+
+    def add_unreadable(self, problem: RowProblem) -> None:
+        """Count a row that could not be read."""
+        self.unreadable += 1
+        self._note(problem)
+
+    def _note(self, problem: RowProblem) -> None:
+        self.problems.append(problem)
+        if self.most_problems is not None and len(self.problems) > 2 * self.most_problems:
+            self.problems.sort(key=lambda one: one.line)
+            del self.problems[self.most_problems :]
+
+    def add(self, row: Row, encoded: list[Any]) -> None:
+        """Count a row by its sequences, and by the reasons for those that cannot be one."""
+        self.usable += 1
+        if row.label is not None:
+            self.labels[row.label] += 1
+        items: list[Item] = []
+        for one in encoded:
+            reason = self._add_sequence(one, items)
+            if reason:
+                key = "" if isinstance(one, Item) else one.field
+                self._note(RowProblem(row.file or self.shared.file, row.line, key, reason))
+        self.sequences += len(items)
+        if not items or self.shown_rows >= self.rows:
+            return
+        # Every sequence of a conversation is shown; of the windows of a text, the first few.
+        most = len(items)
+        if self.shared.format == "text":
+            most = max(0, self.rows - len(self.shown))
+        self.shown += [(item, row) for item in items[:most]]
+        self.shown_rows += 1
+
+    def _add_sequence(self, one: Any, items: list[Item]) -> str:
+        """Count an item, and add it to `items`; return the reason if it cannot be used."""
+        if not isinstance(one, Item):
+            if isinstance(one, AnswerTooLong):
+                self.too_long.append(one.length_tokens)
+            return one.reason
+        token = None if self.vocabulary is None else unknown_token(one, self.vocabulary)
+        if token is not None:
+            return f"token {token} is not in the model's vocabulary of {self.vocabulary}"
+        self.lengths.append(one.longest + one.dropped_tokens)
+        self.truncated += one.dropped_tokens > 0
+        self.trained += one.example.trained_tokens
+        items.append(one)
+        return ""
+
+    def preview(
+        self, tokenizer: Any, encoder: Encoder, report: Report, notes: tuple[str, ...]
+    ) -> Preview:
+        """Return the summary, with the first examples decoded."""
+        shared = self.shared
+        full = self.lengths + self.too_long
+        lengths = {}
+        suggested = None
+        if full:
+            # Lengths that some row has, so that the suggested maximum holds the 99% it promises.
+            for p in PERCENTILES:
+                lengths[f"p{p}"] = int(np.percentile(full, p, method="inverted_cdf"))
+            if shared.format != "text":
+                suggested = round_up(lengths["p99"])
+        examples = [
+            (*pair, item) for item, row in self.shown for pair in _examples(shared, item, row)
+        ]
+        names: tuple[str, ...] = ()
+        if shared.format in ("preference", "thumbs"):
+            names = tuple(name for name, _, _ in examples)
+        problems = sorted(self.problems, key=lambda problem: problem.line)
+        return Preview(
+            file=shared.file,
+            format=shared.format,
+            task=shared.task,
+            template=encoder.template,
+            rows=self.usable + self.unreadable,
+            sequences=self.sequences,
+            max_length_tokens=encoder.max_length_tokens,
+            truncated=self.truncated,
+            too_long=len(self.too_long),
+            lengths_tokens=lengths | {"max": max(full, default=0)},
+            trained_tokens=self.trained,
+            suggested_max_length_tokens=suggested,
+            labels=dict(self.labels.most_common()),
+            examples=tuple(segments(example, tokenizer) for _, example, _ in examples),
+            problems=tuple(problems[: self.most_problems]),
+            example_names=names,
+            notes=(*notes, *report.sentences()),
+            unread=report.unread_counts,
+            example_unread=tuple(item.unread for _, _, item in examples),
+        )
+
+
+def _examples(shared: Rows, item: Item, row: Row) -> Iterator[tuple[str, Example]]:
+    """Yield the examples of a row with their names; a preference pair has two."""
+    if shared.format == "preference":
+        yield from zip(("chosen", "rejected"), item.candidates, strict=True)
+    else:
+        yield f"thumbs {row.label}" if shared.format == "thumbs" else "", item.example
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
-    """Decode an example, special tokens included, in stretches of equally trained tokens."""
-    stretches, begin, shown = [], 0, ""
+    """Decode an example, special tokens included, in parts of equally trained tokens."""
+    parts: list[Segment] = []
+    begin, shown = 0, ""
     flags = [label != IGNORE for label in example.labels]
     for end in range(1, len(flags) + 1):
-        if end == len(flags) or flags[end] != flags[begin]:
-            # Decoding from the start keeps the spaces that tokenizers drop at the front of a text.
-            text = tokenizer.decode(list(example.ids[:end]), skip_special_tokens=False,
-                                    clean_up_tokenization_spaces=False)  # fmt: skip
-            if not text.startswith(shown):  # a character whose bytes lie on both sides
-                shown = shown.rstrip("\ufffd")
-            stretches.append(Segment(text[len(shown) :], flags[begin]))
-            begin, shown = end, text
-    return tuple(stretches)
+        if end < len(flags) and flags[end] == flags[begin]:
+            continue
+        # Decoding from the start keeps the spaces that tokenizers drop at the front of a text.
+        ids = list(example.ids[:end])
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not text.startswith(shown):  # a character whose bytes lie on both sides
+            shown = shown.rstrip("\ufffd")
+        parts.append(Segment(text[len(shown) :], flags[begin]))
+        begin, shown = end, text
+    return tuple(parts)
 
 
 def _facts(view: Preview) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    lengths = "  ".join(f"{name} {tokens}" for name, tokens in view.lengths_tokens.items())
-    cut = f"{view.truncated} of {view.sequences} prompts cut at the front to {view.max_length_tokens} tokens"
-    if view.template == "chat template":
-        cut = f"{view.truncated} of {view.sequences} conversations "
-        cut += f"cut by whole turns to {view.max_length_tokens} tokens"
+    length = view.max_length_tokens
     facts = {
         "file": view.file,
         "read as": "\n".join(view.notes),
-        "format": " ".join(filter(None, (view.format, view.task and f"(task {view.task})"))),
-        "framed by": view.template if view.template not in ("", view.task) else "",
-        "rows": f"{view.rows} in the file, {len(view.problems)} left out, {view.sequences} sequences",
-        "tokens": lengths,
+        "format": view.format + (f" (task {view.task})" if view.task else ""),
+        "framed by": "" if view.template == view.task else view.template,
+        "rows": f"{view.rows} in the file, {len(view.problems)} left out, "
+        f"{view.sequences} sequences",
+        "tokens": "  ".join(f"{name} {tokens}" for name, tokens in view.lengths_tokens.items()),
         "trained on": f"{view.trained_tokens} tokens",
-        "truncated": cut if view.truncated else f"none at {view.max_length_tokens} tokens",
-        "too long": f"rows left out because they do not fit: {view.too_long}"
-        if view.too_long
-        else "",
-        "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
-        if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
-        else "",
-        "not read": ", ".join(f"{name} ({number:,})" for name, number in view.unread.items()),
+        "truncated": f"none at {length} tokens",
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
+    if view.truncated:
+        cut = "prompts cut at the front"
+        if view.template == "chat template":
+            cut = "conversations cut by complete turns"
+        facts["truncated"] = f"{view.truncated} of {view.sequences} {cut} to {length} tokens"
+    if view.too_long:
+        facts["too long"] = f"rows left out because they do not fit: {view.too_long}"
+    if view.suggested_max_length_tokens not in (None, length):
+        suggested = f"max_length_tokens={view.suggested_max_length_tokens}"
+        facts["suggested"] = f"{suggested} holds 99% of the rows"
+    unread = ", ".join(f"{name} ({number:,})" for name, number in view.unread.items())
+    facts["not read"] = unread
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -311,13 +358,11 @@ def _panel(
     text = Text()
     for segment in example:
         _append(text, segment)
-    trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
-    parts = (
-        [text, Text(_printable(f"not read: {', '.join(unread)}"), style="yellow")]
-        if unread
-        else [text]
-    )
-    return Panel(Group(*parts), title=f"example {number}: {trained}", title_align="left")
+    parts = [text]
+    if unread:
+        parts.append(Text(_printable(f"not read: {', '.join(unread)}"), style="yellow"))
+    legend = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
+    return Panel(Group(*parts), title=f"example {number}: {legend}", title_align="left")
 
 
 def _append(text: Text, segment: Segment) -> None:

@@ -1,17 +1,19 @@
-"""Files as rows: all of them at once (`read_rows`), or one at a time (`open_reading`) where only counts, lengths or the
-first of them are wanted, which takes the same memory whatever the file's size."""
+"""Files as rows: all at once (`read_rows`), or one at a time (`open_reading`).
+
+Reading one at a time, for counts, lengths or the first rows, takes the same memory for any file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.readers.objects import NAME, Given
+from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.readers.records import read_records
 from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
@@ -21,7 +23,7 @@ from ondevice.data.tasks.task import Task
 from ondevice.data.tasks.templates import find_task
 
 REPORT_RECORDS = 5000
-"""Records between two signs of life of a long pass."""
+"""Records between two calls of `alive` in a long pass."""
 
 
 def read_rows(
@@ -33,24 +35,31 @@ def read_rows(
 ) -> Rows:
     """Read every row of a file, a folder, or a Hugging Face data set named `name[:config][@split]`.
 
-    The first record whose keys fit a format decides it for the whole file; rows of other keys, and rows
-    with wrong values, are left out and listed in `Rows.problems`.
+    The first record whose keys fit a format decides it for the whole file. Rows with other keys or
+    wrong values are left out and listed in `Rows.problems`.
 
     Args:
-        path: a file of a suffix in `files.SUFFIXES`, a folder of them, or a data set's name.
-        task: a task of Table 7 (`templates.TASKS`), or the path of a template of one's own (`.yaml`); None takes it
-            from the rows' own "task", if any.
+        path: a file with a suffix in `files.SUFFIXES`, a folder of them, or a data set's name.
+        task: a task of Table 7 (`templates.TASKS`), or the path of a custom template (`.yaml`); if
+            None, the rows' own "task" decides.
         columns: {field: the file's column}, for columns of other names; dots step into objects.
-        allow_empty: return the problems alone where no row is usable, instead of raising.
+        allow_empty: if no row is usable, return only the problems instead of raising.
 
     Raises:
-        ConfigError: `task` is not a task, or `columns` names no field.
-        DataError: the file is missing, empty or unreadable, or not one row is usable.
+        ConfigError: `task` is not a task, or `columns` names an unknown field.
+        DataError: the file is missing, empty or unreadable, or has no usable row.
         MissingPackageError: the package that reads this kind of file is not installed.
     """
     path = path_of(path, "the data")
     chosen = named_task(task, path) if task else None
     return rows_of(read_records(path), str(path), chosen, columns=columns, allow_empty=allow_empty)
+
+
+def as_rows(rows: PythonRows, task: str | None, columns: Mapping[str, str] | None) -> Rows:
+    """Turn records of texts into rows; arguments and errors are those of `read_rows`."""
+    chosen = find_task(task) if task else None
+    records = (Record(number, record) for number, record in enumerate(rows.records, 1))
+    return rows_of(Source("json", records, list(rows.notes)), NAME, chosen, columns=columns)
 
 
 def rows_of(
@@ -61,13 +70,11 @@ def rows_of(
     columns: Mapping[str, str] | None = None,
     allow_empty: bool = False,
 ) -> Rows:
-    """Turn records into rows, as `read_rows` does with those of a file; `name` is what messages call them."""
+    """Turn records into rows, as `read_rows` does; `name` is the file's name in messages."""
     records = list(source.records)
-
-    def again() -> Source:
-        return Source(source.kind, iter(records), source.notes)
-
-    reading = Reading(again, name, chosen, columns)
+    reading = Reading(
+        lambda: Source(source.kind, iter(records), source.notes), name, chosen, columns
+    )
     problems: list[RowProblem] = []
     items = list(reading.rows(problems.append))
     problems.sort(key=lambda problem: (problem.file, problem.line))
@@ -77,7 +84,7 @@ def rows_of(
 
 
 def named_task(task: str, path: str | Path) -> Task:
-    """Find the task of a file; the ConfigError where there is none says what the file is without a task."""
+    """Find the task of a file; the ConfigError of an unknown one says what the rows are without."""
     try:
         return find_task(task)
     except ConfigError as unknown:
@@ -86,23 +93,28 @@ def named_task(task: str, path: str | Path) -> Task:
 
 
 def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
-    first = "; ".join(str(problem) for problem in problems[:3])
-    rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    if not problems:
+        message, received = f"no row in {name}", "none"
+    else:
+        message = f"no usable row in {name}: " + "; ".join(map(str, problems[:3]))
+        if len(problems) > 3:
+            message += f"; and {len(problems) - 3} more"
+        received = f"{len(problems)} rows, all with problems"
     return DataError(
-        f"no usable row in {name}: {first}{rest}" if problems else f"no row in {name}",
+        message,
         expected="at least one row of a known format",
-        received=f"{len(problems)} rows, all with problems" if problems else "none",
+        received=received,
         hint=f"`ondevice data '{name}'` lists every bad row",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a pass over a file found."""
+    """The result of `check_rows`."""
 
     format: Format
     rows: int
-    """Rows that can be used."""
+    """Usable rows."""
 
     bad_rows: int
     problems: list[RowProblem]
@@ -118,27 +130,33 @@ def check_rows(
     most_problems: int = 100,
     alive: Callable[[], None] = lambda: None,
 ) -> Checked:
-    """Check every row as `read_rows` does, and keep none of them: memory does not grow with the file.
+    """Check every row as `read_rows` does, with one row in memory at a time.
 
     Args:
-        limits: of what a piece of the file may take.
+        limits: on what one part of the file may take.
+        most_problems: to return; a plain text has the problem of its own line 1 at its end.
         alive: called every few thousand records.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: as `read_rows`; a file without one usable row is not an error.
+        ConfigError, DataError, MissingPackageError: as `read_rows`; a file without a usable row is
+            not an error.
     """
     reading = open_reading(path, task=task, columns=columns, limits=limits, alive=alive)
     bad_rows, problems = 0, []
+
+    def cut() -> None:
+        problems.sort(key=lambda problem: (problem.file, problem.line))
+        del problems[most_problems:]
 
     def note(problem: RowProblem) -> None:
         nonlocal bad_rows
         bad_rows += 1
         problems.append(problem)
         if len(problems) > 2 * most_problems:
-            _first(problems, most_problems)
+            cut()
 
     rows = sum(1 for _ in reading.rows(note))
-    _first(problems, most_problems)
+    cut()
     return Checked(reading.format, rows, bad_rows, problems)
 
 
@@ -151,41 +169,39 @@ def open_reading(
     most_records: int | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Reading:
-    """Find out how a file is read, and read no more of it than that takes; arguments and errors as `check_rows`.
+    """Decide how a file is read, and read no more of it than that takes.
 
     Args:
-        most_records: read so many at most, and note that there are more.
+        most_records: read at most so many, and note if there are more.
+
+    Arguments and errors are otherwise those of `check_rows`.
     """
     path = path_of(path, "the data")
     chosen = named_task(task, path) if task else None
-    later: list[str] = []
-
-    def more() -> None:
-        later[:] = [f"the first {most_records:,} rows are read, of more"]
+    late_notes: list[str] = []
 
     def again() -> Source:
         source = read_records(path, limits)
-        records = _reported(source.records, alive)
-        if most_records is not None:
-            records = _cut(records, most_records, more)
-        return Source(source.kind, records, source.notes)
+        return Source(source.kind, records(source.records), source.notes)
+
+    def records(every: Iterator[Record]) -> Iterator[Record]:
+        for number, record in enumerate(every, 1):
+            if most_records is not None and number > most_records:
+                late_notes[:] = [f"only the first {most_records:,} rows are read"]
+                return
+            if number % REPORT_RECORDS == 0:
+                alive()
+            yield record
 
     reading = Reading(again, str(path), chosen, columns)
-    reading.later = later
+    reading.late_notes = late_notes
     return reading
-
-
-def _cut(records: Iterator[Record], most: int, more: Callable[[], None]) -> Iterator[Record]:
-    """Yield the first records; call `more` where others follow."""
-    yield from islice(records, most)
-    if next(records, None) is not None:
-        more()
 
 
 def each_row(
     read: Rows | Reading, problem: Callable[[RowProblem], None] = lambda problem: None
 ) -> Iterator[Row]:
-    """Yield the rows of a file that was read, or reads them; `problem` is called with each of the others."""
+    """Yield the rows of a file that was read or is read now; pass each bad one to `problem`."""
     if isinstance(read, Reading):
         yield from read.rows(problem)
         return
@@ -202,35 +218,22 @@ def ensure_usable(read: Rows | Reading) -> None:
 
 
 def about(read: Rows | Reading) -> Rows:
-    """Return what is known of all rows; the rows of a file that is being read are left out."""
+    """Return the properties that all rows share; rows that are not read yet are left out."""
     return read.with_items([], []) if isinstance(read, Reading) else read
 
 
-def _first(problems: list[RowProblem], most: int) -> None:
-    """Keep the first problems by their line: a plain text has its own line 1 at its end."""
-    problems.sort(key=lambda problem: (problem.file, problem.line))
-    del problems[most:]
-
-
-def _reported(records: Iterator[Record], alive: Callable[[], None]) -> Iterator[Record]:
-    for number, record in enumerate(records, 1):
-        if number % REPORT_RECORDS == 0:
-            alive()
-        yield record
-
-
 class Reading:
-    """How the records of a file become rows: decided by the first that fits, then the same for each.
+    """How the records of a file become rows: the first that fits decides it for all.
 
-    The file is read anew for each pass, and a pass holds one record at a time. The first pass, here, ends with the
-    record that decides; where rows have classes it goes through the file.
+    The file is read again for each pass, and a pass holds one record at a time. The first pass,
+    here, ends with the record that decides; if rows have classes, it goes through the file.
 
     Args:
         again: opens the records, each time from the first.
         name, chosen, columns: as in `rows_of`.
 
     Raises:
-        ConfigError: `columns` names no field.
+        ConfigError: `columns` names an unknown field.
         DataError: no record fits a format or has the named columns, or the file cannot be read.
     """
 
@@ -242,15 +245,17 @@ class Reading:
         columns: Mapping[str, str] | None,
     ) -> None:
         source = again()
-        self.name, self.task, self.notes = name, chosen, list(source.notes)
-        self.later: list[str] = []
+        self.name = name
+        self.task = chosen
+        self.notes = list(source.notes)
+        self.late_notes: list[str] = []
         """Notes that a pass adds."""
         self.format: Format = chosen.kind if chosen else "text"
         self._again = again
         self._convert: Callable[[int, dict[str, Any], str], Row] | None = None
+        self._rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
         usable = _usable(source)
         first = next(usable, None)
-        self._rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
         named: frozenset[str] = frozenset()
         if columns or (first is not None and chosen is None and not fits(first)):
             self._rename, named = renaming(first, columns, chosen, self.notes)
@@ -266,7 +271,7 @@ class Reading:
         )
 
     def rows(self, problem: Callable[[RowProblem], None]) -> Iterator[Row]:
-        """Yield the usable rows in the order of the file; `problem` is called with each of the others."""
+        """Yield the usable rows in the order of the file; pass each bad one to `problem`."""
         for line, record, file in self._again().records:
             try:
                 if isinstance(record, BadRow):
@@ -275,22 +280,20 @@ class Reading:
                 fields = Fields(self._rename(record))
                 row = self._convert(line, fields, file)
                 rest = {**row.rest, **fields.unread()}
-                yield (
-                    replace(row, rest=rest if row.messages else dict.fromkeys(rest))
-                    if rest
-                    else row
-                )
+                if rest and not row.messages:
+                    rest = dict.fromkeys(rest)
+                yield replace(row, rest=rest) if rest else row
             except BadRow as bad:
                 problem(RowProblem(file or self.name, line, bad.field, bad.reason))
 
     def with_items(self, items: list[Row], problems: list[RowProblem]) -> Rows:
-        """Return some rows of this file, with what is known of all of them."""
-        task = self.task
-        if task is None:
-            return Rows(self.name, self.format, items, problems, None, self.notes)
-        return Rows(
-            self.name, self.format, items, problems, task.name, self.notes, task.metric, task.values
-        )
+        """Return some rows of this file, with the properties that all of them share."""
+        rows = Rows(self.name, self.format, items, problems, notes=self.notes)
+        if self.task is not None:
+            rows.task = self.task.name
+            rows.metric = self.task.metric
+            rows.values = self.task.values
+        return rows
 
     def _renamed(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the records that have the columns."""
@@ -303,10 +306,3 @@ class Reading:
 
 def _usable(source: Source) -> Iterator[dict[str, Any]]:
     return (record.fields for record in source.records if not isinstance(record.fields, BadRow))
-
-
-def as_rows(given: Given, task: str | None, columns: Mapping[str, str] | None) -> Rows:
-    """Turn records of texts into rows, as `read_rows` does with a file's; arguments and errors are its."""
-    rows = rows_of(given.source(), NAME, find_task(task) if task else None, columns=columns)
-    rows.notes += given.notes
-    return rows

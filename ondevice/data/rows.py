@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Format = Literal[
-    "chat", "instruct", "completion", "text", "classification", "multiple_choice", "qa", "regression", "preference",
-    "thumbs",
+    "chat", "instruct", "completion", "text", "classification",
+    "multiple_choice", "qa", "regression", "preference", "thumbs",
 ]  # fmt: skip
 
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
-"""(role, content), and every other key of the turn: `tool_calls`, `name`, `reasoning_content`, `weight`, any other."""
+"""(role, content), and every other key of the turn, such as `tool_calls`, `name` or `weight`."""
 
 
 def keys_of(turn: Turn) -> dict[str, Any]:
@@ -26,8 +26,8 @@ class BadRow(ValueError):
     """One row cannot be used; the reader turns it into a `RowProblem`.
 
     Args:
-        field: the dotted name of the offending key, or "" when the whole row is at fault.
-        reason: what is wrong and what would have been right.
+        field: the dotted name of the offending key, or "" if the row as a whole is at fault.
+        reason: the fault, and what was expected.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -46,7 +46,7 @@ class AnswerTooLong(BadRow):
 
 @dataclass(frozen=True, slots=True)
 class RowProblem:
-    """One row that was left out. `line` counts from 1; it is 0 when no single line is at fault."""
+    """One row that was left out. `line` counts from 1; it is 0 if no single line is at fault."""
 
     file: str
     line: int
@@ -54,10 +54,10 @@ class RowProblem:
     reason: str
 
     def __str__(self) -> str:
-        where = f"{self.file}:{self.line}" if self.line else self.file
-        return (
-            f"{where}: '{self.field}': {self.reason}" if self.field else f"{where}: {self.reason}"
-        )
+        text = f"{self.file}:{self.line}: " if self.line else f"{self.file}: "
+        if self.field:
+            text += f"'{self.field}': "
+        return text + self.reason
 
     def to_dict(self) -> dict[str, Any]:
         """Return the problem as the JSON object that `--json` prints."""
@@ -76,42 +76,42 @@ class Row:
     """Line of the file on which the row begins, from 1."""
 
     pairs: tuple[tuple[str, str], ...] = ()
-    """(prompt, answer) texts. One pair, or one per candidate for classification and multiple choice."""
+    """(prompt, answer) texts: one pair, or for classification and multiple choice one a candidate."""
 
     gold: int | None = None
-    """Index of the right candidate in `pairs`; None where there are no candidates."""
+    """Index of the right candidate in `pairs`; None without candidates."""
 
     messages: tuple[Turn, ...] = ()
-    """Turns that end with an assistant turn; of a preference pair those with the chosen answer."""
+    """Turns that end with an assistant turn; in a preference pair, with the chosen answer."""
 
     answers: tuple[str, ...] = ()
-    """Every accepted answer of a question answering row."""
+    """Every accepted answer of a question-answering row."""
 
     label: str | None = None
-    """The answer text of the right label, for counting; None where rows have no labels."""
+    """The text of the right label, for counting; None if rows have no labels."""
 
     end: bool = True
     """True if the end-of-sequence token follows the answer."""
 
     file: str = ""
-    """The file inside a folder of files; empty where the data is one file."""
+    """The file inside a folder of files; empty if the data is one file."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """The tools that a conversation names, as chat templates take them."""
+    """The tools of a conversation, as chat templates take them."""
 
     rejected: tuple[Turn, ...] = ()
-    """Of a preference pair, the turns with the rejected answer."""
+    """The turns with the rejected answer of a preference pair."""
 
     value: float | None = None
-    """The number that a row of a regression is of."""
+    """The target of a regression row."""
 
     rest: Mapping[str, Any] = field(default_factory=dict)
-    """Columns that the format does not read, of which a chat template may read some. Their values are kept in rows with
-    `messages` only."""
+    """Columns that the format does not read; a chat template may read some of them. Only rows with
+    `messages` keep their values."""
 
 
 class Fields(dict[str, Any]):
-    """A record that knows which of its columns were read."""
+    """A record that records which of its columns were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -127,14 +127,17 @@ class Fields(dict[str, Any]):
         return super().get(key, default)
 
     def unread(self, prefix: str = "") -> dict[str, Any]:
-        """Return the columns that hold something and that nobody read."""
-        return {f"{prefix}{key}": value for key, value in super().items()
-                if key not in self.read and value not in (None, "", [], {})}  # fmt: skip
+        """Return the columns that hold something and were not read."""
+        return {
+            f"{prefix}{key}": value
+            for key, value in super().items()
+            if key not in self.read and value not in (None, "", [], {})
+        }
 
 
 @dataclass(slots=True)
 class Rows:
-    """All rows of one file and every row that was left out."""
+    """All rows of one file, and every row that was left out."""
 
     file: str
     format: Format
@@ -142,10 +145,10 @@ class Rows:
     problems: list[RowProblem] = field(default_factory=list)
     task: str | None = None
     notes: list[str] = field(default_factory=list)
-    """How the file was understood, where that is not plain: a separator, a sheet, columns."""
+    """How the file was understood, if that is not obvious: a separator, a sheet, columns."""
 
     metric: str = ""
-    """The metric of a template of one's own; empty for the format's usual figures."""
+    """The metric of a custom template; empty for the format's usual figures."""
 
     values: tuple[float, ...] = ()
     """The number that each candidate of a regression stands for."""
@@ -155,36 +158,35 @@ class Rows:
 
 
 _RECEIVED = re.compile(r"[;,] received |: byte ")
-_PLACES = re.compile(r"\d+(?= tokens)|(?<=column )\d+|(?<=\.)\d+(?=[.:])")
-"""The part of a left-out row's reason that differs from row to row, and all behind it."""
-
-
+"""Where the part of a reason begins that differs from row to row."""
+_NUMBERS = re.compile(r"\d+(?= tokens)|(?<=column )\d+|(?<=\.)\d+(?=[.:])")
 MOST_REASONS = 20
 
 
 def count_reasons(problems: Sequence[RowProblem]) -> dict[str, int]:
-    """Count the rows left out by field and reason, without the rows' own values, the most frequent first; of many
-    reasons the rare ones as one."""
-    counts = Counter(
-        _PLACES.sub(
-            "N", f"{problem.field}: {_RECEIVED.split(problem.reason)[0]}".removeprefix(": ")
-        )
-        for problem in problems
-    )
-    told = dict(counts.most_common(MOST_REASONS))
-    others = counts.total() - sum(told.values())
-    return told | ({"other reasons": others} if others else {})
+    """Count the rows left out by field and reason, the most frequent first.
+
+    Reasons do not name the rows' own values; the rarest of many reasons are counted together.
+    """
+    counts = Counter[str]()
+    for problem in problems:
+        text = f"{problem.field}: {_RECEIVED.split(problem.reason)[0]}".removeprefix(": ")
+        counts[_NUMBERS.sub("N", text)] += 1
+    frequent = dict(counts.most_common(MOST_REASONS))
+    others = counts.total() - sum(frequent.values())
+    return frequent | ({"other reasons": others} if others else {})
 
 
-_SURROGATE, _KEPT_BYTE = re.compile("[\ud800-\udfff]").search, re.compile("[\udc80-\udcff]").search
+_SURROGATE = re.compile("[\ud800-\udfff]").search
+_RAW_BYTE = re.compile("[\udc80-\udcff]").search  # a byte of the file, decoded as a surrogate
 
 
 def check_text(value: Any, name: str, *, empty: bool = False) -> str:
     """Check that `value` is a text that every tokenizer accepts, and return it.
 
     Raises:
-        BadRow: not a string, empty (unless `empty`), a NUL character, or half a surrogate pair
-            (which is how bytes that are not UTF-8 arrive from a CSV file).
+        BadRow: not a string, empty (unless `empty`), with a NUL character or with half a surrogate
+            pair, which a CSV reader makes of bytes that are not UTF-8.
     """
     if not isinstance(value, str):
         raise BadRow(name, f"expected a text, received {describe(value)}")
@@ -193,14 +195,14 @@ def check_text(value: Any, name: str, *, empty: bool = False) -> str:
     if "\0" in value:
         raise BadRow(name, "contains a NUL character")
     if not value.isascii() and _SURROGATE(value):
-        if _KEPT_BYTE(value):  # a byte of the file, kept as it was
+        if _RAW_BYTE(value):
             raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
         raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
     return value
 
 
 def describe(value: Any) -> str:
-    """Describe a JSON value for messages, shortly and safely."""
+    """Describe a JSON value for messages, briefly and safely."""
     names = {
         bool: "a boolean",
         int: "a number",

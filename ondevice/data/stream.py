@@ -163,8 +163,8 @@ class Stream:
             "cut": self.cut,
             "cut_tokens": self.cut_tokens,
             "max_length_tokens": self.first.max_length_tokens,
-            "notes": [*self.first.notes, *self.report.said(), note],
-            "unread": self.report.left,
+            "notes": [*self.first.notes, *self.report.sentences(), note],
+            "unread": self.report.unread_counts,
             "streamed": True,
         }
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.data import Dataset
-    from ondevice.data.readers.objects import Given
+    from ondevice.data.readers.objects import PythonRows
     from ondevice.data.stream import Stream, StreamBatches
     from ondevice.models import LoadedModel
     from ondevice.training.ordinary import Ordinary
@@ -118,8 +118,8 @@ class Options:
     callbacks: Iterable[Callback] = ()
     notes: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
-    rows: Given | None = None
-    eval_rows: Given | None = None
+    rows: PythonRows | None = None
+    eval_rows: PythonRows | None = None
     loaded: LoadedModel | None = None
     resolved: Any = None
     decided: dict[str, Any] = field(default_factory=dict)
@@ -224,11 +224,11 @@ def read_rows_of(
     pad = pad if vocabulary is None or pad < vocabulary else 0  # padding is never trained on
     tokenizer = dated(tokenizer, date_of(options.decided))
 
-    def checked(dataset: Dataset, path: Path | Given | None) -> Dataset:
+    def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
         name = path.name if isinstance(path, Path) else "rows"
         return dataset if vocabulary is None else check_ids(dataset, vocabulary, name)
 
-    def read(path: Path | Given) -> Dataset:
+    def read(path: Path | PythonRows) -> Dataset:
         dataset = read_dataset(
             path,
             tokenizer,

@@ -59,4 +59,4 @@ def with_length(
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
     length = length_of(rows, dated(tokenizer, when), most_tokens=most)
     settings = data.model_copy(update={"max_length_tokens": length.tokens})
-    return config.model_copy(update={"data": settings}), (length.said,)
+    return config.model_copy(update={"data": settings}), (length.note,)

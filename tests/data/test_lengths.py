@@ -23,13 +23,13 @@ def test_the_length_holds_the_share_it_promises(tokenizer: Any) -> None:
     length = length_of(rows, tokenizer)
     dataset = encode(rows, tokenizer, max_length_tokens=length.tokens, allow_empty=True)
     assert len(dataset.items) == 99 and dataset.too_long_tokens == [62]
-    assert (length.tokens, length.said) == (
+    assert (length.tokens, length.note) == (
         24,
         "max length 24 tokens: holds 99% of the rows, the longest has 62",
     )
     assert length_of(rows, tokenizer, percentile=100).tokens == 64
     capped = length_of(rows, tokenizer, percentile=100, most_tokens=40)
-    assert (capped.tokens, "the model takes no more" in capped.said) == (40, True)
+    assert (capped.tokens, "the model's own limit" in capped.note) == (40, True)
 
 
 def test_candidates_count_by_their_longest(tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ def test_running_text_has_windows(tokenizer: Any) -> None:
 def test_many_rows_are_sampled_over_the_whole_file(tokenizer: Any) -> None:
     rows = completions(*[1] * SAMPLE_ROWS, *[30] * 101)
     length = length_of(rows, tokenizer)
-    assert length.tokens == 32 and "1051 rows spread over the file" in length.said
+    assert length.tokens == 32 and "1051 rows spread over the file" in length.note
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([], WINDOW_TOKENS), ([1], 8), ([8, 9], 16)])

@@ -112,7 +112,7 @@ def test_what_is_longer_than_its_limit_is_named_and_the_rest_is_read(write: Writ
         (
             json.dumps({"data": [{"text": "a" * (2 << 20)}]}, indent=1),
             "b.json",
-            "not a whole JSON object",
+            "the first line is not a JSON object",
         ),
     ):
         with pytest.raises(DataError, match=part):
@@ -156,7 +156,7 @@ def peak(run: Callable[[], Any]) -> int:
 def test_a_preview_of_the_first_rows_says_that_there_are_more(write: Write, tokenizer: Any) -> None:
     path = write(CLASSES * 20, "a.jsonl")
     shown = preview_rows(open_reading(path, most_records=12), tokenizer)
-    assert shown.rows == 12 and shown.notes[-1] == "the first 12 rows are read, of more"
+    assert shown.rows == 12 and shown.notes[-1] == "only the first 12 rows are read"
     whole = preview_rows(open_reading(path, most_records=120), tokenizer)
     assert whole.rows == 120 and "of more" not in str(whole.notes)
 

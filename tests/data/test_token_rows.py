@@ -8,7 +8,7 @@ import pytest
 
 from ondevice.core.errors import DataError
 from ondevice.data import IGNORE
-from ondevice.data.readers.objects import given
+from ondevice.data.readers.objects import take_rows
 from ondevice.data.token_rows import tokens
 
 IDS = [5, 6, 7, 8, 9]
@@ -18,7 +18,7 @@ X = IGNORE
 def examples(*rows: dict[str, Any], limit: int | None = None) -> list[tuple[list[int], list[int]]]:
     return [
         (list(item.example.ids), list(item.example.labels))
-        for item in tokens(given(rows), limit).items
+        for item in tokens(take_rows(rows), limit).items
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_packed_row_is_the_sequences_in_it(columns: dict[str, Any]) -> None:
         ([5, 6], [5, 6]),
         ([7, 8, 9], [7, 8, 9]),
     ]
-    said = tokens(given([{"input_ids": IDS, **columns}]), None).report.said()
+    said = tokens(take_rows([{"input_ids": IDS, **columns}]), None).report.sentences()
     assert said == ("rows that were packed, as the sequences in them: 1",)
 
 
@@ -123,13 +123,13 @@ def test_padding_on_either_side_goes() -> None:
 def test_what_cannot_be_obeyed_is_refused_by_name(
     columns: dict[str, Any], field: str, reason: str
 ) -> None:
-    dataset = tokens(given([{"input_ids": IDS}, {"input_ids": IDS, **columns}]), None)
+    dataset = tokens(take_rows([{"input_ids": IDS}, {"input_ids": IDS, **columns}]), None)
     (problem,) = dataset.problems
     assert (len(dataset), problem.line, problem.field) == (1, 2, field) and reason in problem.reason
 
 
 def test_other_columns_are_named() -> None:
-    rows = given([{"input_ids": IDS, "source": "x", "pixel_values": [0.5]}] * 2)
+    rows = take_rows([{"input_ids": IDS, "source": "x", "pixel_values": [0.5]}] * 2)
     assert tokens(rows, None).figures()["unread"] == {"source": 2, "pixel_values": 2}
     with pytest.raises(DataError, match="nothing reads"):
         tokens(rows, None, strict_columns=True)
@@ -142,7 +142,7 @@ def test_nulls_of_an_arrow_data_set_are_no_keys_of_its_calls() -> None:
         features: dict[str, Any] = {}
 
     call = {"name": "add", "arguments": {"a": 1, "town": None}}
-    (record,) = given(
+    (record,) = take_rows(
         Arrow([{"messages": [{"role": "user", "tool_calls": [call]}], "x": None}])
     ).records
     assert record == {

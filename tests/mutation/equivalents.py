@@ -25,13 +25,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "only lets the tokenizer warn of long texts",
     (
         "ondevice/data/encode.py",
-        "@dataclass(frozen=True, slots=True)",
-        "@dataclass(frozen=True, slots=False)",
-    ): "memory of an object, not its values",
-    (
-        "ondevice/data/encode.py",
-        "return int(start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)",
-        "return int(start > -1 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)",
+        "bos = int(starts[0] > 0 and pair_ids[0][0] == tokenizer.bos_token_id)",
+        "bos = int(starts[0] > -1 and pair_ids[0][0] == tokenizer.bos_token_id)",
     ): "without a prompt nothing is cut, and only a cut reads it",
     (
         "ondevice/nn/cross_entropy.py",

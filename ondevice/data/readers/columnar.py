@@ -1,7 +1,7 @@
 """Parquet and Arrow files as records, through pyarrow; a few rows are in memory at once.
 
-A file of a few kB can hold gigabytes. How many rows are decoded at once follows from the sizes that the file states,
-and what they take is counted as they come, because those sizes may lie.
+A file of a few kB can hold gigabytes. The sizes that the file states decide how many rows are
+decoded at once. Because those sizes may lie, the decoded bytes are counted, too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import Refused, parse_json
 from ondevice.core.untrusted.columns import check_batch, rows_of
-from ondevice.data.readers.hub import named, without_fills
+from ondevice.data.readers.hub import with_label_names, without_fills
 from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, missing_package
 
 _ROWS = 1024
 _BATCH_BYTES = 16 << 20
-"""Of the rows that are decoded at once, by the sizes that the file states."""
+"""Decoded at once, by the sizes that the file states."""
 _BUFFER_BYTES = 1 << 20
-"""Read at once of a column; without it pyarrow reads a column of a row group whole."""
+"""Read at once of a column; without it pyarrow reads all of a row group's column."""
 
 
 def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
-    """Read a file; class labels of a Hugging Face data set become their names. `line` counts rows from 1.
+    """Read a file; a Hugging Face data set's class labels become their names, `line` counts rows.
 
     Raises:
-        DataError: the file is damaged or of another kind, has no row, or is too large unpacked.
+        DataError: the file is damaged, of another kind, without a row, or too large uncompressed.
         MissingPackageError: pyarrow is not installed.
     """
     try:
@@ -40,10 +40,8 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
     except MemoryError as error:  # also an ArrowException: a damaged file may state any size
         raise _needs_memory(path, error) from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(
-            f"cannot read {path}: {reason}", expected="a Parquet or Arrow file"
-        ) from None
+        message = f"cannot read {path}: {_first_line(error)}"
+        raise DataError(message, expected="a Parquet or Arrow file") from None
     if first is None:
         raise DataError(f"{path} is empty", expected="at least one row", received="none")
     return Source("columnar", _records(path, first, batches, _names(schema.metadata or {}), limits))
@@ -58,11 +56,9 @@ def _open(path: Path, limits: Limits) -> tuple[Any, Iterator[Any]]:
         file = parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         limits.check_unpacked(path, sum(group.total_byte_size for group in groups), "JSON lines")
-        widest = max(
-            (group.total_byte_size // max(1, group.num_rows) for group in groups), default=0
-        )
-        count = max(1, min(_ROWS, _BATCH_BYTES // max(1, widest)))
-        # One thread: each more would decode a column besides, and take a stack.
+        widths = (group.total_byte_size // max(1, group.num_rows) for group in groups)
+        count = max(1, min(_ROWS, _BATCH_BYTES // max(1, *widths, 1)))
+        # One thread: each additional one would decode a column of its own, and take a stack.
         batches = file.iter_batches(count, use_threads=False)
         return file.schema_arrow, (check_batch(batch, size) for batch in batches if batch.num_rows)
     from pyarrow import ipc
@@ -93,33 +89,39 @@ def _records(
         try:
             rows, batch = rows_of(batch), None
         except Refused as error:
-            raise DataError(f"{path} is damaged behind row {number}: {error}") from None
+            raise DataError(f"{path} is damaged after row {number}: {error}") from None
         for row in rows:
             number += 1
-            yield Record(number, named(without_fills(row), names))
+            yield Record(number, with_label_names(without_fills(row), names))
         try:
             batch = next(batches, None)
         except MemoryError as error:
             raise _needs_memory(path, error) from None
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError(
-                f"{path} is damaged behind row {number}: {str(error).partition(chr(10))[0]}"
-            ) from None
+            raise DataError(f"{path} is damaged after row {number}: {_first_line(error)}") from None
 
 
 def _needs_memory(path: Path, error: MemoryError) -> DataError:
-    """Build the error of a file that is damaged or too large: a column's stated size is all that is known of it."""
-    reason = str(error).partition("\n")[0]
+    """Build the error for a file that is damaged or too large: only a stated size is known."""
     return DataError(
-        f"{path} needs too much memory to be read", received=reason, hint="save it as JSON lines"
+        f"{path} needs too much memory to be read",
+        received=_first_line(error),
+        hint="save it as JSON lines",
     )
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """The names of class labels, from what the package `datasets` writes beside the schema."""
+    """Return the names of class labels from the metadata that the package `datasets` writes."""
     try:
         features = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"]
-        return {key: list(feature["names"]) for key, feature in features.items()
-                if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"}  # fmt: skip
+        return {
+            key: list(feature["names"])
+            for key, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -1,6 +1,7 @@
-"""A folder of files as one source: texts, shards of one kind, splits by name, and what `datasets` saves to disk.
+"""A folder of files as one source: texts, shards of one kind, or splits.
 
-`FOLDER@SPLIT` names a split; without one it is `train` where the folder has splits.
+`FOLDER@SPLIT` names a split; by default it is `train` if the folder has splits. Folders that
+`datasets` saved to disk are read, too.
 """
 
 from __future__ import annotations
@@ -21,18 +22,13 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 _NO_DATA = (
-    "readme",
-    "license",
-    "licence",
-    "dataset_info",
-    "dataset_dict",
-    "dataset_infos",
-    "state",
+    *("readme", "license", "licence"),
+    *("dataset_info", "dataset_dict", "dataset_infos", "state"),
 )
 
 
 def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
-    """Read the data files of a folder, in the order of their names; every text file is one document.
+    """Read the data files of a folder in the order of their names; a text file is one document.
 
     Raises:
         DataError: no such split, no data file, files of several kinds, or one that cannot be read.
@@ -41,8 +37,12 @@ def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
     kinds = {SUFFIXES[file.suffix.lower()].kind for file in files}
     if len(kinds) > 1:
         shown = ", ".join(str(file.relative_to(folder)) for file in files[:8])
-        raise DataError(f"{folder} has files of several kinds", expected="files of one kind", received=shown,
-                        hint="name the one file, or move the others away")  # fmt: skip
+        raise DataError(
+            f"{folder} has files of several kinds",
+            expected="files of one kind",
+            received=shown,
+            hint="name one file, or move the others to another folder",
+        )
     kind = kinds.pop()
     notes.append(f"{len(files)} file{'s' * (len(files) > 1)} of {folder}, {files[0].name} first")
     return Source("texts" if kind == "txt" else kind, _records(folder, files, limits), notes)
@@ -60,18 +60,18 @@ def hash_files(path: Path) -> str:
 
 
 def _files(path: Path) -> tuple[Path, list[Path], list[str]]:
-    """Return the folder, the data files of its split, and what is to be said of them."""
-    folder, split = (path, "") if path.is_dir() else _named_split(path)
+    """Return the folder, the data files of its split, and notes on them."""
+    folder, split = path, ""
+    if not path.is_dir():
+        name, _, split = str(path).rpartition("@")
+        folder = Path(name)
     if (folder / "dataset_dict.json").is_file():
         folder, split = _saved_split(folder, split), ""
     files = _data_files(folder)
     if not files:
         shown = ", ".join(sorted(item.name for item in folder.iterdir())[:8]) or "nothing"
-        raise DataError(
-            f"{folder} is a folder without data files",
-            expected=f"files named {NAMED}",
-            received=shown,
-        )
+        message = f"{folder} is a folder without data files"
+        raise DataError(message, expected=f"files named {NAMED}", received=shown)
     return folder, *_of_split(folder, files, split)
 
 
@@ -88,67 +88,64 @@ def _records(folder: Path, files: list[Path], limits: Limits) -> Iterator[Record
 
 
 def _data_files(folder: Path) -> list[Path]:
-    found = []
+    files = []
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-        hidden |= file.name.startswith(
-            "cache-"
-        )  # what `datasets` keeps of a computation beside its rows
-        named = file.stem.lower() not in _NO_DATA and file.suffix.lower() in SUFFIXES
-        if named and not hidden and file.is_file():
-            found.append(file)
-    return found
+        hidden |= file.name.startswith("cache-")  # a computation that `datasets` saved
+        is_data = file.stem.lower() not in _NO_DATA and file.suffix.lower() in SUFFIXES
+        if is_data and not hidden and file.is_file():
+            files.append(file)
+    return files
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> tuple[list[Path], list[str]]:
-    """Return the files of a split, and what is to be said; all files where none is of a split."""
+    """Return the files of a split with notes; without splits, all files."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         if name := _split_of(folder, file):
             splits.setdefault(name, []).append(file)
     if not splits and not split:
         return files, []
-    wanted = next(
+    requested = next(
         (name for name, others in SPLITS.items() if split.lower() in (name, *others)),
         split or "train",
     )
-    if wanted not in splits:
-        hint = f"name it: {folder}@SPLIT" if splits else None
-        raise DataError(f"{folder} has no split '{split or wanted}'", expected=", ".join(sorted(splits)) or "no @split",
-                        received=split or "none named", hint=hint)  # fmt: skip
-    return splits[wanted], [f"the split '{wanted}' is read, of {', '.join(sorted(splits))}"]
+    if requested not in splits:
+        raise _no_split(folder, requested, split, sorted(splits))
+    return splits[requested], [f"the split '{requested}' is read, of {', '.join(sorted(splits))}"]
+
+
+def _no_split(folder: Path, requested: str, split: str, splits: list[str]) -> DataError:
+    return DataError(
+        f"{folder} has no split '{split or requested}'",
+        expected=", ".join(splits) or "no @split",
+        received=split or "none named",
+        hint=f"name it: {folder}@SPLIT" if splits else None,
+    )
 
 
 def _split_of(folder: Path, file: Path) -> str | None:
-    """The split that a file's name, or a folder above it, begins with: train-00000-of-00002, valid/a.csv."""
+    """Return the split that begins the name of a file or folder: train-00000-of-00002, valid/a."""
     for part in reversed(file.relative_to(folder).parts):
-        word = "".join(
-            letter if letter.isalnum() else " " for letter in Path(part).stem.lower()
-        ).split()
+        stem = Path(part).stem.lower()
+        words = "".join(letter if letter.isalnum() else " " for letter in stem).split()
         for name, others in SPLITS.items():
-            if word and word[0] in (name, *others):
+            if words and words[0] in (name, *others):
                 return name
     return None
 
 
-def _named_split(path: Path) -> tuple[Path, str]:
-    folder, _, split = str(path).rpartition("@")
-    return Path(folder), split
-
-
 def _saved_split(folder: Path, split: str) -> Path:
-    """Return the folder of a split of what `DatasetDict.save_to_disk` wrote."""
+    """Return the folder of a split that `DatasetDict.save_to_disk` wrote."""
     try:
         splits = [check_name(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(
-            f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}'
-        ) from None
-    wanted = next(
+        message = f"cannot read {folder / 'dataset_dict.json'}"
+        raise DataError(message, expected='{"splits": [...]}') from None
+    requested = next(
         (name for name, others in SPLITS.items() if split.lower() in others and name in splits),
         split or "train",
     )
-    if wanted not in splits or not (folder / wanted).is_dir():
-        raise DataError(f"{folder} has no split '{wanted}'", expected=", ".join(splits), received=split or "none named",
-                        hint=f"name it: {folder}@SPLIT")  # fmt: skip
-    return folder / wanted
+    if requested not in splits or not (folder / requested).is_dir():
+        raise _no_split(folder, requested, split, splits)
+    return folder / requested

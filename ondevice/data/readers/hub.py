@@ -10,7 +10,7 @@ from ondevice.data.readers.source import Record
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:
-    """Read the records of a Hugging Face data set; class labels become their names. `line` counts rows from 1.
+    """Read a Hugging Face data set; class labels become their names, `line` counts rows from 1.
 
     Raises:
         MissingPackageError: `datasets` is not installed.
@@ -19,29 +19,29 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:
     try:
         import datasets
     except ImportError:
-        hint = "pip install datasets"
         raise MissingPackageError(
-            "reading a Hugging Face data set needs the package 'datasets'", hint=hint
+            "reading a Hugging Face data set needs the package 'datasets'",
+            hint="pip install datasets",
         ) from None
     try:
         loaded = datasets.load_dataset(name, config, split=split)
-    except (
-        Exception
-    ) as error:  # the package raises many kinds, all meaning that there is no such data
+    except Exception as error:  # of many kinds, which all mean that there is no such data
         reason = str(error).strip().partition("\n")[0]
         hint = "data sets are named name[:config][@split], such as glue:sst2@validation"
         raise DataError(f"cannot load the data set {name}: {reason}", hint=hint) from None
-    names = {
-        key: feature.names for key, feature in loaded.features.items() if hasattr(feature, "names")
-    }
+    features = loaded.features.items()
+    names = {key: feature.names for key, feature in features if hasattr(feature, "names")}
     return (
-        Record(number, named(without_fills(row), names)) for number, row in enumerate(loaded, 1)
+        Record(number, with_label_names(without_fills(row), names))
+        for number, row in enumerate(loaded, 1)
     )
 
 
 def without_fills(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table without the nulls with which Arrow fills an object that lacks another's keys: a
-    tool call's arguments, a schema's properties. A row's own columns stay, empty ones too."""
+    """Return a row of an Arrow table without the nulls that Arrow fills in for missing keys.
+
+    Objects in a column, such as a tool call's arguments, lose them; the row's own columns stay.
+    """
     return {key: _unfilled(value) for key, value in row.items()}
 
 
@@ -51,8 +51,8 @@ def _unfilled(value: Any) -> Any:
     return [_unfilled(item) for item in value] if isinstance(value, list) else value
 
 
-def named(row: dict[str, Any], names: dict[str, list[str]]) -> dict[str, Any]:
-    """Put the names of class labels in place of their numbers."""
+def with_label_names(row: dict[str, Any], names: dict[str, list[str]]) -> dict[str, Any]:
+    """Replace the numbers of class labels by their names."""
     for key, labels in names.items():
         if isinstance(row.get(key), int) and 0 <= row[key] < len(labels):
             row[key] = labels[row[key]]

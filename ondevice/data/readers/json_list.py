@@ -1,6 +1,7 @@
-"""One JSON document as records: a list of objects, alone or as the only list of an object, or one object.
+"""One JSON document as records: a list of objects, an object with one such list, or an object.
 
-A list is read an element at a time. An object is read whole, because only its end says what it holds.
+A list is read one element at a time. An object is read in one piece, because only its end shows
+what it holds.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from ondevice.data.readers.source import UNLIMITED, Limits, Record
 from ondevice.data.rows import BadRow, describe
 
 PIECE_BYTES = 1 << 20
-"""Read at once of a list."""
+"""Bytes of a list that are read at once."""
 
 
 def read_list(path: Path, limits: Limits = UNLIMITED) -> Iterator[Record]:
     """Read a file that begins with `[`.
 
     Raises:
-        DataError: the list breaks off or is empty, an element is too long, or the file is not UTF-8.
+        DataError: the list is cut off or empty, an element is too long, or it is not UTF-8.
     """
     text = _Text(_decoded(path))
     return _elements(path, text, text.skip(0) + 1, limits)
 
 
 def read_object(path: Path, limits: Limits = UNLIMITED) -> Iterator[Record] | None:
-    """Read a file that is one JSON object; None where it is none and may be JSON lines.
+    """Read a file that is one JSON object; return None if it is not one and may be JSON lines.
 
     Raises:
-        DataError: it has several lists of objects, its list is empty, or it is too long to be read whole.
+        DataError: it has several lists of objects, its list is empty, or it is too large.
     """
     size_bytes = path.stat().st_size
     if size_bytes > limits.whole_bytes:
         raise DataError(
-            f"{path}: the first line is not a whole JSON object, and the file is too large to be one object",
+            f"{path}: the first line is not a JSON object, and the file is too large to be one",
             expected=f"an object a line, or at most {limits.whole_bytes >> 20} MiB",
             received=f"{size_bytes >> 20} MiB",
             hint="write the rows as JSON lines, or as a list: [{...}, {...}]",
@@ -50,74 +51,78 @@ def read_object(path: Path, limits: Limits = UNLIMITED) -> Iterator[Record] | No
         document = parse_row(text)
     except ValueError:
         return None
-    lists = [key for key, value in document.items() if isinstance(value, list) and value
-             and all(isinstance(item, dict) for item in value)]  # fmt: skip
-    # A conversation's turns are a list of objects, too: an object that is itself a row is one.
+    lists = [
+        key
+        for key, value in document.items()
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    ]
+    # A conversation's turns are a list of objects, too: then the object is itself a row.
     if not lists or {"messages", "conversations", "chosen"} & set(document):
         return iter([Record(1, document)])
     if len(lists) > 1:
-        hint = f"write one of them into a file of its own: jq '.{lists[0]}' '{path.name}' > '{lists[0]}.json'"
+        command = f"jq '.{lists[0]}' '{path.name}' > '{lists[0]}.json'"
         raise DataError(
-            f"{path} has several lists", expected="one list", received=", ".join(lists), hint=hint
+            f"{path} has several lists",
+            expected="one list",
+            received=", ".join(lists),
+            hint=f"write one of them into its own file: {command}",
         )
-    found = re.search(rf"{re.escape(json.dumps(lists[0], ensure_ascii=False))}\s*:\s*\[", text)
-    if (
-        found is None
-    ):  # the key is written with escapes: the rows are right, their lines are not known
+    key = re.escape(json.dumps(lists[0], ensure_ascii=False))
+    match = re.search(rf"{key}\s*:\s*\[", text)
+    if match is None:  # the key is written with escapes: the rows are right, their lines unknown
         return (Record(number, row) for number, row in enumerate(document[lists[0]], 1))
-    return _elements(path, _Text(iter([text])), found.end(), limits)
+    return _elements(path, _Text(iter([text])), match.end(), limits)
 
 
 class _Text:
-    """The part of a text that is held in memory, and the line and column of every place in it."""
+    """The part of a text that is in memory, and the line and column of each position in it."""
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self.pieces = pieces
-        self.held = next(pieces, "")
+        self.buffer = next(pieces, "")
         self.ended = False
-        self._line, self._counted = (
-            1,
-            0,
-        )  # the line of a place, which only moves on: counting is linear
-        self._column = 0  # characters of the held text's first line that were dropped
-
-    def grow(self, place: int, least: int = 1) -> int:
-        """Drop the text before `place` and read `least` characters or more behind it; return the new place, 0."""
-        self._column = self.column_of(place) - 1
-        self.line_of(place)
+        self._line = 1  # of the position `_counted`, which only moves on: counting is linear
         self._counted = 0
-        parts, read = [self.held[place:]], 0
+        self._column = 0  # characters of the first line that were dropped
+
+    def grow(self, position: int, least: int = 1) -> int:
+        """Drop the text before `position`, read `least` characters or more, and return 0, where
+        the position is then."""
+        self._column = self.column_of(position) - 1
+        self.line_of(position)
+        self._counted = 0
+        parts, read = [self.buffer[position:]], 0
         while read < least and not self.ended:
             piece = next(self.pieces, "")
             self.ended = not piece
             parts.append(piece)
             read += len(piece)
-        self.held = "".join(parts)
+        self.buffer = "".join(parts)
         return 0
 
-    def line_of(self, place: int) -> int:
-        """Return the line of a place, counted from 1. Ask for places in their order."""
-        self._line += self.held.count("\n", self._counted, place)
-        self._counted = place
+    def line_of(self, position: int) -> int:
+        """Return the line of a position, counted from 1; ask for positions in their order."""
+        self._line += self.buffer.count("\n", self._counted, position)
+        self._counted = position
         return self._line
 
-    def column_of(self, place: int) -> int:
-        """Return the column of a place, counted from 1."""
-        before = self.held.rfind("\n", 0, place)
-        return self._column + place + 1 if before < 0 else place - before
+    def column_of(self, position: int) -> int:
+        """Return the column of a position, counted from 1."""
+        before = self.buffer.rfind("\n", 0, position)
+        return self._column + position + 1 if before < 0 else position - before
 
-    def skip(self, place: int) -> int:
-        """Return the place behind white space; more text is read if the held part ends there."""
+    def skip(self, position: int) -> int:
+        """Return the position after white space; read more text if the buffer ends there."""
         while True:
-            match = _SPACE(self.held, place)
-            place = match.end() if match else place
-            if place < len(self.held) or self.ended:
-                return place
-            place = self.grow(place)
+            match = _SPACE(self.buffer, position)
+            position = match.end() if match else position
+            if position < len(self.buffer) or self.ended:
+                return position
+            position = self.grow(position)
 
 
 NEAR_END = 64
-"""Characters before the end of the held text in which a mistake may be the cut: the longest word is `-Infinity`."""
+"""Characters at the buffer's end in which an error may be due to the cut (longest: `-Infinity`)."""
 _SPACE = re.compile(r"\s*").match
 
 
@@ -132,8 +137,12 @@ def _decoded(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 line = lines + error.object.count(b"\n", 0, error.start)
                 reason = f"byte 0x{error.object[error.start]:02x} in line {line}"
-                raise DataError(f"{path} is not UTF-8", expected="UTF-8", received=reason,
-                                hint="save it as UTF-8") from None  # fmt: skip
+                raise DataError(
+                    f"{path} is not UTF-8",
+                    expected="UTF-8",
+                    received=reason,
+                    hint="save it as UTF-8",
+                ) from None
             lines += text.count("\n")
             if text:
                 yield text
@@ -141,63 +150,68 @@ def _decoded(path: Path) -> Iterator[str]:
                 return
 
 
-def _elements(path: Path, text: _Text, place: int, limits: Limits) -> Iterator[Record]:
-    """Read the elements of the list that begins before `place`, each with the line on which it begins."""
+def _elements(path: Path, text: _Text, position: int, limits: Limits) -> Iterator[Record]:
+    """Yield the elements of the list that begins before `position`, each with its first line."""
     decoder, empty = json.JSONDecoder(object_pairs_hook=_pairs), True
-    place = text.skip(place)
-    while text.held[place : place + 1] != "]":
-        line, empty = text.line_of(place), False
+    position = text.skip(position)
+    while text.buffer[position : position + 1] != "]":
+        line, empty = text.line_of(position), False
         try:
-            value, place = _element(path, text, place, decoder, limits)
-            place = text.skip(place)
-            if text.held[place : place + 1] not in (",", "]"):
-                raise json.JSONDecodeError("Expecting ',' or ']'", text.held, place)
+            value, position = _element(path, text, position, decoder, limits)
+            position = text.skip(position)
+            if text.buffer[position : position + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text.buffer, position)
         except json.JSONDecodeError as error:
             where = f"line {text.line_of(error.pos)}, column {text.column_of(error.pos)}"
-            raise DataError(f"{path} is not JSON: {error.msg} in {where}", expected="a list of objects",
-                            received=describe(text.held[error.pos : error.pos + 30])) from None  # fmt: skip
-        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path} is not JSON: {type(error).__name__} in the element of line {line}"
+                f"{path} is not JSON: {error.msg} in {where}",
+                expected="a list of objects",
+                received=describe(text.buffer[error.pos : error.pos + 30]),
             ) from None
+        except (ValueError, RecursionError) as error:
+            reason = f"{type(error).__name__} in the element of line {line}"
+            raise DataError(f"{path} is not JSON: {reason}") from None
         yield Record(line, _record(value))
-        if text.held[place] == ",":
-            place = text.skip(place + 1)
+        if text.buffer[position] == ",":
+            position = text.skip(position + 1)
     if empty:
-        raise DataError(
-            f"{path} is empty", expected="at least one row", received="a list without elements"
-        )
+        received = "a list without elements"
+        raise DataError(f"{path} is empty", expected="at least one row", received=received)
 
 
 def _element(
-    path: Path, text: _Text, place: int, decoder: json.JSONDecoder, limits: Limits
+    path: Path, text: _Text, position: int, decoder: json.JSONDecoder, limits: Limits
 ) -> tuple[Any, int]:
-    """Decode the element at `place`, with as much more of the file as it needs; return it and the place behind it."""
+    """Decode the element at `position`, reading on as needed; return it and its end."""
     while True:
         try:
-            value, end = decoder.raw_decode(text.held, place)
-            whole = not isinstance(value, int | float)  # a number may go on: 3, 3.2, 3.25
-            if whole or text.ended or len(text.held) - end >= NEAR_END:
-                if text.held.count("[", place, end) + text.held.count("{", place, end) > MOST_DEPTH:
+            value, end = decoder.raw_decode(text.buffer, position)
+            complete = not isinstance(value, int | float)  # a number may go on: 3, 3.2, 3.25
+            if complete or text.ended or len(text.buffer) - end >= NEAR_END:
+                if (
+                    text.buffer.count("[", position, end) + text.buffer.count("{", position, end)
+                    > MOST_DEPTH
+                ):
                     check_depth(value)
                 return value, end
         except json.JSONDecodeError as error:
-            # The end of the held text cuts strings and words, and is not the end of the file.
-            cut = (
-                error.msg.startswith("Unterminated string") or error.pos > len(text.held) - NEAR_END
-            )
-            if text.ended or not cut:
+            # The end of the buffer cuts strings and words, and is not the end of the file.
+            is_cut = error.msg.startswith("Unterminated string")
+            is_cut |= error.pos > len(text.buffer) - NEAR_END
+            if text.ended or not is_cut:
                 raise
-        length = len(text.held) - place
+        length = len(text.buffer) - position
         if length > limits.row_bytes:
-            raise DataError(f"{path}: the element in line {text.line_of(place)} is too long",
-                            expected=f"at most {limits.row_bytes >> 20} MiB an element",
-                            received="more") from None  # fmt: skip
-        place = text.grow(place, max(1, length))
+            raise DataError(
+                f"{path}: the element in line {text.line_of(position)} is too long",
+                expected=f"at most {limits.row_bytes >> 20} MiB an element",
+                received="more",
+            ) from None
+        position = text.grow(position, max(1, length))
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Any:
-    """An object, or the BadRow of one with a key twice: raised here it would end the whole list."""
+    """Return an object, or the BadRow of one with a key twice: raised, it would end the list."""
     try:
         return unique_keys(pairs)
     except BadRow as problem:
@@ -213,10 +227,10 @@ def _record(value: Any) -> dict[str, Any] | BadRow:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; BadRow where a key occurs twice."""
+    """Build a JSON object; raise BadRow if a key occurs twice."""
     record: dict[str, Any] = {}
     for key, value in pairs:
-        if key in record:  # json.loads alone would keep the last in silence
+        if key in record:  # json.loads itself silently takes the last
             raise BadRow(key, "the key occurs twice")
         record[key] = value
     return record

@@ -1,4 +1,4 @@
-"""Rows that a Python program holds: an iterable of records, a `datasets.Dataset`, or a DataLoader's batches."""
+"""Rows that a Python program holds: dictionaries, a `datasets.Dataset`, or a DataLoader's batches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.readers.hub import named, without_fills
-from ondevice.data.readers.source import Record, Source
+from ondevice.data.readers.hub import with_label_names, without_fills
 
 NAME = "rows"
-"""The name in messages of rows that are in no file."""
+"""The name in messages of rows that are not in a file."""
 
 
 @dataclass(frozen=True)
-class Given:
+class PythonRows:
     """Rows from Python, read once.
 
     Attributes:
         records: one dictionary a row, of texts or of token ids (`input_ids`).
         batch_size: of the DataLoader that they came from.
-        notes: to be said of them in the log.
+        notes: for the run's log.
     """
 
     records: tuple[dict[str, Any], ...]
@@ -34,62 +33,58 @@ class Given:
     def __post_init__(self) -> None:
         digest = hashlib.sha256()
         for record in self.records:
-            digest.update(
-                json.dumps(record, sort_keys=True, default=str, ensure_ascii=True).encode() + b"\n"
-            )
+            text = json.dumps(record, sort_keys=True, default=str, ensure_ascii=True)
+            digest.update(text.encode() + b"\n")
         object.__setattr__(self, "sha256", digest.hexdigest())
 
     @property
     def tokenized(self) -> bool:
-        """True if the rows are token ids already."""
+        """True if the rows are already token ids."""
         return bool(self.records) and "input_ids" in self.records[0]
 
-    def source(self) -> Source:
-        """Return the rows as a reader of a file does; what is no record is a problem of its row."""
-        return Source(
-            "json", (Record(number, record) for number, record in enumerate(self.records, 1))
-        )
 
-
-def given(rows: Any) -> Given:
+def take_rows(rows: Any) -> PythonRows:
     """Take rows from Python.
 
     Args:
-        rows: any iterable of dictionaries with the keys of a data file, or of texts; a `datasets.Dataset`; a
-            DataLoader, whose batches are dictionaries of columns, or lists of rows. Rows with `input_ids` are
-            token ids already; without `labels` all of them are trained on.
+        rows: any iterable of dictionaries with the keys of a data file, or of texts; a
+            `datasets.Dataset`; or a DataLoader, whose batches are dictionaries of columns or lists
+            of rows. Rows with `input_ids` are already token ids; without `labels` all of them are
+            trained on.
 
     Raises:
-        DataError: of another type, or without a row.
+        DataError: the type is another one, or there is no row.
     """
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
-        several = (
-            isinstance(rows, Mapping)
-            and rows
-            and all(hasattr(part, "column_names") for part in rows.values())
-        )
+        hint = "data.path names a file"
+        if isinstance(rows, Mapping) and rows:
+            if all(hasattr(split, "column_names") for split in rows.values()):
+                hint = f"pass one of its splits: {', '.join(map(str, rows))}"
         raise DataError(
             "rows of the wrong type",
             expected="an iterable of dictionaries, a datasets.Dataset or a DataLoader",
             received=type(rows).__name__,
-            hint=f"give one of its splits: {', '.join(map(str, rows))}"
-            if several
-            else "a file is named by data.path",
+            hint=hint,
         )
-    features, size, notes = getattr(rows, "features", None), None, []
+    features = getattr(rows, "features", None)
     names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
+    batch_size, notes = None, ()
     records: Iterable[Any] = rows
-    arrow = features is not None
     if hasattr(rows, "collate_fn") and hasattr(rows, "dataset"):
-        size, records = getattr(rows, "batch_size", None), _unbatched(rows)
-        notes.append("rows of a DataLoader: read once; their order is the run's own, by train.seed")
-    plain = (_record(record, number) for number, record in enumerate(records, 1))
-    kept = tuple(named(without_fills(record) if arrow else record, names) for record in plain)
-    if not kept:
+        batch_size = getattr(rows, "batch_size", None)
+        records = _unbatched(rows)
+        notes = ("rows of a DataLoader: read once; train.seed decides the run's own order",)
+    taken = []
+    for number, row in enumerate(records, 1):
+        record = _record(row, number)
+        if features is not None:  # a table of Arrow
+            record = without_fills(record)
+        taken.append(with_label_names(record, names))
+    if not taken:
         raise DataError(
             "there are no rows", expected="one row or more", received="an empty iterable"
         )
-    return Given(kept, size, tuple(notes))
+    return PythonRows(tuple(taken), batch_size, notes)
 
 
 def _record(row: Any, number: int) -> dict[str, Any]:
@@ -119,7 +114,8 @@ def _unbatched(loader: Any) -> Iterator[Any]:
                 "a DataLoader's batch has columns of different lengths",
                 expected="a value of each row in every column",
                 received=", ".join(f"{key} {length}" for key, length in lengths.items()),
-                hint="leave out of the collator's batch what is not of a row, as cu_seq_lens",
+                hint="leave out of the collator's batch whatever has no value for each row, "
+                "such as cu_seq_lens",
             )
         for row in range(min(lengths.values())):
             yield {key: column[row] for key, column in columns.items()}

@@ -1,4 +1,4 @@
-"""Tables of text cells under a header: CSV with any of the usual separators, and the first sheet of an Excel file."""
+"""Tables of text cells under a header: CSV with any usual separator, and Excel's first sheet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ondevice.data.rows import BadRow, describe
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _SAMPLE = 50
-"""Rows behind the header that decide between separators that both split it."""
+"""Rows after the header that decide between separators that both split it."""
 
 Cells = tuple[int, list[str] | BadRow]
-"""(line, cells), or (line, why the line has none)."""
+"""(line, cells), or (line, the reason why it has none)."""
 
 
 def read_table(path: Path, limits: Limits = UNLIMITED) -> Source:
@@ -36,32 +36,41 @@ def read_table(path: Path, limits: Limits = UNLIMITED) -> Source:
     begin = read_begin(path)
     if begin.startswith(b'{"'):
         first = begin.partition(b"\n")[0].decode("utf-8", "surrogateescape")
-        raise DataError(f"{path} holds JSON, not a table", expected="a header with the columns' names",
-                        received=describe(first), hint="name it .jsonl")  # fmt: skip
+        raise DataError(
+            f"{path} holds JSON, not a table",
+            expected="a header with the columns' names",
+            received=describe(first),
+            hint="name it .jsonl",
+        )
     usual = "," if path.suffix.lower() == ".csv" else "\t"
-    whole = begin[: begin.rfind(b"\n") + 1] or begin  # not a row that ends in the middle
-    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` names with their field.
-    separator = find_separator(whole.decode("utf-8", "surrogateescape"), usual)
+    lines = begin[: begin.rfind(b"\n") + 1] or begin  # without a row that is cut
+    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` reports by field.
+    separator = find_separator(lines.decode("utf-8", "surrogateescape"), usual)
     notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
     return Source("table", _records(_csv(_text_lines(path, limits), separator), separator), notes)
 
 
 def _text_lines(path: Path, limits: Limits) -> Iterator[str]:
-    """Yield the lines of a file with their ends, whatever those are; DataError if one is too long."""
+    """Yield the lines of a file with their line ends, of any kind; DataError if one is too long."""
     most = limits.row_bytes if limits.row_bytes < sys.maxsize else -1
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         number = 0
         while line := file.readline(most):
             number += 1
             if len(line) == most and line[-1] not in "\r\n":
-                raise DataError(f"{path}: line {number} is too long", expected=f"at most {most >> 20} MiB",
-                                received="more", hint="check the file's line ends")  # fmt: skip
+                raise DataError(
+                    f"{path}: line {number} is too long",
+                    expected=f"at most {most >> 20} MiB",
+                    received="more",
+                    hint="check the file's line ends",
+                )
             yield line
 
 
 def find_separator(text: str, usual: str) -> str:
-    """Return the separator that splits the header and then the most of the first rows into as many cells."""
-    best, most = usual, (0, False)
+    """Return the separator that splits the header and most of the first rows into equal cells."""
+    best = usual
+    most = (0, False)
     for separator in SEPARATORS:
         widths: list[int] = []
         try:
@@ -74,7 +83,9 @@ def find_separator(text: str, usual: str) -> str:
             pass
         if widths and widths[0] > 1:
             alike = (1 + sum(width == widths[0] for width in widths[1:]), separator == usual)
-            best, most = (separator, alike) if alike > most else (best, most)
+            if alike > most:
+                best = separator
+                most = alike
     return best
 
 
@@ -91,7 +102,7 @@ def _csv(lines: Iterable[str], separator: str) -> Iterator[Cells]:
 
 
 def _records(rows: Iterator[Cells], separator: str) -> Iterator[Record]:
-    """Give every row the header's names; columns without a name are left out."""
+    """Give each row the header's names, without columns that have no name."""
     header: list[str] | None = None
     for line, cells in rows:
         if isinstance(cells, BadRow):
@@ -102,44 +113,39 @@ def _records(rows: Iterator[Cells], separator: str) -> Iterator[Record]:
             header = [cell.strip() for cell in cells]
             twice = [name for name, count in Counter(header).items() if name and count > 1]
             if twice:
-                raise DataError(
-                    f"the header names a column twice: {', '.join(sorted(twice))}",
-                    hint="rename one",
-                )
+                message = f"the header names a column twice: {', '.join(sorted(twice))}"
+                raise DataError(message, hint="rename one")
         elif len(cells) != len(header):
             yield Record(line, BadRow("", _wrong_width(cells, len(header), separator)))
         else:
-            yield Record(
-                line, {name: cell for name, cell in zip(header, cells, strict=True) if name}
-            )
+            named = zip(header, cells, strict=True)
+            yield Record(line, {name: cell for name, cell in named if name})
 
 
 def _wrong_width(cells: list[str], expected: int, separator: str) -> str:
-    """Say what is wrong with a row of too few or too many cells: often it is split by another separator."""
-    reason = (
-        f"expected {expected} column{'s' * (expected != 1)} as in the header, received {len(cells)}"
-    )
+    """Explain a row with too few or too many cells; often another separator splits it."""
+    columns = f"{expected} column{'s' * (expected != 1)}"
+    reason = f"expected {columns} as in the header, received {len(cells)}"
     line = separator.join(cells)
     for other, name in SEPARATORS.items():
         if other != separator and other in line and expected > 1:
             if len(next(csv.reader([line], delimiter=other), [])) == expected:
-                return f"{reason}; the row is separated by a {name}, the header by a {SEPARATORS[separator]}"
-    return (
-        f"{reason}; quote a cell that holds a {SEPARATORS[separator]}"
-        if len(cells) > expected
-        else reason
-    )
+                ours = SEPARATORS[separator]
+                return f"{reason}; the row is separated by a {name}, the header by a {ours}"
+    if len(cells) > expected:
+        return f"{reason}; quote a cell that holds a {SEPARATORS[separator]}"
+    return reason
 
 
 MOST_ROWS = 1 << 20
-"""Rows of a sheet, by Excel's own limit; a file may name a row far behind it, and all before it would be read."""
+"""Excel's own limit on rows; a file may name a row far beyond it, and every row would be read."""
 
 
 def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
-    """Read the first sheet that has cells, as the text that they show; formulas as the values they had when saved.
+    """Read the first sheet with cells, as the text that they show; formulas as their saved values.
 
     Raises:
-        DataError: it is not an Excel file, has no cells, or is too large unpacked.
+        DataError: it is not an Excel file, has no cells, or is too large uncompressed.
         MissingPackageError: openpyxl is not installed.
     """
     try:
@@ -152,20 +158,17 @@ def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
         for sheet in book.worksheets:
             if not hasattr(sheet, "iter_rows"):
                 continue
-            # Without what the file says of the sheet's size: it may be wrong, and is then filled with empty cells.
+            # The stated size of the sheet may be wrong, and would be filled with empty cells.
             sheet.reset_dimensions()
             rows = _sheet_rows(path, sheet)
             if (first := next(filter(_has_cells, rows), None)) is not None:
                 break
         else:
-            raise DataError(
-                f"{path} is empty", expected="a sheet with a header and rows", received="no cell"
-            )
+            expected = "a sheet with a header and rows"
+            raise DataError(f"{path} is empty", expected=expected, received="no cell")
     except (DataError, MemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # the package raises KeyError, BadZipFile, InvalidFileException, XML's own and more
+    except Exception as error:  # KeyError, BadZipFile, InvalidFileException, XML's own and more
         raise _not_excel(path, error) from None
     names = book.sheetnames
     notes = [f"the sheet '{sheet.title}' is read, of {', '.join(names)}"] if names[1:] else []
@@ -173,24 +176,21 @@ def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
 
 
 def _check_parts(path: Path, limits: Limits) -> None:
-    """Refuse a book whose parts are too large, by the sizes in its directory: zipfile reads no more than they say."""
+    """Refuse a book whose parts are too large by its directory: zipfile reads no more than that."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size_bytes = path.stat().st_size
     for entry in entries:
-        # zipfile makes room for what is stated before it reads a part that is stored as it is.
-        if (
-            max(entry.compress_size, entry.file_size * (entry.compress_type == zipfile.ZIP_STORED))
-            > size_bytes
-        ):
-            raise DataError(
-                f"{path} is damaged: {entry.filename} states more bytes than the file has"
-            )
+        # zipfile allocates the stated size before it reads an uncompressed part.
+        stored = entry.file_size * (entry.compress_type == zipfile.ZIP_STORED)
+        if max(entry.compress_size, stored) > size_bytes:
+            reason = f"{entry.filename} states more bytes than the file has"
+            raise DataError(f"{path} is damaged: {reason}")
     limits.check_unpacked(path, sum(entry.file_size for entry in entries), "CSV")
     for entry in entries:
         if entry.file_size > limits.whole_bytes and not entry.filename.startswith("xl/worksheets/"):
             raise DataError(
-                f"{path}: {entry.filename} is too large to be read whole",
+                f"{path}: {entry.filename} is too large to be read at once",
                 expected=f"at most {limits.whole_bytes >> 20} MiB",
                 received=f"{entry.file_size >> 20} MiB",
                 hint="save it as CSV",
@@ -202,8 +202,12 @@ def _sheet_rows(path: Path, sheet: Any) -> Iterator[tuple[int, list[str]]]:
     try:
         for line, cells in enumerate(sheet.iter_rows(values_only=True), 1):
             if line > MOST_ROWS:
-                raise DataError(f"{path} has too many rows", expected=f"at most {MOST_ROWS}", received="more",
-                                hint="save it as CSV")  # fmt: skip
+                raise DataError(
+                    f"{path} has too many rows",
+                    expected=f"at most {MOST_ROWS}",
+                    received="more",
+                    hint="save it as CSV",
+                )
             yield line, [_shown(cell) for cell in cells]
     except (DataError, MemoryError):
         raise
@@ -213,13 +217,12 @@ def _sheet_rows(path: Path, sheet: Any) -> Iterator[tuple[int, list[str]]]:
 
 def _not_excel(path: Path, error: Exception) -> DataError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return DataError(
-        f"cannot read {path} as an Excel file: {reason}", hint="save it again, or as CSV"
-    )
+    message = f"cannot read {path} as an Excel file: {reason}"
+    return DataError(message, hint="save it again, or as CSV")
 
 
 def _shown(value: Any) -> str:
-    """The cell as text: whole numbers without '.0', dates as ISO 8601, nothing as ''."""
+    """Return a cell as text: integers without '.0', dates as ISO 8601, nothing as ''."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer() and abs(value) < 10**15:
@@ -230,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def _even(rows: Iterable[tuple[int, list[str]]]) -> Iterator[Cells]:
-    """Fill rows up to the header's width, and cut empty cells behind it."""
+    """Fill rows up to the header's width, and cut empty cells beyond it."""
     width = 0
     for line, cells in filter(_has_cells, rows):
         # The first row is the header, which ends with its last name.

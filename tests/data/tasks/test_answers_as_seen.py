@@ -74,7 +74,7 @@ def test_the_choice_of_one_or_several_sequences_is_said_and_counted(
     assert stretches(one, qwen2_5) == [["Apple.<|im_end|>", "Pear.<|im_end|>"]]
     assert (
         "conversations that are one sequence each, as the chat template only appends: 1"
-        in one.report.said()
+        in one.report.sentences()
     )
     thought = "<think>\n\n</think>\n\n"
     assert stretches(several, qwen3) == [
@@ -83,7 +83,7 @@ def test_the_choice_of_one_or_several_sequences_is_said_and_counted(
     ]
     assert (
         "conversations that are one sequence for each answer, as the chat template rewrites earlier turns: 1, "
-        "as 2 sequences" in several.report.said()
+        "as 2 sequences" in several.report.sentences()
     )
     assert [item.line for item in several.items] == [1, 1]
 
@@ -126,7 +126,7 @@ def test_reasoning_that_the_template_drops_is_named(write: Write, qwen2_5: Any) 
     dataset = read(
         write, qwen2_5, {"messages": [ASKED, ANSWERED | {"reasoning_content": "A fruit."}]}
     )
-    assert dataset.report.left == {"messages[].reasoning_content": 1}
+    assert dataset.report.unread_counts == {"messages[].reasoning_content": 1}
 
 
 @pytest.mark.parametrize("context", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
@@ -137,7 +137,7 @@ def test_a_turn_that_is_not_to_be_trained_on_is_context(
 ) -> None:
     tokenizer = tokenizer_for(template)
     dataset = read(write, tokenizer, {"messages": [ASKED, ANSWERED | context, AGAIN, PEAR]})
-    assert len(dataset.items) == 1 and dataset.report.left == {}
+    assert len(dataset.items) == 1 and dataset.report.unread_counts == {}
     (trained,) = stretches(dataset, tokenizer)
     assert len(trained) == 1 and "Pear." in trained[0] and "Apple." not in trained[0]
     assert "Apple." in whole(dataset, tokenizer)[0]
@@ -221,7 +221,7 @@ def test_system_history_and_input_stand_before_the_question(
     ]
     assert (
         stretches(dataset, qwen2_5) == [[f"{turns[-1]['content']}<|im_end|>"]]
-        and dataset.report.left == {}
+        and dataset.report.unread_counts == {}
     )
 
 
@@ -311,8 +311,12 @@ def test_every_key_and_column_that_the_template_names_reaches_it(
     assert (
         whole(dataset, curious)[0].startswith("[D]PM<|im_start|>user/Ann//\n") and "dry/1" in shown
     )
-    assert dataset.report.left.keys() == {"unknown", "chat_template_kwargs.tokenize", "messages[].tool_call_id",
-                                          "messages[].tool_calls[].id"}  # fmt: skip
+    assert dataset.report.unread_counts.keys() == {
+        "unknown",
+        "chat_template_kwargs.tokenize",
+        "messages[].tool_call_id",
+        "messages[].tool_calls[].id",
+    }
 
 
 def test_settings_of_a_row_reach_the_template(write: Write, qwen3: Any) -> None:
@@ -338,7 +342,7 @@ def test_a_turn_that_the_template_drops_is_refused(write: Write, qwen2_5: Any) -
     dataset = read(
         write, llama, {"messages": [ASKED, CALLED | {"content": "Let me see."}, RESULT, ANSWERED]}
     )
-    assert dataset.report.left["messages[].content of a turn with tool_calls"] == 1
+    assert dataset.report.unread_counts["messages[].content of a turn with tool_calls"] == 1
 
 
 def test_a_developer_is_one_where_the_template_knows_it(write: Write, qwen2_5: Any) -> None:
@@ -365,7 +369,7 @@ def test_tool_calls_of_arrow_are_those_of_json_lines(
     from_arrow = encode(read_rows(tmp_path / "rows.parquet"), qwen2_5, max_length_tokens=9_999)
     from_lines = read(write, qwen2_5, *rows)
     assert whole(from_arrow, qwen2_5) == whole(from_lines, qwen2_5)
-    assert from_arrow.report.left == from_lines.report.left
+    assert from_arrow.report.unread_counts == from_lines.report.unread_counts
     null = CALLED | {
         "tool_calls": [CALL | {"function": {"name": "weather", "arguments": {"town": None}}}]
     }
@@ -403,7 +407,7 @@ def test_turns_that_hold_the_template_s_marks_get_them_once(write: Write) -> Non
         ]
         assert (
             "turns that held the chat template's own marks, which are written once: 2"
-            in dataset.report.said()
+            in dataset.report.sentences()
         )
 
 
@@ -412,14 +416,14 @@ def test_a_completion_that_ends_with_the_template_s_end_gets_no_other(
 ) -> None:
     dataset = read(write, qwen2_5, {"prompt": "A fruit:", "completion": " Apple.<|im_end|>"})
     assert stretches(dataset, qwen2_5) == [[" Apple.<|im_end|>"]]
-    assert dataset.report.said() == ("answers whose end is trained as <|im_end|>: 1",)
+    assert dataset.report.sentences() == ("answers whose end is trained as <|im_end|>: 1",)
     plain = read(write, qwen2_5, {"prompt": "A fruit:", "completion": " Apple."})
-    assert plain.report.said() == ("answers whose end is trained as </s>: 1",)
+    assert plain.report.sentences() == ("answers whose end is trained as </s>: 1",)
 
 
 def test_an_answer_without_an_end_is_said(write: Write) -> None:
     glm = tokenizer_for("glm4moe")  # the next role's mark ends its turns
-    said = read(write, glm, {"messages": [ASKED, ANSWERED]}).report.said()
+    said = read(write, glm, {"messages": [ASKED, ANSWERED]}).report.sentences()
     assert "answers without an end token, after which a model does not learn to stop: 1" in said
 
 
@@ -429,7 +433,7 @@ def test_an_answer_that_the_template_writes_otherwise_than_it_asks_is_said(write
     assert stretches(dataset, deepseek) == [["Apple.<｜end▁of▁sentence｜>"]]
     assert (
         "answers without '<think>', with which the chat template asks for them: 1"
-        in dataset.report.said()
+        in dataset.report.sentences()
     )
 
 
@@ -491,7 +495,7 @@ def test_a_key_that_is_read_later_is_not_named(write: Write, qwen2_5: Any) -> No
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rows = [{"messages": [ASKED | {"name": name}, ANSWERED]} for name in ("x", "", "Ann", "x")]
-    assert read(write, polite, *rows).report.left == {
+    assert read(write, polite, *rows).report.unread_counts == {
         "messages[].name": 1
     }  # the first, in which it changes nothing
 
@@ -503,5 +507,5 @@ def test_a_preference_pair_s_turns_are_checked_too(write: Write, qwen2_5: Any) -
         "score": 1.0,
     }
     dataset = read(write, qwen2_5, pair)
-    assert dataset.report.left == {"score": 1, "messages[].mood": 1}
+    assert dataset.report.unread_counts == {"score": 1, "messages[].mood": 1}
     assert [len(item.candidates) for item in dataset.items] == [2]

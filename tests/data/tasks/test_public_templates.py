@@ -155,7 +155,7 @@ def test_each_answer_is_trained_on_as_transformers_shows_that_turn(
             for message in ROWS[cell]["messages"]
             if "reasoning_content" in message
         ]
-        left = dataset.report.left.get("messages[].reasoning_content", 0)
+        left = dataset.report.unread_counts.get("messages[].reasoning_content", 0)
         assert [thought in trained for thought in thoughts] == [not left] * 2 and left in (0, 2)
 
 

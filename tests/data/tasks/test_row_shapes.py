@@ -135,7 +135,7 @@ def test_every_key_is_read_or_named(shape: str, write: Write, qwen: Any) -> None
     row = SHAPES[shape]
     dataset = encoded(write, row, qwen)
     # "messages[].tool_calls[].id" and "messages behind the last answer" end with, or begin with, the key.
-    named = {name.rpartition(".")[2].partition(" ")[0] for name in dataset.report.left}
+    named = {name.rpartition(".")[2].partition(" ")[0] for name in dataset.report.unread_counts}
     for path in paths(row):
         key = path[-1]
         try:
