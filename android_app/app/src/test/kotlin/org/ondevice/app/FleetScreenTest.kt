@@ -79,7 +79,7 @@ class FleetScreenTest : AppTest() {
     @Test
     fun takesPartAndSharesTheAnswer() {
         open(MainActivity.FLEET)
-        untilSaid("In no fleet yet")
+        untilSaid("Not in a fleet yet")
         sent("round-0-0")
         untilSaid("No model here is the fleet’s", "Taking part needs rows")
         assertNull("nothing is joined by looking", app.rounds.standing)
@@ -101,7 +101,7 @@ class FleetScreenTest : AppTest() {
         taken()
         assertNull(app.rounds.live!!.error)
         assertTrue("no run was there to be told of", shadowOf(trainService).isStoppedBySelf)
-        untilSaid("The answer is ready")
+        untilSaid("The reply is ready")
         shot("fleet-answer")
         while (shadowOf(app).nextStartedActivity != null) Unit
         click(R.id.share)

@@ -150,7 +150,7 @@ class TrainScreenTest : AppTest() {
         until("some steps") { live!!.stepsDone >= 2 }
         available(150)
         until("the pause") { paused() }
-        untilSaid("other apps need memory (pressure low); goes on below moderate")
+        untilSaid("other apps need memory (pressure low); continues below moderate")
         available(250) // more than the threshold, and not enough to spare
         Thread.sleep(1500)
         settle()
@@ -214,7 +214,7 @@ class TrainScreenTest : AppTest() {
         service()
         settle()
         assertTrue(live!!.isOver)
-        untilSaid("The app ended 3 times in this run before it could save anything.")
+        untilSaid("In this run the app ended 3 times before it could save anything.")
         assertNull(app.wanted.read())
         shot("train-gave-up")
         click(R.id.again)

@@ -110,7 +110,7 @@ class TryAndAdaptersTest : AppTest() {
         settle()
         untilSaid("Answers that you judged")
         shot("data-judged")
-        click("Delete the judgement 2")
+        click("Delete judgement 2")
         assertEquals("Delete judgement 2?", confirm())
         assertEquals(listOf(expected["after"]), app.store.judged.read().map { it.answer })
         assertEquals("no run trains on them", emptyList<File>(), app.store.dataFiles())

@@ -63,14 +63,14 @@ object PauseRules {
             val limit = if (PauseCause.HEAT in pausedFor) rules.resumeBelowThermal else rules.pauseAtThermal
             if (status >= limit) {
                 val until = Thermal.word(rules.resumeBelowThermal)
-                add(PauseCause.HEAT, "the phone is hot (thermal status ${Thermal.word(status)}); goes on below $until", status, rules.resumeBelowThermal)
+                add(PauseCause.HEAT, "the phone is hot (thermal status ${Thermal.word(status)}); continues below $until", status, rules.resumeBelowThermal)
             }
         }
         health.batteryPercent?.let { percent ->
             val low = PauseCause.BATTERY in pausedFor
             val limit = if (low) rules.batteryResumePercent else rules.batteryFloorPercent
             if (!health.charging && percent < limit) {
-                add(PauseCause.BATTERY, "the battery is at $percent%; goes on from ${rules.batteryResumePercent}% or with a charger", percent, rules.batteryResumePercent)
+                add(PauseCause.BATTERY, "the battery is at $percent%; continues from ${rules.batteryResumePercent}% or with a charger", percent, rules.batteryResumePercent)
             }
         }
         if (rules.onlyWhileCharging && !health.charging) {
@@ -81,13 +81,13 @@ object PauseRules {
             val below = if (limit > MemoryPressure.MODERATE) MemoryPressure.values()[limit.ordinal - 1] else limit
             if (health.memoryPressure >= (if (PauseCause.MEMORY in pausedFor) below else limit)) {
                 val level = health.memoryPressure.name.lowercase()
-                add(PauseCause.MEMORY, "other apps need memory (pressure $level); goes on below ${below.name.lowercase()}", health.memoryPressure, below)
+                add(PauseCause.MEMORY, "other apps need memory (pressure $level); continues below ${below.name.lowercase()}", health.memoryPressure, below)
             }
         }
         health.freeDiskBytes?.let { free ->
             if (free < rules.diskFloorBytes) {
                 val mib = { bytes: Long -> "${bytes shr 20} MiB" }
-                add(PauseCause.DISK, "only ${mib(free)} of storage are free; goes on from ${mib(rules.diskFloorBytes)}", free, rules.diskFloorBytes)
+                add(PauseCause.DISK, "only ${mib(free)} of storage are free; continues from ${mib(rules.diskFloorBytes)}", free, rules.diskFloorBytes)
             }
         }
         return found
