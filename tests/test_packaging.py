@@ -125,7 +125,7 @@ def bare(wheel: Path, project: dict, tmp_path_factory: pytest.TempPathFactory) -
     ["train tiny:llama --data rows.jsonl", "eval tiny:llama --data rows.jsonl", "chat tiny:llama --prompt hi",
      "data rows.jsonl --model tiny:llama", "export tiny:llama --out program"],
 )  # fmt: skip
-def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) -> None:
+def test_a_bare_wheel_names_the_missing_extra(command: str, bare: Bare, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         '{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n'
     )
@@ -134,7 +134,9 @@ def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) 
     assert re.search(r"pip install 'ondevice-train\[(torch|executorch)\]'", done.stderr)
 
 
-def test_a_bare_wheel_names_the_extra_of_what_follows_a_run(bare: Bare, tmp_path: Path) -> None:
+def test_a_bare_wheel_names_the_missing_extra_of_commands_that_follow_a_run(
+    bare: Bare, tmp_path: Path
+) -> None:
     """Of a replay, and of the demo's commands over an exported program."""
     import ondevice
 
@@ -187,7 +189,9 @@ def test_a_bare_wheel_does_what_needs_no_framework(
     assert done.returncode == 0 and words in done.stdout, done.stderr
 
 
-def test_a_bare_wheel_s_doctor_fails_as_nothing_can_train(bare: Bare, tmp_path: Path) -> None:
+def test_the_doctor_of_a_bare_wheel_fails_because_nothing_can_train(
+    bare: Bare, tmp_path: Path
+) -> None:
     done = bare("doctor", "--json", cwd=tmp_path)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert (
@@ -197,7 +201,7 @@ def test_a_bare_wheel_s_doctor_fails_as_nothing_can_train(bare: Bare, tmp_path: 
     )
 
 
-def test_files_on_the_path_that_are_not_installed_are_told_apart(
+def test_files_on_the_path_that_are_not_installed_are_recognised(
     bare: Bare, tmp_path: Path
 ) -> None:
     shutil.copytree(bare.site, tmp_path / "site", symlinks=True)
@@ -207,7 +211,7 @@ def test_files_on_the_path_that_are_not_installed_are_told_apart(
     assert done.returncode == 10 and "metadata of ondevice-train is missing" in done.stderr
 
 
-def test_metadata(wheel: Path) -> None:
+def test_wheel_metadata_names_license_python_and_extras(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
     text = archive.read(name).decode()

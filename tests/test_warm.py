@@ -32,7 +32,7 @@ def running(process: Path) -> bool:
         return False
 
 
-def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have(
+def test_a_warm_process_has_the_arguments_environment_and_exit_status_of_a_fresh_one(
     warm: Warm, tmp_path: Path
 ) -> None:
     (tmp_path / "near.py").write_text(
@@ -62,7 +62,7 @@ def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have
     assert ended(warm, "-c", code)[:2] == (0, "main\nthread\nat exit")
 
 
-def test_what_libraries_set_when_a_test_imports_them_starts_nothing_anew(warm: Warm) -> None:
+def test_variables_set_by_libraries_do_not_restart_the_warm_process(warm: Warm) -> None:
     """Each command would import torch again, in the worker whose earlier tests had exported a program."""
     pytest.importorskip("mlx_lm")
     inductor = "from torch._inductor.runtime import cache_dir_utils; cache_dir_utils.cache_dir()"
@@ -75,7 +75,7 @@ def test_what_libraries_set_when_a_test_imports_them_starts_nothing_anew(warm: W
     )
 
 
-def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
+def test_a_warm_process_gets_signals_and_input_like_a_fresh_one(warm: Warm) -> None:
     code = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(60)"
     for number in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(
@@ -93,7 +93,7 @@ def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
             time.sleep(0.05)
 
 
-def test_what_an_import_reads_is_read_again(warm: Warm) -> None:
+def test_files_read_by_an_import_are_read_again(warm: Warm) -> None:
     code = "import sys; from huggingface_hub.constants import HF_HOME; print(HF_HOME, 'torch' in sys.modules)"
     assert (
         ended(warm, "-c", code, env={**os.environ, "HF_HOME": "/nowhere"})[1] == "/nowhere False\n"
@@ -101,9 +101,7 @@ def test_what_an_import_reads_is_read_again(warm: Warm) -> None:
     assert ended(warm, "-P", "-c", "print(5)")[1] == "5\n"
 
 
-def test_commands_that_end_at_any_moment_harm_no_other_and_its_end_is_quiet(
-    tmp_path: Path, capfd
-) -> None:
+def test_commands_that_end_at_any_moment_harm_no_other_command(tmp_path: Path, capfd) -> None:
     warm = Warm(tmp_path, preloaded=())
     for sent in (
         b"",

@@ -28,8 +28,9 @@ def test_interleaved_takes_turns_and_reverses_every_other_round() -> None:
 
 
 def test_interleaved_refuses_no_repeats() -> None:
-    with pytest.raises(ValueError, match="repeats: expected at least 1, received 0"):
+    with pytest.raises(ValueError) as refused:
         common.interleaved({}, repeats=0)
+    assert "repeats" in str(refused.value)
 
 
 def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_omits_output_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "x --json --note --out --repeats 3 --out=/y --record --programs build --data /d --log /l --budget-s 9"
     monkeypatch.setattr(sys, "argv", words.split())
     assert (
@@ -88,7 +89,7 @@ def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
     assert "| name | s |" in done.stdout
 
 
-def test_what_a_benchmark_needs_is_read_without_running_it(
+def test_the_needs_of_a_benchmark_are_read_without_running_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "room").mkdir()
@@ -123,7 +124,7 @@ def test_a_table_has_the_columns_that_some_row_fills() -> None:
     assert common.result("room/name", [], columns)["columns"] == columns
 
 
-def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
+def test_a_committed_result_keeps_every_table_but_not_every_row() -> None:
     columns = [{"key": "name"}, {"key": "step_s"}, {"key": "parts"}]
     rows = [
         {

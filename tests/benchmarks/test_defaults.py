@@ -24,7 +24,7 @@ def test_every_method_has_a_first_seed_before_one_has_a_second() -> None:
     assert all(job.settings == "loss=auto" for job in jobs[10:])
 
 
-def test_what_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
+def test_runs_are_ended_when_the_time_is_over(tmp_path: Path) -> None:
     (tmp_path / "alpaca").mkdir()
     os.mkfifo(
         tmp_path / "alpaca" / "train.jsonl"
@@ -41,7 +41,7 @@ def test_what_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
         assert not process.is_alive()
 
 
-def test_a_method_learns_where_every_seed_does() -> None:
+def test_a_method_counts_as_learning_if_every_seed_learns() -> None:
     def record(method: str, seed: int, accuracy: float, loss: float) -> dict[str, Any]:
         settings = default_of(method) if method else ""
         return {"set": "sst2", "method": method, "steps": 60, "settings": settings, "seed": seed, "accuracy": accuracy,

@@ -49,8 +49,9 @@ def test_rows_are_added_and_those_with_more_seeds_stay(
     ]
     kept = json.loads(place.read_text())
     assert kept["notes"] == ["gpu"] and all("curve" not in one for one in kept["rows"])
-    with pytest.raises(SystemExit, match="machine: expected gpu, received cpu"):
+    with pytest.raises(SystemExit) as refused:
         merge.merged(kept, document([], "cpu"), ("task",))
+    assert str(refused.value).startswith("machine: ")
 
 
 def of_rows(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def test_of_two_rows_with_one_key_the_one_with_more_seeds_stays(of: Any) -> None
         assert merge.merged(of_rows(old), of_rows(new, other), ("task",))["rows"] == [stays, other]
 
 
-def test_columns_gain_those_that_are_new() -> None:
+def test_new_columns_are_added() -> None:
     old, new = of_rows({"task": "x"}), of_rows({"task": "y", "error": "late"})
     old["columns"] = [{"key": "task", "title": "Task"}]
     new["columns"] = [{"key": "error"}, {"key": "task", "title": "Rows"}]

@@ -290,7 +290,7 @@ def compared(name: str, value: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_losses_and_updates_are_the_reference_s(row) -> None:
+def test_losses_and_updates_match_the_reference(row) -> None:
     session = open_row(row)
     expected, rate = reference(row, session), LEARNING_RATE[row.method]
     for step, (ids, labels) in enumerate(batches(session)):
@@ -314,7 +314,7 @@ def test_losses_and_updates_are_the_reference_s(row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_resume_has_the_bits_of_a_run_that_never_stopped(row) -> None:
+def test_a_resumed_run_matches_an_uninterrupted_run_bit_for_bit(row) -> None:
     straight, first, second = open_row(row), open_row(row), open_row(row)
     rate, half = LEARNING_RATE[row.method], STEPS // 2
     given = batches(straight)

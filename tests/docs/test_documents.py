@@ -67,7 +67,7 @@ def run(
 @pytest.mark.model
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", TESTED, ids=name)
-def test_examples_run(document: Path, tmp_path: Path, warm: Warm) -> None:
+def test_the_examples_of_a_page_run(document: Path, tmp_path: Path, warm: Warm) -> None:
     done = run(document, tmp_path, warm.python)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -145,7 +145,7 @@ def test_a_wrong_example_fails(text: str, message: str, tmp_path: Path) -> None:
     assert message in done.stderr
 
 
-def test_links(tmp_path: Path) -> None:
+def test_broken_links_of_a_page_are_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A heading, `code` and more\n\n```\n# no heading\n```\n")
     page = tmp_path / "page.md"
     page.write_text(

@@ -13,7 +13,7 @@ from tests.warm import Warm
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sdk(root: Path, tmp_path: Path, warm: Warm) -> None:
+def test_the_sdk_example_runs_and_replays(root: Path, tmp_path: Path, warm: Warm) -> None:
     done = subprocess.run(
         [str(warm.python), str(root / "examples/sdk.py"), str(tmp_path / "out")],
         cwd=tmp_path,
@@ -34,7 +34,9 @@ def test_sdk(root: Path, tmp_path: Path, warm: Warm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_mac_finetune(root: Path, tmp_path: Path, warm: Warm) -> None:
+def test_the_mac_example_trains_and_finds_its_finished_run(
+    root: Path, tmp_path: Path, warm: Warm
+) -> None:
     """On the CPU, with a tiny model; the second call finds the run finished and only talks."""
     pytest.importorskip("mlx_lm")
     from ondevice.models import save_tiny

@@ -44,7 +44,7 @@ def test_every_part_is_on_a_page(generate: ModuleType, root: Path) -> None:
     assert {match[2] for match in generate.MARKED.finditer(text)} == set(generate.PARTS)
 
 
-def test_the_devices_of_the_readme_name_what_there_is(root: Path) -> None:
+def test_the_device_table_of_the_readme_names_existing_methods(root: Path) -> None:
     """Every command of the table names a method that has a part in the target and the backend beside it."""
     from ondevice.core.registry import method, methods, target
 
@@ -84,7 +84,7 @@ def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
     assert "| `perturbation_scale` | `number` | `0.01` |" in settings
 
 
-def test_pages_say_of_exports_and_of_the_first_command_what_holds(root: Path) -> None:
+def test_pages_tell_the_truth_about_exports_and_the_first_command(root: Path) -> None:
     from ondevice.core.registry import methods
 
     for spec in methods():

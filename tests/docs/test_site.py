@@ -48,13 +48,13 @@ def test_the_site_builds_without_a_network(root: Path, tmp_path: Path) -> None:
     )
 
 
-def test_every_page_is_in_the_site_s_menu(root: Path) -> None:
+def test_every_page_is_in_the_menu_of_the_site(root: Path) -> None:
     named = re.findall(r": (\S+\.md)$", (root / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md")}
     assert sorted(named) == sorted(pages)
 
 
-def test_workflows_call_what_there_is(root: Path) -> None:
+def test_workflows_call_goals_that_exist(root: Path) -> None:
     goals = set(
         re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (root / "Makefile").read_text(), re.MULTILINE)
     )

@@ -52,9 +52,7 @@ def one_token(example: Example) -> Example:
 
 
 @pytest.mark.parametrize("share", [None, 1 / 3])
-def test_batched_devices_answer_as_members_over_a_session_do(
-    rows: Any, share: float | None
-) -> None:
+def test_batched_devices_reply_like_members_over_a_session(rows: Any, share: float | None) -> None:
     from ondevice.core.registry import spec_of
 
     setting = Setting("iid", 2, 2, rounds=2, local_steps=2, queries=2, rank=2)
@@ -116,7 +114,7 @@ def test_fedavg_of_one_step_is_a_step_on_all_rows(rows: Any) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
-def test_a_mixed_round_is_the_mean_of_gradient_steps_and_of_the_numbers_updates(rows: Any) -> None:
+def test_a_mixed_round_averages_gradient_steps_and_updates_from_numbers(rows: Any) -> None:
     model = RacingModel(tiny_model())
     shape = Setting("mixed", 2, 1, 1, 2, 2, rank=2, first_order=True, weak=1, weak_rate=RATE)
     mixed, strong, weak = (
@@ -136,7 +134,7 @@ def test_a_mixed_round_is_the_mean_of_gradient_steps_and_of_the_numbers_updates(
     assert strong.bytes[0] < mixed.bytes[0] < 2 * strong.bytes[0]
 
 
-def test_epsilons_are_the_accountants() -> None:
+def test_epsilons_match_the_accountant() -> None:
     pytest.importorskip("dp_accounting")
     from ondevice.fleet.privacy import epsilon
 
@@ -144,7 +142,7 @@ def test_epsilons_are_the_accountants() -> None:
         assert value == pytest.approx(epsilon(multiplier, answers), rel=1e-4)
 
 
-def test_the_script_chooses_a_rate_and_goes_on_from_its_log(
+def test_the_script_chooses_a_rate_and_continues_from_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"sentence": f"film {i}", "label": i % 2} for i in range(16)]

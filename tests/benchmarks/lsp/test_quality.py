@@ -103,7 +103,7 @@ def test_the_projected_methods_need_less_memory(data: Path) -> None:
     assert needed["lsp"][1] < needed["full"][1]
 
 
-def test_the_loss_is_that_of_the_answer_tokens(data: Path) -> None:
+def test_the_loss_counts_only_label_tokens(data: Path) -> None:
     run, _, batch = opened(data, "full")
     labels = torch.from_numpy(batch.labels)
     logits = run.model(torch.from_numpy(batch.ids)).logits[:, :-1]
@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_answer_tokens(data: Path) -> None:
     assert nll.sum() / counts.sum() == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
-def test_a_layer_in_half_hands_the_same_gradient_on(data: Path) -> None:
+def test_a_layer_in_half_precision_passes_on_the_same_gradient(data: Path) -> None:
     collected = []
     for half in (False, True):
         run, optimizer, batch = opened(data, "lsp", half)
@@ -127,7 +127,7 @@ def test_a_layer_in_half_hands_the_same_gradient_on(data: Path) -> None:
         assert float((whole - half).norm()) <= 0.05 * float(whole.norm())
 
 
-def test_held_out_bias_is_looked_at_and_nothing_changes(data: Path) -> None:
+def test_measuring_held_out_bias_changes_nothing(data: Path) -> None:
     run, optimizer, batch = opened(data, "lsp")
     assert isinstance(optimizer, Lsp)
     run.loss(batch).backward()
@@ -148,7 +148,7 @@ def test_held_out_bias_is_looked_at_and_nothing_changes(data: Path) -> None:
     )
 
 
-def test_a_run_with_looks_is_lsp_adamw(data: Path) -> None:
+def test_a_run_with_bias_checks_matches_lsp_adamw(data: Path) -> None:
     """A measurement between a backward pass and a step leaves the run as it is."""
     weights = []
     for measured in (True, False):
@@ -218,7 +218,7 @@ def test_the_script_writes_rows_and_draws_them(
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
 
-def test_runs_beside_each_other_are_those_alone_without_seconds(
+def test_runs_side_by_side_match_single_runs_except_for_seconds(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first seed chooses the rate of the others; merged with timed runs, seconds are theirs."""
@@ -246,13 +246,14 @@ def test_runs_beside_each_other_are_those_alone_without_seconds(
     rows = merged([committed, tmp_path / "b.json"])["rows"]
     assert [row["seeds"] for row in rows] == [row["seeds"] for row in beside]
     assert [row["step_s"] for row in rows] == [row["step_s"] for row in alone]
-    with pytest.raises(SystemExit, match="received a committed result"):
+    with pytest.raises(SystemExit) as refused:
         script(monkeypatch, f"--from-results {committed} --plot {tmp_path / 'a.png'}")
+    assert "committed" in str(refused.value)
     script(monkeypatch, f"--from-results {tmp_path / 'a.json'} --plot {tmp_path / 'a.png'}")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_a_run_that_diverges_ends_and_what_is_not_run_is_said(
+def test_a_diverging_run_ends_and_skipped_runs_are_named(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = f"--model tiny:llama --data {data} --tasks sst2 --methods full --eval-every 1 --steps 3 --batch-size 2"
@@ -274,13 +275,14 @@ def test_a_run_that_diverges_ends_and_what_is_not_run_is_said(
     assert "Not run for lack of time: sst2 full 1e-05 seed 0" in document["notes"][-1]
 
 
-def test_rates_and_ranks() -> None:
+def test_rates_and_ranks_of_the_table_are_read() -> None:
     assert quality.parse_rates("lsp=1e-4,3e-4", ["full", "lsp"]) == {
         "full": [1e-5, 3e-5],
         "lsp": [1e-4, 3e-4],
     }
-    with pytest.raises(ValueError, match=r"expected some of full.*received sgd"):
+    with pytest.raises(ValueError) as refused:
         quality.parse_rates("sgd=1", ["full"])
+    assert "full" in str(refused.value) and "sgd" in str(refused.value)
     figures = [(None, None), (2.0, None), (0.5, 7), (1.0, None), (1.0, None)]
     assert best([(loss, [0], at) for loss, at in figures]) == [False, False, False, True, False]
 

@@ -62,21 +62,21 @@ def test_differences_are_relative_and_name_the_nearest_run(tmp_path: Path) -> No
     assert found["nearest_gradient"] == found["adapter"] == 0
 
 
-def test_a_number_that_is_not_finite_is_no_agreement(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_do_not_count_as_agreement(tmp_path: Path) -> None:
     here = write(tmp_path / "here", [[1.0] * 10], [[2.0]])
     there = write(tmp_path / "there", [[1.0] * 10], [[float("nan")]])
-    with pytest.raises(AssertionError, match="job: not finite"):
+    with pytest.raises(AssertionError) as failed:
         difference("job", here, there, SPEC)
+    assert str(failed.value).startswith("job: ")
 
 
 def test_a_folder_without_a_userland_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(MissingPackageError, match=r"python -m benchmarks\.mesp\.arm_userland"):
+    with pytest.raises(MissingPackageError) as missing:
         Userland(tmp_path)
+    assert "python -m benchmarks.mesp.arm_userland" in str(missing.value)
 
 
-def test_rows_that_are_not_taken_again_are_kept_with_their_commit(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_rows_that_are_not_measured_again_keep_their_commit(tmp_path: Path, monkeypatch) -> None:
     row = {"model": "llama", "form": "none", "loss": 1.0}
     recorded = {
         "date": "2026-11-23",

@@ -29,7 +29,7 @@ def test_gradients_are_compared_at_every_scale() -> None:
     assert rows[3]["relative_error"] == pytest.approx(2)
 
 
-def test_text_batches_carry_only_the_answer() -> None:
+def test_text_batches_label_only_the_answer() -> None:
     from ondevice.models import tiny_model
 
     batches = gradients.text_batches(tiny_model().tokenizer, 160)

@@ -35,7 +35,7 @@ def test_the_script_ends_with_a_valid_result(
         assert 0 <= row["loss_difference"] < 2e-2 and row["paper_speedup"] is None
 
 
-def test_the_paper_s_figures_are_those_of_table_3() -> None:
+def test_the_papers_figures_are_those_of_table_3() -> None:
     row = jetson.paper("Llama2-7B", 64, 1)
     assert row == {"paper_sequential_s": 3.10, "paper_inner_s": 1.69, "paper_speedup": 1.83}
     for shape, (sequential, inner, printed) in jetson.PAPER.items():
@@ -47,7 +47,7 @@ def test_the_paper_s_figures_are_those_of_table_3() -> None:
     assert jetson.paper("Llama2-7B", 128, 8)["paper_inner_s"] == 8.60
 
 
-def test_the_bars_are_told() -> None:
+def test_the_result_says_which_goals_are_met() -> None:
     rows = [
         {"model": "Llama2-7B", "length": 64, "batch": 1, "speedup": 1.93, "inner_peak_bytes": None},
         {

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_row_of_a_program_has_what_the_table_shows(folder: Path) -> None:
+def test_a_row_of_a_program_has_every_column_of_the_table(folder: Path) -> None:
     row = executorch_step.measure("q4", TINY, folder)
     row["step_s"] = executorch_step.time_child(
         [str(folder), "2", json.dumps({"q4": asdict(TINY)})]
@@ -36,7 +36,7 @@ def test_a_row_of_a_program_has_what_the_table_shows(folder: Path) -> None:
     assert len(row["step_s"]) == 2 and min(row["step_s"]) > 0 and row["lowering_cpu_s"] > 0
 
 
-def test_a_program_steps_as_eager_does_and_keeps_its_adapter(folder: Path) -> None:
+def test_a_program_steps_like_eager_and_keeps_its_adapter(folder: Path) -> None:
     import torch
 
     program = programs.Program(TINY, folder)
@@ -51,7 +51,7 @@ def test_a_program_steps_as_eager_does_and_keeps_its_adapter(folder: Path) -> No
     assert projected.shape == (1,) and program.adapter is after and np.abs(after).max() > 0
 
 
-def test_what_a_folder_has_is_not_made_again(folder: Path) -> None:
+def test_existing_results_of_a_folder_are_not_computed_again(folder: Path) -> None:
     path = folder / f"{TINY.name}.pte"
     written = path.stat().st_mtime_ns
     assert programs.ensure(TINY, folder)["pte_bytes"] == path.stat().st_size
@@ -59,14 +59,13 @@ def test_what_a_folder_has_is_not_made_again(folder: Path) -> None:
 
 
 def test_a_process_that_fails_is_named_with_its_error() -> None:
-    with pytest.raises(
-        SystemExit, match=r"__main__ no_such_benchmark failed \(2\): expected one of"
-    ):
+    with pytest.raises(SystemExit) as failed:
         programs.child("benchmarks.__main__", "no_such_benchmark")
+    assert "no_such_benchmark failed (2)" in str(failed.value)
 
 
 @pytest.mark.parametrize(("milliseconds", "verdict"), [(150, "met"), (250, "not met")])
-def test_goals_say_met_or_not(milliseconds: int, verdict: str) -> None:
+def test_goals_say_whether_they_are_met(milliseconds: int, verdict: str) -> None:
     q4 = {
         "config": "q4",
         "pte_bytes": 90e6,

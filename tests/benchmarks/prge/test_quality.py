@@ -65,7 +65,9 @@ def batched(
     ],
     ids=["central", "one-sided", "v of the top layer"],
 )
-def test_a_batched_run_is_a_session(data: Path, options: dict[str, Any]) -> None:
+def test_a_batched_run_computes_what_a_session_computes(
+    data: Path, options: dict[str, Any]
+) -> None:
     config = PrgeConfig(
         **{"queries": 2, "perturbation_scale": 1e-1, "learning_rate": 1e-1, **options}
     )
@@ -85,7 +87,7 @@ def test_a_batched_run_is_a_session(data: Path, options: dict[str, Any]) -> None
         assert accuracy[i] == expected.accuracy
 
 
-def test_batched_adamw_is_a_session(data: Path) -> None:
+def test_batched_adamw_matches_a_session(data: Path) -> None:
     from ondevice.methods.lora.torch import LoraSession
     from ondevice.methods.prge.layout import AdapterLayout
 

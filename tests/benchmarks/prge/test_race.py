@@ -59,7 +59,7 @@ def plain_losses(loaded: Any, table: AnswerRows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("space", ["xs", "diag"])
-def test_a_new_subspace_keeps_what_was_learned(data: Path, space: str) -> None:
+def test_a_new_subspace_keeps_the_learned_change(data: Path, space: str) -> None:
     _, _, runs = group(data, f"{space} q2 r3 refresh2 cal5", seeds=2)
     runs.run(2)
     before = runs.evaluate(runs.table)[1]
@@ -71,7 +71,7 @@ def test_a_new_subspace_keeps_what_was_learned(data: Path, space: str) -> None:
     np.testing.assert_allclose(after, before, rtol=2e-6)
 
 
-def test_the_exact_gradient_is_that_of_the_plain_model(data: Path) -> None:
+def test_the_exact_gradient_matches_the_plain_model(data: Path) -> None:
     loaded, rows, runs = group(data, "xs q2 r3")
     every = np.arange(len(rows.items))[None]
     found = gradients_of(runs, [0], every, [0])[0]
@@ -117,7 +117,7 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
     assert exact.evaluate(exact.table)[1] > before
 
 
-def test_directions_that_are_not_drawn_alone(data: Path) -> None:
+def test_directions_from_cones_pools_gradients_and_growing_queries(data: Path) -> None:
     """A cone around earlier estimates, one direction out of a pool, exact gradients at the top, queries that grow."""
     _, _, runs = group(data, "diag q2 r2 b8 cone0.25")
     none = torch.zeros(1, 3, runs.state.shape[1])
@@ -150,11 +150,12 @@ def test_directions_that_are_not_drawn_alone(data: Path) -> None:
     assert Variant.parse("rand pool6", 1000, 0).row_forwards(30) == 4 * 8
     assert Variant.parse("rand q4 b4 top15", 1000, 0).row_forwards(30) == 4 * (8 + 2)
     for wrong in ("diag pool1", "diag pool4 onesided", "diag cone1"):
-        with pytest.raises(ValueError, match=r"pool|cone"):
+        with pytest.raises(ValueError) as refused:
             Variant.parse(wrong, 4, 4)
+        assert wrong.split()[1] in str(refused.value) or "pool" in str(refused.value)
 
 
-def test_top_subspace_is_that_of_the_svd() -> None:
+def test_the_top_subspace_matches_the_svd() -> None:
     generator = torch.Generator().manual_seed(3)
     scale = 0.6 ** torch.arange(20)
     matrix = (
@@ -170,7 +171,7 @@ def test_top_subspace_is_that_of_the_svd() -> None:
     )
 
 
-def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
+def test_the_script_resumes_and_chooses_the_rate_on_separate_rows(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(variants: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from benchmarks.prge import rounding
 
 
-def test_each_way_is_measured_and_in_float32_they_are_one(tmp_path: Path) -> None:
+def test_each_way_is_measured_and_all_agree_in_float32(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     rounding.arguments(parser)
     args = parser.parse_args(["--model", "tiny:llama", "--steps", "2"])

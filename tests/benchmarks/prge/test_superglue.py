@@ -18,7 +18,7 @@ from benchmarks.prge import superglue
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_table_goes_on_where_it_ended(
+def test_a_table_continues_at_its_last_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("case", inverse.CASES, ids=lambda case: "-".join(map(str, case)))
-def test_a_row_has_what_the_table_shows(case: tuple) -> None:
+def test_a_row_has_every_column_of_the_table(case: tuple) -> None:
     family = tiny_model("llama", 1, **SMALL, layers=3).family
     for parameter in family.model.parameters():
         parameter.data = parameter.data.to(getattr(torch, case[2]))

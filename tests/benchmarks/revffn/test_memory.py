@@ -37,7 +37,7 @@ def test_the_allocators_record_is_the_peak() -> None:
     assert peak_bytes(three) == pytest.approx(3 << 20, abs=4096)
 
 
-def test_memory_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reported_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed-form streams: not a byte more for more layers; a checkpoint a block: an input for each."""
     monkeypatch.setattr(memory, "LAYERS", (2, 4, 8))
     chosen = ("RevFFN, exact", "RevFFN, full", "Checkpoint a block, updates in hooks")
@@ -60,7 +60,7 @@ def test_every_way_learns_and_leaves_the_model_as_it_was(name: str) -> None:
     assert not any(p.requires_grad or p.grad is not None for p in loaded.model.parameters())
 
 
-def test_ordinary_ways_begin_with_the_same_loss_and_updates_in_hooks_are_those_after() -> None:
+def test_updates_in_hooks_match_updates_after_the_backward_pass() -> None:
     after = {}
     for name in ("sft", "sft-fused"):
         loaded = make("tiny-moe")
@@ -75,7 +75,7 @@ def test_ordinary_ways_begin_with_the_same_loss_and_updates_in_hooks_are_those_a
         assert torch.equal(value, after["sft-fused"][1][name]), name
 
 
-def test_the_gpu_s_part_on_a_cpu() -> None:
+def test_the_gpu_part_also_runs_on_a_cpu() -> None:
     args = arguments(
         cuda=True, device="cpu", shape="tiny-moe", length=16, limit_gb=0.02, target_gb=0.012, max_rows=32,
         methods="revffn-full,revffn-parts,sft,lora",
