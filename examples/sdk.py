@@ -1,4 +1,5 @@
-"""The Python API from end to end on a tiny random model: no download, about a minute, most of it the export.
+"""The Python API from end to end on a tiny random model: no download, about a minute, most of it
+the export.
 
 python examples/sdk.py [FOLDER]
 """
@@ -19,7 +20,8 @@ TASK = "sst2"
 
 def main(out: Path) -> None:
     """Train, export, step the program, evaluate, fuse; everything is written below `out`."""
-    # A run file as Python values; `RunConfig.load(Path("run.yaml"), {...})` puts values over a file.
+    # A run file as Python values; `RunConfig.load(Path("run.yaml"), {...})` puts values over a
+    # file.
     config = ondevice.RunConfig.load(
         None,
         {
@@ -51,7 +53,8 @@ def main(out: Path) -> None:
         f"eager: {run.result.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, adapter in {run.adapter}"
     )
 
-    # Export the same training step as a program. It is checked against eager PyTorch before it is written.
+    # Export the same training step as a program. It is checked against eager PyTorch before it is
+    # written.
     report = ondevice.export(config, out / "artifact", overwrite=True)
     print(
         f"program: {report.program_bytes} bytes, loss error {report.check['max_rel_loss_error_replayed']:.1e}"

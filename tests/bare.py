@@ -18,7 +18,7 @@ START = (
 
 @dataclass(frozen=True)
 class Bare:
-    """A folder that is all that a process finds beside the standard library."""
+    """A folder that is all that a process finds in addition to the standard library."""
 
     site: Path
 

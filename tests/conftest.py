@@ -27,13 +27,15 @@ _frozen_bytes = 0
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# One thread each, as `make test` has it: the process that others fork from (tests/warm.py) must have no other thread.
+# One thread each, as `make test` has it: the process that others fork from (tests/warm.py) must
+# have no other thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Some virtual machines announce Intel's tile units (AMX) and then fault at their first instruction, which ends the
-# process. The units below give every machine the same sums, too.
+# Some virtual machines announce Intel's tile units (AMX) and then fault at their first instruction,
+# which ends the process. The units below give every machine the same sums, too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-# What a shell starts in the background ignores Ctrl-C, and so would the commands that tests interrupt.
+# What a shell starts in the background ignores Ctrl-C, and so would the commands that tests
+# interrupt.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as `nohup` does
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -49,12 +51,13 @@ SLOWEST = (
     "benchmarks/lsp/test_quality.py", "server/test_cli_queue.py", "benchmarks/revffn/test_memory.py",
     "exporters/android_npu/test_blocks.py", "cli/test_interrupt.py",
 )  # fmt: skip
-"""Files that take longest, in order: they begin first, so that no worker is left with one when the others are done."""
+"""Files that take longest, in order: they begin first, so that no worker is left with one when the
+others are done."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow files first; skip what this machine cannot run, by name and with the reason; `make test` has the
-    model."""
+    """Put slow files first; skip what this machine cannot run, by name and with the reason; `make
+    test` has the model."""
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
     if (
@@ -74,7 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin each test with the same random numbers, whichever tests have drawn some before it in this process."""
+    """Begin each test with the same random numbers, whichever tests have drawn some before it in
+    this process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
@@ -98,11 +102,12 @@ def warm() -> Iterator[Warm]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Leave what a file's tests have imported and cached out of the garbage collections of the files after it.
+    """Leave what a file's tests have imported and cached out of the garbage collections of the
+    files after it.
 
-    Hundreds of thousands of objects are there once a program was exported, and each full collection would look at all:
-    1.8 of the 2.5 CPU seconds of a test that loads a model after two exports. Where memory has grown, what was left out
-    and is of no use by now is looked for.
+    Hundreds of thousands of objects are there once a program was exported, and each full collection
+    would look at all: 1.8 of the 2.5 CPU seconds of a test that loads a model after two exports. If
+    memory has grown, what was left out and is of no use by now is looked for.
     """
     global _frozen_bytes
     yield

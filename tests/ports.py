@@ -11,7 +11,8 @@ _ports = itertools.count()
 
 
 def free_port() -> int:
-    """A port that nobody has now, and that the kernel gives nobody who asks for any: it is taken a moment later."""
+    """A port that nobody has now, and that the kernel gives nobody who asks for any: it is taken a
+    moment later."""
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     end = min(32_768, int(given.read_text().split()[0])) if given.is_file() else 32_768
     while True:

@@ -1,7 +1,9 @@
-"""Run the numerical tests with the instructions of other processors: `python -m tests.processors [--jobs N]`.
+"""Run the numerical tests with the instructions of other processors: `python -m tests.processors
+[--jobs N]`.
 
-PyTorch, oneDNN and MKL choose kernels by the processor, and each rounds in its own order. Their own variables hold them
-to older instructions, so one machine stands for several. A value that this processor lacks means its best one.
+PyTorch, oneDNN and MKL choose kernels by the processor, and each rounds in its own order. Their own
+variables hold them to older instructions, so one machine stands for several. A value that this
+processor lacks means its best one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Exported programs that several tests look at: each is lowered once a run, by the worker that first asks for it."""
+"""Exported programs that several tests look at: each is lowered once a run, by the worker that
+first asks for it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ METHOD = {
     "method.learning_rate": 0.05,
 }
 ONE_ROW = {"export.batch_size": 1, "export.eval_batch_size": 1}
-"""Of block programs, where no test asks for another number of rows: each has functions of its own."""
+"""Of block programs, if no test asks for another number of rows: each has functions of its own."""
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "functional": ("tied llama", {"export.batch_size": 2, "export.next_token": True}),
     "stateful": (
@@ -158,8 +159,8 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks of smollm3": ("smollm3", {"export.check_steps": 1, **ONE_ROW}),
 }
-"""The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before. Granite's
-answers by a program of its own."""
+"""The same as functions of one block; the last of three tiles of 97 rows each begins inside the one
+before. Granite's answers by a program of its own."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu": ("wide", {"export.batch_size": 2}),
     "npu unrolled": (
@@ -200,14 +201,16 @@ ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
 
 
 def needs_qnn() -> None:
-    """Skip a test by name where QNN's simulator cannot run, or fail where `ONDEVICE_REQUIRE_QNN` is set."""
+    """Skip a test by name if QNN's simulator cannot run, or fail if `ONDEVICE_REQUIRE_QNN` is
+    set."""
     if reason := qnn.problem():
         (pytest.fail if os.environ.get("ONDEVICE_REQUIRE_QNN") else pytest.skip)(reason)
 
 
 @functools.cache
 def model(name: str) -> Path:
-    """A tiny model as a folder. Programs name it as their source, so it stays where it is for later runs."""
+    """A tiny model as a folder. Programs name it as their source, so it stays where it is for later
+    runs."""
 
     def save(place: Path) -> Path:
         sizes = dict(MODELS[name])

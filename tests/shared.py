@@ -1,8 +1,10 @@
-"""Things that take long to make and that several tests only look at: made once, by whichever worker needs it first.
+"""Things that take long to make and that several tests only look at: made once, by whichever worker
+needs it first.
 
-A thing is a folder under build/tests, named by a hash of what it is made from: the settings, every source file of the
-package, and the versions of the libraries that make it. So another worker, and the next run of unchanged code, find it
-there; any change of code makes it anew. Things that nothing has asked for in a week are removed.
+A thing is a folder under build/tests, named by a hash of what it is made from: the settings, every
+source file of the package, and the versions of the libraries that make it. So another worker, and
+the next run of unchanged code, find it there; any change of code makes it anew. Things that nothing
+has asked for in a week are removed.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ def cached(name: str, settings: str, make: Callable[[Path], T]) -> T:
 
     Args:
         name: for people who look into the folder.
-        settings: everything beside the code that decides the result.
-        make: writes into an empty folder, whose place is what the result may name; gives something that can be pickled.
+        settings: everything next to the code that decides the result.
+        make: writes into an empty folder, whose place is what the result may name; gives something
+            that can be pickled.
     """
     key = hashlib.sha256((code() + settings).encode()).hexdigest()[:20]
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,8 @@ def cached(name: str, settings: str, make: Callable[[Path], T]) -> T:
 def _sweep() -> None:
     """Remove what no run has asked for lately, other versions of the code among them.
 
-    Their locks stay: who waits for one that is removed would not see who holds the next of its name.
+    Their locks stay: who waits for one that is removed would not see who holds the next of its
+        name.
     """
     for place in FOLDER.iterdir():
         result = place / "result.pickle"

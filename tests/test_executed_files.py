@@ -1,4 +1,5 @@
-"""A run stays readable from end to end: so many files of ours, at most, have a function that it calls."""
+"""A run stays readable from end to end: so many files of ours, at most, have a function that it
+calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Imports go downwards only: the contracts in pyproject.toml hold, and would notice if they did not."""
+"""Imports go downwards only: the contracts in pyproject.toml hold, and would notice if they did
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The wheel holds everything, the checkout holds nothing but what belongs there, and the tools agree."""
+"""The wheel holds everything, the checkout holds nothing but what belongs there, and the tools
+agree."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_a_warm_process_has_the_arguments_environment_and_exit_status_of_a_fresh
 
 
 def test_variables_set_by_libraries_do_not_restart_the_warm_process(warm: Warm) -> None:
-    """Each command would import torch again, in the worker whose earlier tests had exported a program."""
+    """Each command would import torch again, in the worker whose earlier tests had exported a
+    program."""
     pytest.importorskip("mlx_lm")
     inductor = "from torch._inductor.runtime import cache_dir_utils; cache_dir_utils.cache_dir()"
     code = f"import json, os, mlx_lm; {inductor}; print(json.dumps(dict(os.environ)))"

@@ -1,13 +1,14 @@
-"""Python processes that begin with torch and transformers imported, for tests that start many short ones.
+"""Python processes that begin with torch and transformers imported, for tests that start many short
+ones.
 
-Importing the two takes 4 CPU seconds, more than most commands over a tiny model. `Warm` keeps one process that has
-imported them and done nothing else; its `python` and `ondevice` are commands that ask that process to fork. What they
-run is a process of its own, with the caller's arguments, environment, folder, open files and network, and ends as it
-would have ended: by its exit status, its exception or its signal. Signals go on to it, and it is killed when the
-command is.
+Importing the two takes 4 CPU seconds, more than most commands over a tiny model. `Warm` keeps one
+process that has imported them and done nothing else; its `python` and `ondevice` are commands that
+ask that process to fork. What they run is a process of its own, with the caller's arguments,
+environment, folder, open files and network, and ends as it would have ended: by its exit status,
+its exception or its signal. Signals go on to it, and it is killed when the command is.
 
-Whatever such a start cannot give is started as ever: options of the interpreter, or another value of a variable that
-an import reads.
+Whatever such a start cannot give is started as ever: options of the interpreter, or another value
+of a variable that an import reads.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ AT_IMPORT = (
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
 """What `ondevice` sets before it imports a framework, and so its children have."""
 BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
-"""What `torch._inductor` (by an export) and `mlx_lm` set when a test imports them, for all it starts later."""
+"""What `torch._inductor` (by an export) and `mlx_lm` set when a test imports them, for all it
+starts later."""
 LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET, *BY_IMPORTS)
 """Beginnings of those that are read later, as what `torchrun` sets for each of its processes."""
 CLONE_NEWNET = 0x40000000
@@ -114,7 +116,8 @@ class Warm:
             path.chmod(0o755)
         self.environment = dict(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
-        # Elsewhere the commands start Python as ever, and where imports start threads (some hosts of GPUs).
+        # Elsewhere the commands start Python as ever, and so they do if imports start threads (some hosts of
+        # GPUs).
         if sys.platform != "linux" or os.environ.get("ONDEVICE_TESTS_COLD"):
             return
         command = [sys.executable, __file__, address, *preloaded]
@@ -129,7 +132,8 @@ class Warm:
 
 
 def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
-    """Fork for each request until standard input ends: None then, and in each fork what it is to do."""
+    """Fork for each request until standard input ends: None then, and in each fork what it is to
+    do."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -137,7 +141,8 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
     for end in (woken, waker):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    # Ctrl-C is for the tests. Not ignored: a fork that is sent one keeps it until it has its handler.
+    # Ctrl-C is for the tests. Not ignored: a fork that is sent one keeps it until it has its
+    # handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     signal.set_wakeup_fd(waker.fileno())
     selector = selectors.DefaultSelector()
@@ -280,7 +285,8 @@ def parent_of(process: int) -> int:
 
 
 def enter(network: int) -> None:
-    """Go into the network namespace of the command, which may be another host's; `os.setns` comes with Python 3.12."""
+    """Go into the network namespace of the command, which may be another host's; `os.setns` comes
+    with Python 3.12."""
     if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(network, CLONE_NEWNET):
@@ -297,7 +303,8 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 
 
 def end(error: BaseException | None) -> None:
-    """End as the interpreter would, but leave the memory to the system: to take torch apart costs 0.4 CPU seconds.
+    """End as the interpreter would, but leave the memory to the system: to take torch apart costs
+    0.4 CPU seconds.
 
     Threads are waited for, what was registered with `atexit` runs, and standard output is written.
     """

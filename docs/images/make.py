@@ -1,6 +1,8 @@
-"""The picture of a run: its loss, and its evaluations where it has some, from the events that it wrote.
+"""The picture of a run: its loss, and its evaluations if it has some, from the events that it
+wrote.
 
-python docs/images/make.py RUN/events.jsonl docs/images/run.png --title "SmolLM2-135M in the ExecuTorch runtime"
+python docs/images/make.py RUN/events.jsonl docs/images/run.png --title "SmolLM2-135M in the
+ExecuTorch runtime"
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GaLore is Adam where nothing is projected away, in the basis of the largest singular vectors."""
+"""GaLore is Adam if nothing is projected away, in the basis of the largest singular vectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_galore_of_full_rank_keeps_the_first_moment(shape: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("tall", [False, True])
 def test_galore_in_a_basis_of_unit_vectors_is_adam_times_alpha(tall: bool) -> None:
-    """Rows that are orthogonal have unit vectors as singular vectors, and Adam does not care for order and sign."""
+    """Rows that are orthogonal have unit vectors as singular vectors, and Adam does not care for
+    order and sign."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.linalg.qr(torch.randn(16, 6, generator=generator)).Q.T
     weights = [

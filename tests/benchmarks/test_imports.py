@@ -29,7 +29,8 @@ def imported(path: Path, packages: tuple[str, ...]) -> Iterator[tuple[str, str]]
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_import_of_a_benchmark_exists(path: Path) -> None:
-    """Most of a benchmark is imported where it is used, so that nothing else would notice a name that moved."""
+    """Most of a benchmark is imported where it is used, so that nothing else would notice a name
+    that moved."""
     for module, name in imported(path, OURS):
         try:
             if not hasattr(importlib.import_module(module), name):

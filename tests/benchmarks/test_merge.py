@@ -1,4 +1,5 @@
-"""Rows of new runs go into the committed result of the same benchmark and machine, and nothing else changes."""
+"""Rows of new runs go into the committed result of the same benchmark and machine, and nothing else
+changes."""
 
 from __future__ import annotations
 

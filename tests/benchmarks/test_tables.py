@@ -1,4 +1,5 @@
-"""Results to tables: the format, the rendering, the markers, and that every committed result is valid."""
+"""Results to tables: the format, the rendering, the markers, and that every committed result is
+valid."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The reference of every row: the method in plain PyTorch, float64, over transformers' own forward.
 
-Nothing of `ondevice.methods` computes here. Noise is the numpy generator's, kept in memory; gradients are
-autograd's; the optimizer is torch's AdamW, not fused; the loss is torch's cross_entropy over all logits.
+Nothing of `ondevice.methods` computes here. Noise is the numpy generator's, kept in memory;
+gradients are autograd's; the optimizer is torch's AdamW, not fused; the loss is torch's
+cross_entropy over all logits.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class PlainPrge:
 
 
 class PlainSubspace(PlainPrge):
-    """The same in a subspace that is given: W + scale A R C with a diagonal R, and Adam on the estimate.
+    """The same in a subspace that is given: W + scale A R C with a diagonal R, and Adam on the
+    estimate.
 
     Args:
         state: of a session that has taken its subspace, whose A and C are used.
@@ -115,7 +117,8 @@ class PlainSubspace(PlainPrge):
 
 
 class PlainMezo:
-    """Two forwards a query at theta + epsilon z and theta - epsilon z; theta itself never moves for them."""
+    """Two forwards a query at theta + epsilon z and theta - epsilon z; theta itself never moves for
+    them."""
 
     def __init__(self, config: Any, seed: int, family: str, sizes: dict[str, Any]) -> None:
         self.config, self.seed = config, seed
@@ -166,7 +169,8 @@ class PlainMezo:
 
 
 class PlainFirstOrder:
-    """Autograd and AdamW over an adapter or over all parameters; starts from the values that are given."""
+    """Autograd and AdamW over an adapter or over all parameters; starts from the values that are
+    given."""
 
     def __init__(
         self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]
@@ -212,7 +216,8 @@ class PlainFirstOrder:
 
 
 class PlainRevffn(PlainFirstOrder):
-    """The network of the settings in memory, transformers' own layers in float64, every activation stored."""
+    """The network of the settings in memory, transformers' own layers in float64, every activation
+    stored."""
 
     def __init__(
         self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]
@@ -242,8 +247,8 @@ class PlainRevffn(PlainFirstOrder):
         return self.model.lm_head(core.norm(hidden))
 
     def _full(self, h: torch.Tensor) -> torch.Tensor:
-        """h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]), the first step with h[-1] = h[0]; what is read in the end
-        is the sum of all changes."""
+        """h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]), the first step with h[-1] = h[0];
+        what is read in the end is the sum of all changes."""
         before, g, total = h, 2.0**-self.config.gamma_bits, h
         for i in range(len(self.layers)):
             attention = self._attention(i, h, h)
@@ -253,7 +258,8 @@ class PlainRevffn(PlainFirstOrder):
         return total
 
     def _half(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`exact`: x += down(attention(up(y))), y += down(mlp(up(x))); `paper` takes the queries from x."""
+        """`exact`: x += down(attention(up(y))), y += down(mlp(up(x))); `paper` takes the queries
+        from x."""
         for i in range(len(self.layers)):
             up, down, mlp_up, mlp_down = (
                 self.leaves[f"model.layers.{i}.revffn.{name}"]
@@ -285,7 +291,8 @@ class PlainRevffn(PlainFirstOrder):
 
 
 class _Calls(torch.nn.Module):
-    """A module whose forward is `function`, so that `functional_call` can put leaves in the place of its weights."""
+    """A module whose forward is `function`, so that `functional_call` can put leaves in the place
+    of its weights."""
 
     def __init__(self, inner: Any, function: Any) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""The pairs of method and backend that this project claims, each with the model and limits it is tested with.
+"""The pairs of method and backend that this project claims, each with the model and limits it is
+tested with.
 
-`test_table.py` runs every row; README's support matrix is `markdown()`, and a test holds the two together.
+`test_table.py` runs every row; README's support matrix is `markdown()`, and a test holds the two
+together.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ class Row:
         claim: what README says of it.
         settings: of the method, over small defaults.
         family: of the tiny model; `sizes` of it.
-        quantize: how an artifact for CUDA keeps its weights; the reference has the same rounded weights.
+        quantize: how an artifact for CUDA keeps its weights; the reference has the same rounded
+            weights.
         program: the exported program (`tests/programs.py`) that is run; "" for eager PyTorch.
         loss_error: largest relative error of a loss.
         gradient_error: largest error of a projected gradient, as a part of the step's largest.
-        adapter_error: largest absolute error of what was trained, after `STEPS` steps from the row's own scalars.
+        adapter_error: largest absolute error of what was trained, after `STEPS` steps from the
+            row's own scalars.
         claimed: the row has passed on such a device; README lists it only then.
     """
 
@@ -61,11 +65,11 @@ STEPS = 6
 LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
 LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
-WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
+WHOLE = "float32 and bfloat16; AdamW itself if the subspace is as large as the matrices"
 IN_MLX = "float32; 4-bit and streamed weights"
 REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
 SUBSPACE = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 5}
-"""The default of prge where PyTorch trains, as `for_training` decides it; fewer rows."""
+"""The default of prge if PyTorch trains, as `for_training` decides it; fewer rows."""
 EAGER = (
     Row("prge", "torch-cpu"),
     Row("prge", "torch-cpu", settings=SUBSPACE, adapter_error=1e-5),
@@ -225,8 +229,8 @@ PROGRAMS = (
     ),
     Row("mesp", "android-cpu", EXACT, program="blocks", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks, sgd", adapter_error=1e-5),
-    # XNNPACK adds in another order on a CPU without AVX-512, and AdamW divides by what is small: 7e-8 at first, 1.4e-5
-    # after five steps.
+    # XNNPACK adds in another order on a CPU without AVX-512, and AdamW divides by what is small:
+    # 7e-8 at first, 1.4e-5 after five steps.
     Row(
         "mesp",
         "android-cpu",

@@ -1,4 +1,5 @@
-"""Every claimed pair of method and backend against float32-in-memory PyTorch: losses, updates, resume, round trip."""
+"""Every claimed pair of method and backend against float32-in-memory PyTorch: losses, updates,
+resume, round trip."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def round_weights(plain: Any, row: Row) -> None:
 
 
 def round_to_file(plain: Any, session: Any) -> None:
-    """Give a reference the weights on the grids of a block program's file: 8 bits with a scale a row, or 4 bits."""
+    """Give a reference the weights on the grids of a block program's file: 8 bits with a scale a
+    row, or 4 bits."""
     with torch.no_grad():
         for name, parameter in plain.model.named_parameters():
             if f"{name}_scale" not in session.weights:
@@ -283,8 +285,9 @@ def trained(session: Any) -> dict[str, np.ndarray]:
 
 
 def compared(name: str, value: np.ndarray) -> np.ndarray:
-    """A trained tensor without GPT-2's bias of the keys (the middle of `c_attn.bias`): it adds the same to every
-    score of a query, so that its gradient is rounding alone, and AdamW makes whole steps of that."""
+    """A trained tensor without GPT-2's bias of the keys (the middle of `c_attn.bias`): it adds the
+    same to every score of a query, so that its gradient is rounding alone, and AdamW makes whole
+    steps of that."""
     third = len(value) // 3
     return np.delete(value, slice(third, 2 * third)) if name.endswith("c_attn.bias") else value
 

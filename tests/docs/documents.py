@@ -31,7 +31,8 @@ def blocks(text: str) -> list[Block]:
     """Every tested block in order.
 
     Raises:
-        ValueError: a marker is not followed by a block of its language, which would silently not be tested.
+        ValueError: a marker is not followed by a block of its language, which would silently not be
+            tested.
     """
     lines, actual, inside = text.splitlines(), [], False
     for index, line in enumerate(lines):

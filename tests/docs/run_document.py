@@ -1,4 +1,5 @@
-"""Runs the tested blocks of one document, in order, in the current folder; the first that fails ends it.
+"""Runs the tested blocks of one document, in order, in the current folder; the first that fails
+ends it.
 
 python run_document.py DOCUMENT.md
 """
@@ -15,12 +16,14 @@ from documents import blocks
 
 
 def main(document: str) -> int:
-    """The status of the first command that fails, or 0; an exception in Python code passes through."""
+    """The status of the first command that fails, or 0; an exception in Python code passes
+    through."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(Path(document).read_text()):
         print(f"--- {document}:{block.line}", flush=True)
         if block.kind == "test":
-            # Empty lines before the code make the line numbers of a traceback those of the document.
+            # Empty lines before the code make the line numbers of a traceback those of the
+            # document.
             exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), namespace)
             continue
         done = subprocess.run(

@@ -1,4 +1,5 @@
-"""The documentation is true: its examples run, its links lead somewhere, its tables are the measured ones."""
+"""The documentation is true: its examples run, its links lead somewhere, its tables are the
+measured ones."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def name(path: Path) -> str:
 def run(
     document: Path, folder: Path, python: str | Path = sys.executable, timeout_s: float = 900
 ) -> subprocess.CompletedProcess[str]:
-    """Run a document's blocks in `folder`, with the checkout's examples/ in it and `ondevice` on the path."""
+    """Run a document's blocks in `folder`, with the checkout's examples/ in it and `ondevice` on
+    the path."""
     if (ROOT / "examples").is_dir():
         (folder / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join(

@@ -45,7 +45,8 @@ def test_every_part_is_on_a_page(generate: ModuleType, root: Path) -> None:
 
 
 def test_the_device_table_of_the_readme_names_existing_methods(root: Path) -> None:
-    """Every command of the table names a method that has a part in the target and the backend beside it."""
+    """Every command of the table names a method that has a part in the target and the backend next
+    to it."""
     from ondevice.core.registry import method, methods, target
 
     text = (root / "README.md").read_text()
@@ -135,7 +136,8 @@ COMMAND = re.compile(
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """The words of each `ondevice ...` in a page's code; what stands behind a pipe, a `#` or a `;` is none of them."""
+    """The words of each `ondevice ...` in a page's code; what stands behind a pipe, a `#` or a `;`
+    is none of them."""
     found = []
     for match in COMMAND.finditer(text):
         line = (match[1] or match[2]).replace("\\\n", " ")

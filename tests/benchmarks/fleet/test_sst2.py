@@ -1,4 +1,5 @@
-"""The SST-2 benchmark's batched fleets do what a fleet's members do, and FedAvg is the mean of its devices."""
+"""The SST-2 benchmark's batched fleets do what a fleet's members do, and FedAvg is the mean of its
+devices."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def one_token(example: Example) -> Example:
-    """Label the first letter of an answer alone (after a space, which all share): what the batched loss is over."""
+    """Label the first letter of an answer alone (after a space, which all share): what the batched
+    loss is over."""
     letter = next(place for place, label in enumerate(example.labels) if label != IGNORE) + 1
     return Example(example.ids[: letter + 1], (IGNORE,) * letter + (example.labels[letter],))
 

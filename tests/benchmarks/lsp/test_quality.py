@@ -39,7 +39,7 @@ RATES = {"lora": 1e-2}
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small products are far faster on one thread where cores are shared."""
+    """Small products are far faster on one thread if cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,5 @@
-"""What the benchmark on ARM reads from an emulator's log and from two runs; the runs are tests/exporters/executorch."""
+"""What the benchmark on ARM reads from an emulator's log and from two runs; the runs are
+tests/exporters/executorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of MeSP's memory, run for real on one layer: every method's step, and the issue's bars."""
+"""The benchmark of MeSP's memory, run for real on one layer: every method's step, and the issue's
+bars."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
 SHAPE = {"layers": 1, "vocab": 1024, "length": 32}
-"""Checkpointing's peak is one of two here, by what MLX's threads do first: 6.8 or 5.5 MB; ours is always 2.3 MB."""
+"""Checkpointing's peak is one of two here, by what MLX's threads do first: 6.8 or 5.5 MB; ours is
+always 2.3 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -120,4 +122,4 @@ def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "kept.json").read_text()).keys() == bench.known.keys()
     assert replace(Spec("manual"), folder="x") == Spec(
         "manual"
-    )  # where streamed weights lie names no other spec
+    )  # the folder of streamed weights names no other spec

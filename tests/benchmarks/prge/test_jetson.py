@@ -1,4 +1,5 @@
-"""The script of the GPU run works: without a GPU it runs the same steps over the same NF4 weights in eager."""
+"""The script of the GPU run works: without a GPU it runs the same steps over the same NF4 weights
+in eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs of a tiny model, lowered and run for real, and the rows that `prge.executorch_step` makes of them."""
+"""Programs of a tiny model, lowered and run for real, and the rows that `prge.executorch_step`
+makes of them."""
 
 from __future__ import annotations
 

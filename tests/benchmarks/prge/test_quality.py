@@ -1,4 +1,5 @@
-"""The batched runs of `prge.quality` are the sessions of the SDK, and the script ends with a valid result."""
+"""The batched runs of `prge.quality` are the sessions of the SDK, and the script ends with a valid
+result."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def test_the_exact_gradient_matches_the_plain_model(data: Path) -> None:
 
 @pytest.mark.parametrize("space", ["xs", "diag"])
 def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> None:
-    """With many queries the projected gradients of a small R are those of the exact gradient, C and A."""
+    """With many queries the projected gradients of a small R are those of the exact gradient, C and
+    A."""
     _, _, runs = group(data, f"{space} q8 r2 b8 eps1e-3")
     refresh(runs, [0], 0)
     gradient = gradients_of(runs, [0], runs.jobs[0][:1], [0])[0]
@@ -118,7 +119,8 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
 
 
 def test_directions_from_cones_pools_gradients_and_growing_queries(data: Path) -> None:
-    """A cone around earlier estimates, one direction out of a pool, exact gradients at the top, queries that grow."""
+    """A cone around earlier estimates, one direction out of a pool, exact gradients at the top,
+    queries that grow."""
     _, _, runs = group(data, "diag q2 r2 b8 cone0.25")
     none = torch.zeros(1, 3, runs.state.shape[1])
     assert not runs._in_cone(none).any()  # nothing was estimated yet

@@ -1,4 +1,5 @@
-"""The table of tasks by methods: cells are runs of the product, and a second call goes on where the first ended."""
+"""The table of tasks by methods: cells are runs of the product, and a second call goes on where the
+first ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RevFFN's two benchmarks of the network itself, on tiny models; and what their committed results must say."""
+"""RevFFN's two benchmarks of the network itself, on tiny models; and what their committed results
+must say."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_full_is_the_candidate_that_was_chosen() -> None:
     assert chosen["text_change"] != 0 != chosen["text_late"]
     for (network_, _), row in by_name.items():
         if "1/256" in network_ and "Dr2Net" not in network_:
-            assert abs(row["text_change"]) < 1  # all are the base model where g is nothing
+            assert abs(row["text_change"]) < 1  # all are the base model if g is nothing
 
 
 @pytest.mark.model

@@ -1,4 +1,5 @@
-"""The benchmarks of RevFFN on tiny models: the memory's bars, every way on the same weights, the quality run."""
+"""The benchmarks of RevFFN on tiny models: the memory's bars, every way on the same weights, the
+quality run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_the_allocators_record_is_the_peak() -> None:
 
 
 def test_memory_is_reported_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed-form streams: not a byte more for more layers; a checkpoint a block: an input for each."""
+    """Closed-form streams: not a byte more for more layers; a checkpoint a block: an input for
+    each."""
     monkeypatch.setattr(memory, "LAYERS", (2, 4, 8))
     chosen = ("RevFFN, exact", "RevFFN, full", "Checkpoint a block, updates in hooks")
     monkeypatch.setattr(memory, "DEPTH", {name: memory.DEPTH[name] for name in chosen})
