@@ -7,6 +7,7 @@ import org.ondevice.core.ErrorKind
 import org.ondevice.core.FleetCharter
 import org.ondevice.core.FleetDevice
 import org.ondevice.core.FleetFile
+import org.ondevice.core.FleetKey
 import org.ondevice.core.FleetOffer
 import org.ondevice.core.FleetWork
 import org.ondevice.core.OndeviceException
@@ -39,7 +40,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
 
     private class Stopped : RuntimeException()
 
-    private val folder = File(app.filesDir, "fleet")
+    private val folder = FleetDevice.folder(app.filesDir)
     private val answers = File(app.filesDir, "fleet answers")
 
     var live: Live? = null
@@ -54,7 +55,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
     /** Whether there is something to leave, be it damaged. */
     val isMember get() = folder.exists()
 
-    fun load() = app.jobs.run(FleetScreen.PLACE, app.getString(R.string.reading), { standing(FleetDevice(folder)) }) {
+    fun load() = app.jobs.run(FleetScreen.PLACE, app.getString(R.string.reading), { standing(FleetDevice(app.filesDir)) }) {
         standing = it
         changed()
     }
@@ -72,7 +73,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
 
     private fun look(name: String, data: ByteArray) {
         app.jobs.run(FleetScreen.PLACE, app.getString(R.string.reading), {
-            val device = FleetDevice(folder)
+            val device = FleetDevice(app.filesDir)
             device.look(data, name) to standing(device)
         }) { (found, now) ->
             offer = found
@@ -111,6 +112,13 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
         changed()
     }
 
+    /** This phone's public key as a file to share: a fleet that names its devices needs it before it begins. */
+    fun publicKey(): File {
+        val file = File(app.cacheDir, "phone.pub")
+        Storage.atomicWrite(file, FleetKey.open(app.filesDir).openSsh("phone"))
+        return file
+    }
+
     /** Forget the fleet; adapters that were saved stay. */
     fun leave() {
         if (isWorking) return
@@ -124,7 +132,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
 
     /** Save the fleet's adapter for [model], and use it; the name that it got. */
     fun save(model: ArtifactInfo): String {
-        val device = FleetDevice(folder)
+        val device = FleetDevice(app.filesDir)
         val now = standing(device)!!
         val name = "fleet ${now.charter.name} round ${now.rounds}"
         val adapters = app.store.adapters(model.artifact!!)
@@ -145,7 +153,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
         var program: Program? = null
         app.turn.acquireUninterruptibly()
         val result = try {
-            val device = FleetDevice(folder)
+            val device = FleetDevice(app.filesDir)
             val followed = device.state?.round ?: 0
             val taken = device.take(live.offer.data, live.offer.name, { step, _ -> pace(live, step, program) }) { work(live).also { program = it.session.program } }
             val answer = taken.answer
@@ -159,7 +167,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
             app.turn.release()
         }
         val now = try {
-            standing(FleetDevice(folder))
+            standing(FleetDevice(app.filesDir))
         } catch (_: OndeviceException) { // what is wrong with it was said by the round
             null
         }

@@ -66,7 +66,13 @@ class FleetScreen(host: MainActivity) : Screen(host) {
         if (standing != null) parts += standing(standing)
         else if (app.rounds.isMember && app.jobs.words(PLACE) == null) parts += leave(app.getString(R.string.unknown))
         else if (app.rounds.offer == null) parts += ui.empty(R.string.no_fleet, R.string.no_fleet_words)
+        parts += ui.button(R.string.share_key) { shareKey() }.apply { id = R.id.share_key }
         return ui.page(R.id.page_fleet, *parts.toTypedArray())
+    }
+
+    /** A fleet that names its devices takes only replies that one of their keys signed. */
+    private fun shareKey() {
+        app.jobs.run(PLACE, string(R.string.packing), { app.rounds.publicKey() }) { share(it) }
     }
 
     private fun pick() = host.pick(Intent(Intent.ACTION_OPEN_DOCUMENT).addCategory(Intent.CATEGORY_OPENABLE).setType("*/*"), FILE)

@@ -39,6 +39,39 @@ class FleetCharter(val bytes: ByteArray) {
     val localSteps = (fleet["local_steps"] as? Long ?: 1L).toInt()
     val mostRows = fleet["most_rows"] as? Long ?: 10_000L
     val clipNorm = (fleet["clip_norm"] as? Number)?.toDouble()
+    private val deviceKeys = fields["device_keys"] as? List<*> ?: emptyList<Any>()
+
+    /** Whether only named devices may reply, each with a signature. */
+    val needsSignature get() = deviceKeys.isNotEmpty()
+
+    /** Refuse a task that is not the one that this charter has for its round, so that no round can be asked twice. */
+    fun check(task: FleetTask) {
+        if (task.fleet != id) throw fleetError("the task is of another fleet", name, "%08x".format(task.fleet))
+        val first = task.round.toLong() * localSteps
+        val ahead = task.firstStep - first
+        val isAllowed = if (fleet["seeds"] == "own") ahead >= 0 && ahead % LANE == 0L else ahead == 0L
+        if (task.localSteps != localSteps || !isAllowed) {
+            throw fleetError(
+                "the task has other local steps than the charter", "$localSteps steps from $first", "${task.localSteps} steps from ${task.firstStep}",
+            )
+        }
+        val rate = (fields["learning_rate"] as? Number)?.toDouble() ?: throw fleetError("this is no charter of a fleet", "a number: learning_rate")
+        val decay = fleet["decay_rounds"] as? Long
+        val expected = (if (decay == null) rate else rate * maxOf(0.0, 1.0 - task.round.toDouble() / decay)).toFloat()
+        if (task.learningRate != expected) throw fleetError("the task has another learning rate than the charter", expected, task.learningRate)
+    }
+
+    /** Refuse a key that the charter does not name, before any work is done. */
+    fun check(key: FleetKey) {
+        val fingerprint = Storage.hex(MessageDigest.getInstance("SHA-256").digest(key.public))
+        if (needsSignature && fingerprint !in deviceKeys) {
+            throw fleetError(
+                "the fleet does not know this phone's key", "one of ${deviceKeys.size} keys", fingerprint,
+                "share this phone's key with whoever runs the fleet, before it begins",
+            )
+        }
+    }
+
     val noiseMultiplier = (fleet["noise_multiplier"] as? Number)?.toDouble() ?: 0.0
     private val momentum = minOf(Math.rint(((fleet["momentum"] as? Number)?.toDouble() ?: 0.0) * 256).toInt(), 255)
 
@@ -65,6 +98,11 @@ class FleetCharter(val bytes: ByteArray) {
         same("the seed", seed, manifest.generator.seed)
     }
 
+    private companion object {
+        /** Distance between the steps of devices that have their own seeds. */
+        const val LANE = 1L shl 40
+    }
+
     private fun long(name: String): Long = fields[name] as? Long ?: throw fleetError("this is no charter of a fleet", "a whole number: $name", fields[name]?.toString())
 }
 
@@ -83,9 +121,13 @@ class FleetOffer(val name: String, val data: ByteArray, val charter: FleetCharte
  * This phone as a device of a fleet that it meets by files: no network. It follows the fleet's log in whole numbers, and
  * answers a round with one number a query and step of its own program over its own rows, which stay here.
  *
- * The folder holds the charter and the state; both are written whole, so a kill loses no round that was taken.
+ * [folder] holds the charter and the state; both are written whole, so a kill loses no round that was taken. The record
+ * of replies and this phone's key lie next to it and outlive the fleet.
+ *
+ * @param home the app's private folder.
  */
-class FleetDevice(private val folder: File) {
+class FleetDevice(private val home: File) {
+    private val folder = folder(home)
     private val charterFile = File(folder, "charter.json")
     private val stateFile = File(folder, "state.bin")
     var charter: FleetCharter? = if (charterFile.isFile) FleetCharter(charterFile.readBytes()) else null
@@ -120,8 +162,16 @@ class FleetDevice(private val folder: File) {
             if (now.apply(event)) Storage.atomicWrite(stateFile, now.toBytes())
         }
         val task = file.task?.let(FleetTask::read)
-        val answer = task?.let { answer(it, file.device ?: throw fleetError("$name does not say which device it is for"), agreed, now, before, work) }
-        return Taken(now.round, Storage.hex(now.digest()), answer?.let { FleetFile(device = file.device, answer = it.toBytes()).toBytes() }, answer?.loss?.toDouble())
+        if (task == null) return Taken(now.round, Storage.hex(now.digest()), null, null)
+        val device = file.device ?: throw fleetError("$name does not say which device it is for")
+        agreed.check(task)
+        val signer = if (agreed.needsSignature) FleetKey.open(home).also(agreed::check) else null
+        val request = file.task!! + ByteBuffer.allocate(8).order(ByteOrder.LITTLE_ENDIAN).putLong(device).array()
+        var loss: Double? = null
+        val reply = FleetLedger(File(home, FleetLedger.FILE_NAME)).once(task, request, agreed.noiseMultiplier) {
+            answer(task, device, agreed, now, before, work).also { loss = it.loss.toDouble() }.toBytes()
+        }
+        return Taken(now.round, Storage.hex(now.digest()), FleetFile(device = device, answer = reply, signed = signer?.sign(reply)).toBytes(), loss)
     }
 
     private fun read(data: ByteArray, name: String): FleetFile {
@@ -152,13 +202,11 @@ class FleetDevice(private val folder: File) {
     private fun answer(
         task: FleetTask, device: Long, agreed: FleetCharter, now: FleetState, before: (Int, Int) -> Unit, work: () -> FleetWork,
     ): FleetAnswer {
-        if (task.fleet != agreed.id) throw fleetError("the task is of another fleet", hex(agreed.id), hex(task.fleet))
         if (!task.begin.contentEquals(now.hash)) {
             throw fleetError(
                 "the task of round ${task.round} begins from another state", Storage.hex(task.begin), Storage.hex(now.hash), "take the files before it first",
             )
         }
-        if (task.localSteps != agreed.localSteps) throw fleetError("the task has other local steps than the charter", agreed.localSteps, task.localSteps)
         val given = work()
         val session = given.session
         val manifest = session.manifest
@@ -197,4 +245,9 @@ class FleetDevice(private val folder: File) {
     }
 
     private fun hex(id: Int) = "%08x".format(id)
+
+    companion object {
+        /** Where a phone holds its fleet's charter and state; deleting it leaves the fleet. */
+        fun folder(home: File) = File(home, "fleet")
+    }
 }

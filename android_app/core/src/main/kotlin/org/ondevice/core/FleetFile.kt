@@ -21,6 +21,7 @@ class FleetFile(
     val events: List<ByteArray> = emptyList(),
     val task: ByteArray? = null,
     val answer: ByteArray? = null,
+    val signed: FleetSignature? = null,
 ) {
     /** An answer on its way back. */
     fun toBytes(): ByteArray {
@@ -31,6 +32,10 @@ class FleetFile(
         )
         device?.let { entry('N', ByteBuffer.allocate(8).order(ByteOrder.LITTLE_ENDIAN).putLong(it).array()) }
         answer?.let { entry('A', it) }
+        signed?.let {
+            entry('K', it.signer)
+            entry('S', it.signature)
+        }
         val body = out.toByteArray()
         return body + ByteBuffer.allocate(4).order(ByteOrder.LITTLE_ENDIAN).putInt(crc(body)).array()
     }

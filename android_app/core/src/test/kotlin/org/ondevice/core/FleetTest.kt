@@ -39,6 +39,69 @@ class FleetTest {
         for (cut in listOf(0, 10, 20, 32)) assertThrows(OndeviceException::class.java) { FleetTask.read(bytes("d7010104030201050000000001020304050607280000000000000008000000803a").copyOf(cut)) }
     }
 
+    private val unused: () -> FleetWork = { throw AssertionError("computed a reply again") }
+
+    private fun refusal(action: () -> Any?) = assertThrows(OndeviceException::class.java) { action() }.what
+
+    /** After all rounds: the same file gets the same bytes without a computation; another task of its round, nothing. */
+    private fun assertOneReply(home: File) {
+        val asked = file("round-4-0")
+        val parcel = FleetFile.read(asked, "x")
+        assertArrayEquals(file("answer-4"), FleetDevice(home).take(asked, "round.odfleet", work = unused).answer)
+        val task = parcel.task!!
+        val charter = FleetCharter((said["charter"] as String).toByteArray())
+        val begin = 11 // after mark, version, kind, fleet and round
+        val other = task.copyOf().also { it[begin] = (it[begin] + 1).toByte() }
+        val ledger = FleetLedger(File(home, FleetLedger.FILE_NAME))
+        assertTrue("another task" in refusal { ledger.once(FleetTask.read(other), other, 0.0) { ByteArray(0) } })
+        val steps = task.copyOf().also { it[begin + 8] = (it[begin + 8] + 1).toByte() }
+        assertTrue("local steps" in refusal { charter.check(FleetTask.read(steps)) })
+        val rate = task.copyOf().also { it[it.size - 2] = (it[it.size - 2] + 1).toByte() }
+        assertTrue("learning rate" in refusal { charter.check(FleetTask.read(rate)) })
+        Storage.deleteTree(FleetDevice.folder(home)) // the phone leaves the fleet, and comes back
+        assertTrue("another task" in refusal { FleetLedger(File(home, FleetLedger.FILE_NAME)).once(FleetTask.read(other), other, 0.0) { ByteArray(0) } })
+    }
+
+    @Test
+    fun aPhoneStopsAtItsPrivacyBudgetOverAllFleets() {
+        val file = File(Fixtures.scratch(), FleetLedger.FILE_NAME)
+        fun task(fleet: Int, round: Int) = FleetTask(fleet, round, ByteArray(8), 0, 1, 1f)
+        var replies = 0
+        val refused = refusal {
+            while (replies < 1000) {
+                FleetLedger(file).once(task(replies % 3, replies), byteArrayOf(1), 8.0) { byteArrayOf(7) }
+                replies++
+            }
+        }
+        assertTrue("privacy budget" in refused)
+        // rho + 2 sqrt(rho ln 1e5) is 7.9 at rho = 1.03, which 33 replies of 2 / 64 reach; Python's bound is the same.
+        assertEquals(33, replies)
+        assertTrue("privacy budget" in refusal { FleetLedger(file).once(task(9, 0), byteArrayOf(1), 8.0) { byteArrayOf(7) } })
+        assertArrayEquals(byteArrayOf(7), FleetLedger(file).once(task(0, 0), byteArrayOf(1), 8.0) { throw AssertionError() })
+        file.writeText("{")
+        assertTrue("is damaged" in refusal { FleetLedger(file) })
+    }
+
+    @Test
+    fun aReplyIsSignedByTheKeyThatTheCharterNames() {
+        val home = Fixtures.scratch()
+        val key = FleetKey.open(home)
+        val fingerprint = Storage.hex(java.security.MessageDigest.getInstance("SHA-256").digest(key.public))
+        val named = (said["charter"] as String).replaceFirst("{", "{\"device_keys\":[\"$fingerprint\"],")
+        FleetCharter(named.toByteArray()).check(FleetKey.open(home))
+        assertTrue("does not know this phone's key" in refusal { FleetCharter(named.toByteArray()).check(FleetKey.open(Fixtures.scratch())) })
+        val reply = byteArrayOf(1, 2, 3)
+        val signed = key.sign(reply)
+        val public = java.security.KeyFactory.getInstance("EC").generatePublic(java.security.spec.X509EncodedKeySpec(signed.signer))
+        val check = java.security.Signature.getInstance("SHA256withECDSA").apply { initVerify(public) }
+        check.update("ondevice-fleet-answer-1\u0000".toByteArray() + reply)
+        assertTrue(check.verify(signed.signature))
+        // Python reads both: `tests/fleet/test_keys_of_phones.py`.
+        val out = File("target/signed").apply { mkdirs() }
+        File(out, "phone.pub").writeText(key.openSsh("phone"))
+        File(out, "reply.odfleet").writeBytes(FleetFile(device = 3, answer = reply, signed = signed).toBytes())
+    }
+
     @Test
     fun aPhoneGivesPythonsAnswersAndEndsWithItsHash() {
         val rounds = (said["rounds"] as Long).toInt()
@@ -74,6 +137,7 @@ class FleetTest {
             assertArrayEquals(adapter, FleetDevice(folder).state!!.flat())
             assertEquals(18, said["rounds"].toString().toInt() - away.size)
         }
+        assertOneReply(folder)
         val changed = (said["charter"] as String).replace("\"noise\":\"rademacher\"", "\"noise\":\"gaussian\"")
         assertTrue(assertThrows(OndeviceException::class.java) { FleetCharter(changed.toByteArray()) }.what.contains("signs alone"))
         val broken = file("round-1-0").also { it[20] = (it[20] + 1).toByte() }
