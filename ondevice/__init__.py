@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ondevice.core.registry import method_config, open_session
     from ondevice.data import read_dataset
     from ondevice.exits import convert
-    from ondevice.generation.generate import generate
+    from ondevice.generation.generator import generate
     from ondevice.models import load_model
     from ondevice.models.sources.memory import wrap_model
     from ondevice.nn.adapters import apply_adapter
@@ -44,7 +44,7 @@ _WHERE = {
     "export": "api.export",
     "export_each": "api.export",
     "fuse": "training.fuse",
-    "generate": "generation.generate",
+    "generate": "generation.generator",
     "load_adapter": "artifact.adapter",
     "load_model": "models",
     "method_config": "core.registry",

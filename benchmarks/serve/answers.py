@@ -99,7 +99,7 @@ class Program:
     def __init__(self, folder: Path, threads: int) -> None:
         import torch
 
-        from ondevice.exporters.executorch.packed import PackedWriter, load_operators
+        from ondevice.exporters.executorch.packed import PackedModel, load_operators
 
         torch.set_num_threads(threads)
         load_operators()
@@ -107,7 +107,7 @@ class Program:
 
         portable_lib._unsafe_reset_threadpool(threads)
         self.empty = anonymous()
-        self.writer = PackedWriter(folder)
+        self.writer = PackedModel(folder)
         if (adapter := folder.parent / "adapter") and self.writer.described["rank"]:
             from ondevice.artifact.adapter import load_adapter
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ondevice.core.errors import VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
+from ondevice.exporters.executorch.blocks_model import can_generate, check_blocks_model
 from ondevice.exporters.executorch.packed import ANSWERS, has_answers
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
-from ondevice.exporters.executorch.writer import can_write, check_writer
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
@@ -112,8 +112,10 @@ class AndroidCpu(ExecutorchTarget):
                 expected=", ".join(expected for expected, _ in wrong),
                 received=", ".join(received for _, received in wrong),
             )
-        if can_write(session):
-            agreement.values["max_rel_logit_error"] = check_writer(cast(Any, session), built.loaded)
+        if can_generate(session):
+            agreement.values["max_rel_logit_error"] = check_blocks_model(
+                cast(Any, session), built.loaded
+            )
         if quantize not in program.rounded or program.rounding is None:
             return agreement.values, []
         from ondevice.models import load_model

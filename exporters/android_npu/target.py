@@ -16,8 +16,8 @@ from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.core.traits import check_traits
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import VerifyRequest, beyond, text_batches
+from ondevice.exporters.executorch.blocks_model import can_generate, check_blocks_model
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
-from ondevice.exporters.executorch.writer import can_write, check_writer
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
@@ -132,8 +132,8 @@ class AndroidNpu(ExecutorchTarget):
                 received="; ".join(received for _, received in wrong),
             )
         values = {**agreement.values, "backend": session.backend}
-        if can_write(session):
-            values["max_rel_logit_error"] = check_writer(
+        if can_generate(session):
+            values["max_rel_logit_error"] = check_blocks_model(
                 cast(Any, session), built.loaded, LOGIT_ERROR
             )
         return values, []
@@ -202,9 +202,11 @@ class AndroidNpu(ExecutorchTarget):
             [f"expected {expected}, received {received}" for expected, received in wrong],
             {},
         )
-        if can_write(session):
+        if can_generate(session):
             try:
-                answers["max_rel_logit_error"] = check_writer(session, built.loaded, LOGIT_ERROR)
+                answers["max_rel_logit_error"] = check_blocks_model(
+                    session, built.loaded, LOGIT_ERROR
+                )
             except VerificationError as error:
                 broken.append(str(error))
         session.close()

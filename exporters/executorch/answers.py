@@ -23,14 +23,14 @@ from torch import nn
 from ondevice.core.errors import ArtifactError, MissingPackageError, VerificationError
 from ondevice.core.untrusted import read_object
 from ondevice.exporters.executorch.answer_model import AnswerModel, Norm, flatten, linear
+from ondevice.exporters.executorch.blocks_model import check_tokens
 from ondevice.exporters.executorch.packed import (
     ANSWERS_FILE,
     FORMAT,
     PROGRAM_FILE,
-    PackedWriter,
+    PackedModel,
     load_operators,
 )
-from ondevice.exporters.executorch.writer import check_tokens
 from ondevice.nn.adapters import adapted
 
 if TYPE_CHECKING:
@@ -127,12 +127,14 @@ def check_answers(
     Raises:
         VerificationError: the program is further off than `LOGIT_ERROR` says.
     """
-    writer, form = PackedWriter(folder), described["weights"]
+    program, form = PackedModel(folder), described["weights"]
     if adapter is not None:
-        writer.use(adapter)
+        program.use(adapter)
     ids, length = check_tokens(loaded, described["context_tokens"], described["chunk_tokens"])
-    found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
-    writer.close()
+    found = np.stack(
+        [program.feed(ids[:length]), *(program.feed([token]) for token in ids[length:])]
+    )
+    program.close()
     vector = (
         () if adapter is None else (torch.from_numpy(flatten(adapter, model.pairs, model.rank)),)
     )

@@ -1,4 +1,4 @@
-"""Text from a program whose weights are packed inside (`answers.py` writes it): one method, which keeps the cache."""
+"""A program with packed weights that predicts the next token (`answers.py` writes it): one method, with its cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
 from ondevice.core.untrusted import read_object, well_formed
+from ondevice.exporters.executorch.blocks_model import check_room
 from ondevice.exporters.executorch.session import load_runtime
-from ondevice.exporters.executorch.writer import check_room
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -44,8 +44,8 @@ def load_operators() -> None:
         ) from None
 
 
-class PackedWriter:
-    """A conversation with a program; see `Writer`, which has the same interface.
+class PackedModel:
+    """A `TokenModel` over the program.
 
     Args:
         folder: with `model.pte` and `answers.json`.
@@ -89,7 +89,7 @@ class PackedWriter:
         self.use(None)
 
     def use(self, adapter: Adapter | None) -> None:
-        """Answer with another adapter from now on, or without one, and forget what was read.
+        """Change the adapter, and forget what was read.
 
         Raises:
             ArtifactError: it is of another rank, or changes layers for which the program takes none.
@@ -129,8 +129,13 @@ class PackedWriter:
                 flat if adapter is None else flatten(adapter, pairs, rank)
             )
 
+    def rewind(self, tokens: int) -> int:
+        """Forget all but the first `tokens` tokens."""
+        self.read = tokens
+        return tokens
+
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Read tokens behind those before; return the logits of the next one, float32 [vocab].
+        """Read the next tokens; return the logits of the one after them, float32 [vocab].
 
         Raises:
             ConfigError: no token, or the conversation is longer than the context.

@@ -113,7 +113,7 @@ def _limit(opened: Opened, requested: int | None) -> int:
 
 
 def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
-    from ondevice.generation.generate import Messages, prompt_ids
+    from ondevice.generation.prompt import Messages, prompt_ids
 
     loaded, write = opened.loaded, opened.write
     if loaded is None or write is None:
@@ -121,7 +121,7 @@ def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
         raise ConfigError("an exported program scores answers and generates none", hint=hint)
 
     def answer(prompt: str | Messages) -> str | None:
-        ids = prompt_ids(loaded, prompt)
+        ids = prompt_ids(loaded.tokenizer, prompt, loaded.source.source)
         return (
             write(ids, max_new_tokens=min(max_new_tokens, limit - len(ids)))
             if len(ids) < limit

@@ -127,7 +127,7 @@ def open_source(
         network = trained_by.open_network(folder, resolve_device(device))
         return Opened(network.session, network.loaded.tokenizer, network.loaded, network.write)
     # Imported here, as an artifact's runtime may do without torch and transformers.
-    from ondevice.generation.generate import continue_ids
+    from ondevice.generation.generator import continue_ids
     from ondevice.methods.model_loss import ModelSession
     from ondevice.models import load_model
     from ondevice.nn.adapters import apply_adapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import abc
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from ondevice.cli.common import err, one_of, print_json
 from ondevice.core.errors import ConfigError, OndeviceError
 
 if TYPE_CHECKING:
-    from ondevice.api.chat import Chat
+    from ondevice.generation.generator import Generator
 
 HELP = (
     "Ctrl-D quits. Ctrl-C stops a reply. /new starts over. "
@@ -59,8 +59,8 @@ def chat(
     if not Path(source).is_dir():  # a folder may be an artifact
         check_model(source, revision)
     options = {} if dtype is None else {"dtype": dtype}
-    talk = open_chat(source, adapter, revision=revision, **options)
-    if system is not None and not talk.templated:
+    generator = open_chat(source, adapter, revision=revision, **options)
+    if system is not None and not generator.has_template:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
     sampling = {
         "max_new_tokens": max_new_tokens,
@@ -69,12 +69,12 @@ def chat(
         "seed": seed,
         "stop": stop or [],
     }
-    conversation = _Conversation(talk, system, sampling)
+    conversation = _Conversation(generator, system, sampling)
     if prompt is None:
         _converse(conversation)
     elif json:
         values = {"prompt": prompt, "answer": "".join(conversation.ask(prompt))}
-        print_json(values | {"finish": talk.ending.finish, "tokens": talk.ending.tokens})
+        print_json(values | {"finish": generator.ending.finish, "tokens": generator.ending.tokens})
     else:
         _print_pieces(conversation.ask(prompt))
 
@@ -82,19 +82,19 @@ def chat(
 class _Conversation:
     """A conversation. Without a chat template the model sees only the last line, to continue it."""
 
-    def __init__(self, talk: Chat, system: str | None, sampling: dict[str, Any]) -> None:
-        self.talk = talk
+    def __init__(self, generator: Generator, system: str | None, sampling: dict[str, Any]) -> None:
+        self.generator = generator
         self.sampling = sampling
         self.first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.first)
 
-    def ask(self, text: str) -> Generator[str, None, None]:
+    def ask(self, text: str) -> abc.Generator[str, None, None]:
         """Yield the reply. A stopped reply still counts as a turn; a failed one does not."""
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
         try:
-            prompt = messages if self.talk.templated else text
-            for piece in self.talk.stream(prompt, **self.sampling):
+            prompt = messages if self.generator.has_template else text
+            for piece in self.generator.stream(prompt, **self.sampling):
                 reply += piece
                 yield piece
         finally:
@@ -105,7 +105,7 @@ class _Conversation:
         """Run a line that begins with /, and return the message for the user."""
         name, _, rest = line[1:].partition(" ")
         if name == "adapter":
-            self.talk.use(Path(rest.strip()).expanduser() if rest.strip() else None)
+            self.generator.use(Path(rest.strip()).expanduser() if rest.strip() else None)
         elif name != "new":
             return HELP
         self.messages = list(self.first)
@@ -130,7 +130,7 @@ def _converse(conversation: _Conversation) -> None:
             err.print(f"error: {error}", markup=False, soft_wrap=True)
 
 
-def _print_pieces(pieces: Generator[str, None, None]) -> None:
+def _print_pieces(pieces: abc.Generator[str, None, None]) -> None:
     """Print a reply while it is generated."""
     with closing(pieces):
         for piece in pieces:

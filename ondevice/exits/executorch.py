@@ -24,7 +24,7 @@ def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, lower with packed weights, run the program in its runtime and compare."""
     from ondevice.exporters.executorch.answer_model import problems
     from ondevice.exporters.executorch.answers import check_answers, write_answers
-    from ondevice.exporters.executorch.packed import PackedWriter
+    from ondevice.exporters.executorch.packed import PackedModel
     from ondevice.models import read_dims
     from ondevice.models.open import save_tokenizer
     from ondevice.training.fuse import PROMPTS, distance
@@ -39,11 +39,11 @@ def write(request: Request, folder: Path) -> Checked:
         model, described = write_answers(folder, merged.loaded, form, context)
         save_tokenizer(merged.loaded, folder / "tokenizer")
     values = check_answers(folder, model, described, merged.loaded)
-    writer, found_logits = PackedWriter(folder), []
+    program, found_logits = PackedModel(folder), []
     for prompt in PROMPTS:
-        writer.use(None)
-        found_logits.append(_tensor(writer.feed(merged.loaded.tokenizer(prompt)["input_ids"])))
-    writer.close()
+        program.use(None)
+        found_logits.append(_tensor(program.feed(merged.loaded.tokenizer(prompt)["input_ids"])))
+    program.close()
     base, expected = ([logits[-1:] for logits in every] for every in (merged.base, merged.expected))
     from_base, from_adapter = distance(found_logits, base), distance(found_logits, expected)
     effect, largest = (

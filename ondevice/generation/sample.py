@@ -1,4 +1,4 @@
-"""Text from a loaded model a token at a time, with each probability: for answers that are shown as they grow."""
+"""Draw tokens one at a time from the logits of a model or a program, each with its probability."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from ondevice.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ondevice.models.load import LoadedModel
-
 
 @dataclass(frozen=True)
 class Token:
@@ -22,33 +20,14 @@ class Token:
     Attributes:
         id: of the vocabulary.
         log_probability: natural logarithm, before temperature and top-p.
-        top: the likeliest tokens with theirs, the likeliest first; as many as were asked for.
-        ends: it ends the answer, and is no part of its text.
+        top: the requested number of likeliest tokens with theirs, the likeliest first.
+        ends: it ends the text, and is not part of it.
     """
 
     id: int
     log_probability: float
     top: tuple[tuple[int, float], ...]
     ends: bool
-
-
-def sample(loaded: LoadedModel, ids: Sequence[int], **options: Any) -> Iterator[Token]:
-    """Draw tokens from a loaded model, which keeps keys and values; arguments as for `draw`."""
-    import torch
-
-    model: Any = loaded.model
-    device, cache = loaded.family.head_weight.device, None
-
-    def feed(new: Sequence[int]) -> Tensor:
-        nonlocal cache
-        with torch.no_grad():
-            output = model(
-                torch.tensor([list(new)], device=device), past_key_values=cache, use_cache=True
-            )
-        cache = output.past_key_values
-        return output.logits[0, -1].float().cpu()
-
-    return draw(feed, ids, end_ids(loaded), **options)
 
 
 def draw(
@@ -62,14 +41,14 @@ def draw(
     seed: int | None = None,
     top: int = 0,
 ) -> Iterator[Token]:
-    """Draw tokens until one ends the answer or there are `max_new_tokens`; greedy at temperature 0.
+    """Draw tokens until one ends the text or there are `max_new_tokens`; greedy at temperature 0.
 
     Args:
-        feed: reads tokens behind those that it has read, and gives the logits of the next one, float32 [vocab].
+        feed: reads the next tokens, and returns the logits of the one after them, float32 [vocab].
         ids: the prompt.
-        ends: tokens that end an answer.
+        ends: tokens that end the text.
         top_p: draw among the likeliest tokens whose probabilities reach this sum, 0 < top_p <= 1.
-        seed: the same seed draws the same tokens on the same machine; None draws anew.
+        seed: the same seed draws the same tokens on the same machine; None takes a random seed.
         top: how many of the likeliest tokens to report with each.
 
     Raises:
@@ -78,38 +57,37 @@ def draw(
     import torch
 
     if not ids or max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
-        received = f"{len(ids)} tokens, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}"
-        expected = "a prompt, max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1"
-        raise ConfigError("generation", expected=expected, received=received)
-    # A generator of its own, on the CPU: the seed's draws do not depend on the device or on other requests.
-    drawn = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
-    given: Sequence[int] = ids
-    for _ in range(max_new_tokens):
-        logits = torch.as_tensor(feed(given))
-        token = (
-            int(logits.argmax()) if temperature == 0 else _draw(logits / temperature, top_p, drawn)
+        raise ConfigError(
+            "generation",
+            expected="a prompt, max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1",
+            received=f"{len(ids)} tokens, max_new_tokens {max_new_tokens}, "
+            f"temperature {temperature}, top_p {top_p}",
         )
+    # Its own random numbers, on the CPU: draws do not depend on the device or on other requests.
+    numbers = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+    new: Sequence[int] = ids
+    for _ in range(max_new_tokens):
+        logits = torch.as_tensor(feed(new))
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = _draw(logits / temperature, top_p, numbers)
         logs = torch.log_softmax(logits, -1)
-        best = torch.topk(logs, top) if top else None
-        pairs = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist()))
-        yield Token(token, float(logs[token]), pairs, token in ends)
+        likeliest: tuple[tuple[int, float], ...] = ()
+        if top:
+            best = torch.topk(logs, top)
+            likeliest = tuple(zip(best.indices.tolist(), best.values.tolist()))
+        yield Token(token, float(logs[token]), likeliest, token in ends)
         if token in ends:
             return
-        given = [token]
+        new = [token]
 
 
-def end_ids(loaded: LoadedModel) -> frozenset[int]:
-    """Return the tokens that end an answer: those that the model's own generation stops at."""
-    stops: Any = loaded.model.generation_config.eos_token_id
-    stops = loaded.tokenizer.eos_token_id if stops is None else stops
-    return frozenset([stops] if isinstance(stops, int) else stops or ())
-
-
-def _draw(logits: Tensor, top_p: float, drawn: Any) -> int:
+def _draw(logits: Tensor, top_p: float, numbers: Any) -> int:
     """Draw from the likeliest tokens whose probabilities sum to at least `top_p`."""
     import torch
 
     probabilities, order = torch.softmax(logits.double(), -1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
-    kept = torch.where(before < top_p, probabilities, 0.0)  # the likeliest always stays
-    return int(order[torch.multinomial(kept, 1, generator=drawn)])
+    nucleus = torch.where(before < top_p, probabilities, 0.0)  # the likeliest always stays
+    return int(order[torch.multinomial(nucleus, 1, generator=numbers)])

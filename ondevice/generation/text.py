@@ -1,89 +1,105 @@
-"""The text of an answer while its tokens come: whole characters only, and nothing of a text that ends it."""
+"""The text of tokens as they are generated: only complete characters, and nothing of a stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ondevice.generation.sample import Token
 
-HALF = "\ufffd"
-"""The text that a tokenizer gives for bytes that are no character yet."""
-
-
-class Text:
-    """The text of the tokens so far.
-
-    Args:
-        tokenizer: of the model.
-        stop: texts that end the answer, and are no part of it.
-
-    Attributes:
-        given: letters that were given out.
-        stopped: one of `stop` has come.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
-        self.ids: list[int] = []
-        self.given, self.stopped = 0, False
-
-    def add(self, token: int) -> str:
-        """Take a token; return what is whole now and cannot become a stop text."""
-        self.ids.append(token)
-        whole = self.decode()
-        ends = [place for word in self.stop if (place := whole.find(word)) >= 0]
-        if ends:
-            self.stopped = True
-            return self._new(whole[: min(ends)])
-        certain = whole.rstrip(HALF)
-        held = max((_overlap(certain, word) for word in self.stop), default=0)
-        return self._new(certain[: len(certain) - held])
-
-    def rest(self) -> str:
-        """Return what was held back."""
-        return self._new(self.decode())
-
-    def decode(self) -> str:
-        """Return all of it, with what is half."""
-        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-
-    def _new(self, text: str) -> str:
-        new, self.given = text[self.given :], max(self.given, len(text))
-        return new
+INCOMPLETE = "\ufffd"
+"""The text that a tokenizer returns for bytes that do not form a character yet."""
 
 
 @dataclass
 class Ending:
-    """How an answer ended: `finish` is stop or length; `tokens` were drawn, the one that ends it included."""
+    """How a text ended.
+
+    Attributes:
+        finish: `stop` or `length`.
+        tokens: tokens that were drawn, including the one that ended the text.
+    """
 
     finish: str = "length"
-    tokens: int = field(default=0)
+    tokens: int = 0
 
 
-def pieces(
+@dataclass(frozen=True)
+class Part:
+    """A part of a text: what became certain, and the tokens that end in it."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+class _Text:
+    """The text of the tokens so far; `sent` counts the characters that were returned."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.ids: list[int] = []
+        self.waiting: list[tuple[int, Token]] = []
+        self.sent = 0
+        self.stopped = False
+
+    def add(self, token: Token) -> Part:
+        """Take a token; return the text that is complete and cannot become a stop text."""
+        self.ids.append(token.id)
+        text = self._decode()
+        self.waiting.append((len(text), token))
+        stops = [index for word in self.stop if (index := text.find(word)) >= 0]
+        if stops:
+            self.stopped = True
+            return self._part(text[: min(stops)])
+        certain = text.rstrip(INCOMPLETE)
+        uncertain = max((_overlap(certain, word) for word in self.stop), default=0)
+        return self._part(certain[: len(certain) - uncertain])
+
+    def rest(self) -> Part:
+        """Return what is left, with incomplete characters."""
+        part = self._part(self._decode())
+        return Part(part.text, (*part.tokens, *(token for _, token in self.waiting)))
+
+    def _decode(self) -> str:
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    def _part(self, text: str) -> Part:
+        new, self.sent = text[self.sent :], max(self.sent, len(text))
+        done = [token for end, token in self.waiting if end <= self.sent]
+        self.waiting = self.waiting[len(done) :]
+        return Part(new, tuple(done))
+
+
+def parts(
     tokens: Iterable[Token], tokenizer: Any, stop: Sequence[str], ending: Ending
-) -> Iterator[str]:
-    """Yield the text of tokens as it becomes certain; `ending` is filled in."""
-    text = Text(tokenizer, stop)
+) -> Iterator[Part]:
+    """Yield the text of tokens as it becomes certain, and fill in `ending`.
+
+    Args:
+        stop: texts that end the generated text, and are not part of it.
+    """
+    text = _Text(tokenizer, stop)
     for token in tokens:
         ending.tokens += 1
         if token.ends:
             ending.finish = "stop"
             break
-        if piece := text.add(token.id):
-            yield piece
+        part = text.add(token)
+        if part.text or part.tokens:
+            yield part
         if text.stopped:
             ending.finish = "stop"
             return
-    if piece := text.rest():
-        yield piece
+    part = text.rest()
+    if part.text or part.tokens:
+        yield part
 
 
 def _overlap(text: str, word: str) -> int:
-    """Return how many letters at the end of `text` begin `word`."""
-    return next(
-        (n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0
-    )
+    """Return how many characters at the end of `text` begin `word`."""
+    for count in range(min(len(text), len(word) - 1), 0, -1):
+        if text.endswith(word[:count]):
+            return count
+    return 0

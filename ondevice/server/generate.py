@@ -44,7 +44,7 @@ def answer(
         ConfigError: the artifact has no weights for PyTorch.
     """
     from ondevice.artifact.adapter import load_adapter
-    from ondevice.generation.generate import generate
+    from ondevice.generation.generator import generate
     from ondevice.nn.adapters import adapted
 
     loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)

@@ -29,7 +29,7 @@ from ondevice.core import errors
 from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
 from ondevice.planning.limit import own_memory, status_bytes, was_refused
-from ondevice.server.complete import STOP, listen_for_stop
+from ondevice.server.interrupt import STOP, listen_for_stop
 from ondevice.server.worker import child_environment, quiet_frameworks
 
 _log = logging.getLogger(__name__)

@@ -67,7 +67,7 @@ class Objective:
         return float(value)
 
     def _write(self) -> Callable[[Sequence[int]], str]:
-        from ondevice.generation.generate import continue_ids
+        from ondevice.generation.generator import continue_ids
 
         return partial(continue_ids, self.session.whole_model(), max_new_tokens=ANSWER_TOKENS)
 

@@ -27,17 +27,15 @@ def keyboard(monkeypatch):
 
 
 def test_a_conversation_remembers_and_ends_with_ctrl_d(ondevice, keyboard, monkeypatch) -> None:
-    from ondevice.api.chat import Chat
+    from ondevice.generation.generator import Generator
 
     asked, used = [], []
     monkeypatch.setattr(
-        Chat,
+        Generator,
         "stream",
         lambda self, prompt, **options: asked.append(list(prompt)) or iter(["[b]", "so", "[/b]"]),
     )
-    monkeypatch.setattr(
-        "ondevice.api.chat._ModelChat.use", lambda self, adapter: used.append(adapter)
-    )
+    monkeypatch.setattr(Generator, "use", lambda self, adapter: used.append(adapter))
     keyboard("hello", "", "and now?", "/what", "/adapter a b", "again", "/adapter", "/new")
     done = ondevice("chat", "tiny:llama", "--system", "Be brief.")
     assert (
@@ -52,8 +50,8 @@ def test_a_conversation_remembers_and_ends_with_ctrl_d(ondevice, keyboard, monke
 def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(
     ondevice, keyboard, monkeypatch, tmp_path
 ) -> None:
-    from ondevice.api.chat import Chat
     from ondevice.core.errors import ConfigError
+    from ondevice.generation.generator import Generator
 
     asked = []
 
@@ -65,7 +63,7 @@ def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(
         if len(asked) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Chat, "stream", stream)
+    monkeypatch.setattr(Generator, "stream", stream)
     keyboard("one", "two", f"/adapter {tmp_path}", "three")
     done = ondevice("chat", "tiny:llama")
     assert done.code == 0 and done.err.count("error:") == 2

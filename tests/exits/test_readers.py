@@ -75,9 +75,9 @@ def by_mlx_lm(case: Case, form: str, out: Path) -> np.ndarray:
 
 
 def by_executorch(case: Case, form: str, out: Path) -> np.ndarray:
-    from ondevice.exporters.executorch.packed import PackedWriter
+    from ondevice.exporters.executorch.packed import PackedModel
 
-    logits = PackedWriter(out).feed(IDS).astype(np.float64)
+    logits = PackedModel(out).feed(IDS).astype(np.float64)
     return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 

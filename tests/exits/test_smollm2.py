@@ -9,7 +9,7 @@ import torch
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exits import convert
-from ondevice.generation.generate import prompt_ids
+from ondevice.generation.prompt import prompt_ids
 from ondevice.models import load_model
 from ondevice.nn.adapters import apply_adapter
 from tests.exits.conftest import random_adapter
@@ -34,7 +34,7 @@ def test_greedy_answers_of_llama_cpp_are_ours(tmp_path: Path) -> None:
     apply_adapter(loaded, load_adapter(tmp_path / "adapter"))
     reader = LlamaCpp(tmp_path / "a.gguf")
     for prompt in PROMPTS:
-        ids = list(prompt_ids(loaded, prompt))
+        ids = list(prompt_ids(loaded.tokenizer, prompt, ""))
         assert reader.tokens(prompt) == ids
         answer = reader.complete(ids, n_predict=10, n_probs=1)["logprobs"]["content"]
         answered = [entry["id"] for entry in answer]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method
-from ondevice.generation.generate import generate
+from ondevice.generation.generator import generate
 from ondevice.models import (
     find_cached,
     load_model,

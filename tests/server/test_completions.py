@@ -13,8 +13,8 @@ openai = pytest.importorskip("openai", reason="a development package")
 
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
-from ondevice.generation.generate import prompt_ids  # noqa: E402
-from ondevice.generation.sample import sample  # noqa: E402
+from ondevice.generation.generator import generator_of  # noqa: E402
+from ondevice.generation.prompt import prompt_ids  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
 from ondevice.nn.adapters import apply_adapter  # noqa: E402
 from ondevice.server import complete, generate  # noqa: E402
@@ -42,7 +42,7 @@ def client(served) -> Any:
 
 def greedy(loaded, prompt: str | list[dict[str, str]], count: int) -> list[int]:
     """Token ids by a full pass for each token, without a cache."""
-    ids = list(prompt_ids(loaded, prompt))
+    ids = list(prompt_ids(loaded.tokenizer, prompt, ""))
     start = len(ids)
     for _ in range(count):
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_several_turns_are_answered_as_the_model_does(client, loaded) -> None:
     choice, ids = answer.choices[0], greedy(loaded, PLAIN, 12)
     assert choice.message.content == text_of(ids) and choice.message.role == "assistant"
     assert choice.finish_reason == ("length" if len(ids) == 12 else "stop")
-    assert answer.usage.prompt_tokens == len(prompt_ids(loaded, PLAIN))
+    assert answer.usage.prompt_tokens == len(prompt_ids(loaded.tokenizer, PLAIN, ""))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
@@ -107,7 +107,10 @@ def test_an_adapter_is_a_model_and_is_swapped_in_and_out(client, served, loaded)
     for name, own in ((MODEL, loaded), (served.job["id"], adapted), (MODEL, loaded)):
         answer = client.chat.completions.create(model=name, **asked)
         expected = [
-            token.log_probability for token in sample(own, prompt_ids(own, PLAIN), max_new_tokens=6)
+            token.log_probability
+            for token in generator_of(own).tokens(
+                prompt_ids(own.tokenizer, PLAIN, ""), max_new_tokens=6
+            )
         ]
         found = [entry.logprob for entry in answer.choices[0].logprobs.content]
         assert found == pytest.approx(expected[: len(found)], abs=1e-6) and answer.model == name
@@ -264,4 +267,4 @@ def test_top_p_keeps_what_reaches_it() -> None:
     )
     torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2]), atol=0.05, rtol=0)
     with pytest.raises(ConfigError):
-        next(sample(load_model(MODEL), [], max_new_tokens=1))
+        next(generator_of(load_model(MODEL)).tokens([], max_new_tokens=1))

@@ -15,7 +15,7 @@ from ondevice.core.errors import ModelError
 from ondevice.data import Row, Rows, encode
 from ondevice.data.tasks import sandbox
 from ondevice.data.tasks.chat_template import apply_template
-from ondevice.generation.generate import tokenize
+from ondevice.generation.prompt import prompt_ids
 
 MOST_MIB = 96
 TURNS = [{"role": "user", "content": "a %d {b} ~"}, {"role": "assistant", "content": "c\n  d"}]
@@ -136,7 +136,7 @@ def test_rows_and_questions_render_under_the_limits(tokenizer: Any) -> None:
     hostile = copy.deepcopy(tokenizer)
     hostile.chat_template = BOMBS["a text times a number"]
     with pytest.raises(ModelError, match="takes too much"):
-        tokenize(hostile, TURNS[:1], "a model")
+        prompt_ids(hostile, TURNS[:1], "a model")
     with pytest.raises(ModelError, match="takes too much"):
         encode(
             Rows("f", "chat", [Row(1, messages=(("user", "a"), ("assistant", "b")))]),

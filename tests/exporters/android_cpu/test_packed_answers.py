@@ -14,14 +14,14 @@ from ondevice.api.chat import open_chat
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
-from ondevice.generation.generate import generate
+from ondevice.generation.generator import generate
 from ondevice.models import load_model
 from ondevice.nn.adapters import adapted
 from tests.programs import model, program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch import answers
-from ondevice.exporters.executorch.packed import ANSWERS, PackedWriter
+from ondevice.exporters.executorch.packed import ANSWERS, PackedModel
 
 PROMPT = list(b"A prompt of more tokens than are read at once; forty-one, or some more. " * 2)
 NAME = "blocks of granite"
@@ -49,7 +49,7 @@ def adapter() -> Adapter:
 
 def test_two_hundred_greedy_tokens_are_eager_pytorchs(adapter) -> None:
     loaded = load_model(read_manifest(program(NAME)).model.source)
-    writer, written = PackedWriter(program(NAME) / ANSWERS), []
+    writer, written = PackedModel(program(NAME) / ANSWERS), []
     writer.use(adapter)
     logits = writer.feed(PROMPT)
     assert len(PROMPT) > writer.chunk
@@ -69,20 +69,20 @@ def test_chat_swaps_adapters_and_reads_only_what_is_new(adapter, tmp_path: Path)
         open_chat(str(program(NAME))),
     )
     messages = [{"role": "user", "content": "Hello there"}]
-    said = [chat.answer(messages, max_new_tokens=16)]
+    said = [chat.generate(messages, max_new_tokens=16)]
     for used in (tmp_path / "adapter", None):
         chat.use(used)
-        said.append(chat.answer(messages, max_new_tokens=16))
+        said.append(chat.generate(messages, max_new_tokens=16))
     with adapted(loaded, load_adapter(tmp_path / "adapter")):
         assert said[1] == generate(loaded, messages, max_new_tokens=16)
     assert said[0] == said[2] == generate(loaded, messages, max_new_tokens=16) != said[1]
     chat.use(None)
     messages += [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "And?"}]
-    assert chat.answer(messages, max_new_tokens=8) == generate(loaded, messages, max_new_tokens=8)
+    assert chat.generate(messages, max_new_tokens=8) == generate(loaded, messages, max_new_tokens=8)
 
 
 def test_what_does_not_fit_is_refused(adapter, tmp_path: Path) -> None:
-    writer = PackedWriter(program(NAME) / ANSWERS)
+    writer = PackedModel(program(NAME) / ANSWERS)
     with pytest.raises(ArtifactError, match="does not take this adapter"):
         writer.use(replace(adapter, rank=adapter.rank + 1))
     other = {name.replace("layers.0", "layers.9"): value for name, value in adapter.tensors.items()}
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(adapter, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             writer.feed(ids)
     with pytest.raises(ArtifactError, match="holds no program"):
-        PackedWriter(tmp_path)
+        PackedModel(tmp_path)
 
 
 def test_verify_repeats_the_check(monkeypatch) -> None:
@@ -107,30 +107,30 @@ def test_verify_repeats_the_check(monkeypatch) -> None:
 def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
     """Every position is one later than it is."""
     loaded = load_model(read_manifest(program(NAME)).model.source)
-    folder, plain = program(NAME) / ANSWERS, PackedWriter.feed
-    described = PackedWriter(folder).described
+    folder, plain = program(NAME) / ANSWERS, PackedModel.feed
+    described = PackedModel(folder).described
     model = answers.AnswerModel(loaded, described["context_tokens"], adapter.linears, adapter.rank)
     assert (
         answers.check_answers(folder, model, described, loaded, adapter)["max_rel_logit_error"]
         < 1e-5
     )
 
-    def late(self: PackedWriter, ids: Any) -> Any:
+    def late(self: PackedModel, ids: Any) -> Any:
         self.read = self.read or 1
         return plain(self, ids)
 
-    monkeypatch.setattr(PackedWriter, "feed", late)
+    monkeypatch.setattr(PackedModel, "feed", late)
     with pytest.raises(VerificationError, match="does not answer as eager"):
         answers.check_answers(folder, model, described, loaded, adapter)
 
 
-def forgetful(writer: PackedWriter, ids: Any) -> Any:
+def forgetful(writer: PackedModel, ids: Any) -> Any:
     """Tokens behind the prompt are read as if there were none before."""
     writer.read = 0
     return FEED(writer, ids)
 
 
-FEED = PackedWriter.feed
+FEED = PackedModel.feed
 WRONG: dict[str, tuple[str, Any]] = {
     "cache": ("feed", forgetful),
     "no adapter": ("use", lambda writer, adapter: USE(writer, None)),
@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[str, Any]] = {
         lambda writer, adapter: USE(writer, adapter and replace(adapter, alpha=adapter.alpha / 2)),
     ),
 }
-USE = PackedWriter.use
+USE = PackedModel.use
 
 
 @pytest.mark.parametrize("form", ["8da8w", "8da4w"])
@@ -154,7 +154,7 @@ def test_rounded_weights_answer_as_their_own_eager_does_and_a_wrong_program_does
     assert values["rel_logit_error"] < 0.03 and 1e-3 < values["max_rel_logit_error_float32"] < 0.5
     for name, wrong in WRONG.values():
         with monkeypatch.context() as patch:
-            patch.setattr(PackedWriter, name, wrong)
+            patch.setattr(PackedModel, name, wrong)
             with pytest.raises(VerificationError, match="does not answer as eager"):
                 answers.check_answers(*check)
     lowered.blocks[

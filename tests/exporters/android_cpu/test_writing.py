@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.api.chat import end_tokens, open_chat
+from ondevice.api.chat import open_chat
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import Adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
-from ondevice.generation.generate import generate
+from ondevice.generation.generator import generate
+from ondevice.generation.prompt import end_tokens
 from ondevice.models import load_model
 from ondevice.nn.adapters import adapted
 from tests.cli.command import CommandLine
 from tests.programs import program
 
 pytest.importorskip("executorch.exir")
-from ondevice.exporters.executorch import writer as module
-from ondevice.exporters.executorch.writer import Writer, check_writer
+from ondevice.exporters.executorch import blocks_model as module
+from ondevice.exporters.executorch.blocks_model import BlocksModel, check_blocks_model
 
 PROMPT = list(b"A prompt of more tokens than are read at once: forty-one, or a few more.")
 
@@ -50,7 +51,7 @@ def source_of(name: str) -> str:
 
 
 def test_two_hundred_greedy_tokens_are_eager_pytorchs(opened) -> None:
-    loaded, writer, written = load_model(source_of("blocks")), Writer(opened), []
+    loaded, writer, written = load_model(source_of("blocks")), BlocksModel(opened), []
     logits = writer.feed(PROMPT)
     for _ in range(200):
         written.append(int(logits.argmax()))
@@ -64,25 +65,25 @@ def test_two_hundred_greedy_tokens_are_eager_pytorchs(opened) -> None:
 
 def test_the_adapter_is_an_input(opened) -> None:
     """Hot swap: another vector, and the same program writes what another model would."""
-    plain, own = load_model(source_of("blocks")), Writer(opened).feed(PROMPT)
+    plain, own = load_model(source_of("blocks")), BlocksModel(opened).feed(PROMPT)
     opened.restart()  # B is zero: the base model
     with torch.no_grad():
         base = plain.model(torch.tensor([PROMPT])).logits[0, -1].numpy()
-    np.testing.assert_allclose(Writer(opened).feed(PROMPT), base, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(BlocksModel(opened).feed(PROMPT), base, rtol=0, atol=1e-4)
     assert np.abs(own - base).max() > 0.1
 
 
 def test_any_cut_of_a_prompt_gives_the_same(opened) -> None:
-    whole = Writer(opened).feed(PROMPT)
+    whole = BlocksModel(opened).feed(PROMPT)
     for cut in (1, 2, 32, 33, 40):
-        writer = Writer(opened)
+        writer = BlocksModel(opened)
         writer.feed(PROMPT[:cut])
         np.testing.assert_allclose(writer.feed(PROMPT[cut:]), whole, rtol=0, atol=1e-5)
 
 
 def test_the_context_is_kept_to() -> None:
     session = open_artifact(program("blocks, q4"))
-    writer = Writer(session)
+    writer = BlocksModel(session)
     writer.feed(list(range(39)))
     writer.feed([1])  # the last place
     for ids in ([1], []):
@@ -94,7 +95,7 @@ def test_the_context_is_kept_to() -> None:
 @pytest.mark.parametrize(("name", "limit"), [("blocks, int8", 0.05), ("blocks, q4", 0.3)])
 def test_rounded_weights_answer_nearly_as_the_model_does(name: str, limit: float) -> None:
     """Against the float32 model, not the rounded one: as a part of the largest logit."""
-    ids, writer = PROMPT[:37], Writer(open_artifact(program(name)))
+    ids, writer = PROMPT[:37], BlocksModel(open_artifact(program(name)))
     with torch.no_grad():
         expected = load_model(source_of(name)).model(torch.tensor([ids])).logits[0, -3:].numpy()
     found = np.stack([writer.feed(ids[:-2]), *(writer.feed([token]) for token in ids[-2:])])
@@ -109,10 +110,10 @@ def test_every_export_was_checked(name: str) -> None:
 
 def test_a_wrong_cache_is_found(opened, monkeypatch) -> None:
     loaded = load_model(source_of("blocks"))
-    assert check_writer(opened, loaded) < 1e-5
-    whole = Writer._pass
+    assert check_blocks_model(opened, loaded) < 1e-5
+    whole = BlocksModel._pass
 
-    def late(self: Writer, ids: Any, size: int) -> Any:
+    def late(self: BlocksModel, ids: Any, size: int) -> Any:
         """Every position is one later than it is."""
         self.read += 1
         try:
@@ -120,9 +121,9 @@ def test_a_wrong_cache_is_found(opened, monkeypatch) -> None:
         finally:
             self.read -= 1
 
-    monkeypatch.setattr(module.Writer, "_pass", late)
-    with pytest.raises(VerificationError, match="does not write what eager"):
-        check_writer(opened, loaded)
+    monkeypatch.setattr(module.BlocksModel, "_pass", late)
+    with pytest.raises(VerificationError):
+        check_blocks_model(opened, loaded)
 
 
 def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -141,12 +142,14 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
     )
     # A second turn reads only what is new.
     chat, fed = open_chat(str(program("blocks"))), []
-    plain = Writer.feed
-    monkeypatch.setattr(Writer, "feed", lambda self, ids: fed.append(len(ids)) or plain(self, ids))
-    messages.append({"role": "assistant", "content": chat.answer(messages, max_new_tokens=4)})
+    plain = BlocksModel.feed
+    monkeypatch.setattr(
+        BlocksModel, "feed", lambda self, ids: fed.append(len(ids)) or plain(self, ids)
+    )
+    messages.append({"role": "assistant", "content": chat.generate(messages, max_new_tokens=4)})
     first, fed[:] = fed[0], []
     messages.append({"role": "user", "content": "And?"})
-    assert chat.answer(messages, max_new_tokens=4) == generate(loaded, messages, max_new_tokens=4)
+    assert chat.generate(messages, max_new_tokens=4) == generate(loaded, messages, max_new_tokens=4)
     assert fed[0] < first + 10
 
 
@@ -170,7 +173,7 @@ def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(
             chat.use(tmp_path)
         whole = "".join(said["again"][0])
         assert (
-            chat.answer("a", seed=1, stop=[whole[2:4]], **options)
+            chat.generate("a", seed=1, stop=[whole[2:4]], **options)
             == whole[: whole.index(whole[2:4])]
         )
         told.append(said)

@@ -30,14 +30,14 @@ from ondevice.core.errors import (
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
-from ondevice.generation.generate import generate
+from ondevice.generation.generator import generate
 from ondevice.models import load_model
 from ondevice.nn.adapters import adapted
 from tests.methods.reference import batch
 from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
 
 pytest.importorskip("executorch.exir")
-from ondevice.exporters.executorch.writer import Writer
+from ondevice.exporters.executorch.blocks_model import BlocksModel
 
 LENGTH, RATE = 16, 1e-2
 
@@ -128,7 +128,7 @@ def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> Non
     logits = {}
     for name, used in (("adapted", adapter), ("base", None)):
         session.restart() if used is None else session.load_adapter(used)
-        writer = Writer(session)
+        writer = BlocksModel(session)
         logits[name] = np.stack(
             [writer.feed(ids[:33]), *(writer.feed([token]) for token in ids[33:])]
         )
@@ -147,13 +147,13 @@ def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> Non
     many = {n: v * 1e6 for n, v in adapter.tensors.items()}
     session.load_adapter(replace(adapter, tensors=many))
     with pytest.raises(ArtifactError, match="not finite"):
-        Writer(session).feed(ids[:3])
+        BlocksModel(session).feed(ids[:3])
 
 
 def test_chat_answers_on_the_npu_as_eager_does() -> None:
     chat, messages = open_chat(str(program("npu blocks"))), [{"role": "user", "content": "Hi"}]
     loaded = load_model(str(model("wide")))
-    assert chat.answer(messages, max_new_tokens=6) == generate(loaded, messages, max_new_tokens=6)
+    assert chat.generate(messages, max_new_tokens=6) == generate(loaded, messages, max_new_tokens=6)
     manifest = read_manifest(program("npu blocks"))
     assert 0 < manifest.check["max_rel_logit_error"] < 1e-2
     assert manifest.program_spec.methods["block_prefill"].program == "layers/{layer}.pte"

@@ -1,4 +1,4 @@
-"""Text from a block program, a token at a time: the host keeps keys and values, and walks the layers."""
+"""A block program that predicts the next token: the host keeps keys and values, and walks the layers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ondevice.nn.adapters import adapted
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ondevice.artifact.adapter import Adapter
     from ondevice.exporters.executorch.blocks import BlocksSession
     from ondevice.models import LoadedModel
 
 
-class Writer:
-    """A conversation with a program: what it has read is kept, and only new tokens are computed.
+class BlocksModel:
+    """A `TokenModel` over a program's session; its adapter takes part.
 
     Args:
-        session: of a program that was exported with `export.context_tokens`; its adapter takes part, and may be
-            changed between two conversations.
+        session: of a program that was exported with `export.context_tokens`.
 
     Attributes:
         context_tokens: most tokens of a conversation.
         read: tokens that were read so far.
 
     Raises:
-        ArtifactError: the program cannot write.
+        ArtifactError: the program cannot generate.
     """
 
     def __init__(self, session: BlocksSession) -> None:
         import torch
 
-        if not can_write(session):
+        if not can_generate(session):
             hint = "export it again with --set export.context_tokens=512"
-            raise ArtifactError("the program has no functions that write", hint=hint)
+            raise ArtifactError("the program has no functions that generate", hint=hint)
         self.session, methods = session, session.spec.methods
         self.chunk = methods["embed_prefill"].inputs[0].shape[1]
         self.decodes = (
@@ -53,8 +53,21 @@ class Writer:
         self.keys = [torch.zeros(keys) for _ in layers]
         self.values = [torch.zeros(values) for _ in layers]
 
+    def use(self, adapter: Adapter | None) -> None:
+        """Change the session's adapter, and forget what was read; None restores the initial one."""
+        if adapter is None:
+            self.session.restart()
+        else:
+            self.session.load_adapter(adapter)
+        self.read = 0
+
+    def rewind(self, tokens: int) -> int:
+        """Forget all but the first `tokens` tokens."""
+        self.read = tokens
+        return tokens
+
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Read tokens behind those before; return the logits of the next one, float32 [vocab].
+        """Read the next tokens; return the logits of the one after them, float32 [vocab].
 
         Raises:
             ArtifactError: a logit is not finite.
@@ -133,7 +146,7 @@ def check_tokens(
     return (ids * (1 + (length + 2) // len(ids)))[: length + 2], length
 
 
-def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
+def check_blocks_model(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
     """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's adapter.
 
     Args:
@@ -148,15 +161,17 @@ def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0
     """
     import torch
 
-    writer, adapter, limit = Writer(session), session.adapter(), limit or LOGIT_ERROR
-    ids, length = check_tokens(loaded, writer.context_tokens, writer.chunk)
+    program, adapter, limit = BlocksModel(session), session.adapter(), limit or LOGIT_ERROR
+    ids, length = check_tokens(loaded, program.context_tokens, program.chunk)
     with adapted(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
-    found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
+    found = np.stack(
+        [program.feed(ids[:length]), *(program.feed([token]) for token in ids[length:])]
+    )
     error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
     if not error <= limit:
         raise VerificationError(
-            "the program does not write what eager PyTorch does; nothing was written",
+            "the program does not generate what eager PyTorch does; nothing was written",
             expected=f"logits within {limit:g} of the largest",
             received=f"{error:.3g}",
         )
@@ -174,7 +189,7 @@ begins."""
 KEPT = ("keys", "values")
 
 
-def can_write(session: object) -> bool:
-    """Return True if a session's program has the functions that write with a cache."""
+def can_generate(session: object) -> bool:
+    """Return True if a session's program has the functions that generate with a cache."""
     spec = getattr(session, "spec", None)
     return spec is not None and "block_prefill" in spec.methods
