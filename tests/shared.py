@@ -75,7 +75,7 @@ def _sweep() -> None:
     """Remove what no run has asked for lately, other versions of the code among them.
 
     Their locks stay: who waits for one that is removed would not see who holds the next of its
-        name.
+    name.
     """
     for place in FOLDER.iterdir():
         result = place / "result.pickle"
