@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,8 @@ SCHEMES = {
         "type": "apiKey",
         "in": "cookie",
         "name": f"{security.COOKIE}_8765",
-        "description": "The page's. The name ends with the port, and begins with __Host- over TLS.",
+        "description": "The page's, with the key of POST /v1/session in the header `X-Ondevice-Key` or the "
+        "parameter `key`. The name ends with the port, and begins with __Host- over TLS.",
     },
 }
 RECHECK_S = 1.0
@@ -319,7 +319,7 @@ class Guard:
         kind, _, secret = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
             return True
-        session = session_of(scope, self.tls)
+        session = security.session_of(scope, self.tls)
         return bool(session and security.check(self.daemon.store, session, "session"))
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
@@ -381,7 +381,7 @@ class Guard:
         address = (scope.get("client") or ("unknown", 0))[0]
         secret, session = (
             headers.get("authorization", "").partition(" ")[2],
-            session_of(scope, self.tls),
+            security.session_of(scope, self.tls),
         )
         # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
         if refusal := self.tries.refusal(address):
@@ -413,16 +413,6 @@ class Guard:
         headers.setdefault(
             "Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache"
         )
-
-
-def session_of(scope: Scope, tls: bool) -> str:
-    """Read the session's secret from the cookie of this port; empty without one."""
-    try:
-        cookies = SimpleCookie(Headers(scope=scope).get("cookie", ""))
-    except CookieError:
-        return ""
-    cookie = cookies.get(security.cookie_name(scope["server"][1], tls))
-    return cookie.value if cookie else ""
 
 
 def _limit(scope: Scope) -> int:

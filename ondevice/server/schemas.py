@@ -445,6 +445,12 @@ class SessionRequest(BaseModel):
     token: str = Field(min_length=1, max_length=200)
 
 
+class SessionKey(Answer):
+    """The page's half of a session; the cookie is the other one."""
+
+    key: str = Field(description="Sent as the header `X-Ondevice-Key`, or as `?key=` of a link.")
+
+
 class Done(Answer):
     """It is done."""
 

@@ -8,15 +8,22 @@ import ipaddress
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, QueryParams
 
 from ondevice.core.errors import ConfigError
 from ondevice.server.store import MissingError, Store
 
 SESSION_S = 12 * 3600.0
 TRIES, WINDOW_S = 10, 60.0
+SESSION_KEY_CHARACTERS = 22
+"""Of the page's half of a session's secret: some 128 bits; the cookie has as many."""
+KEY_HEADER, KEY_PARAMETER = "x-ondevice-key", "key"
+"""Where the page sends its half: in a header, or in the address of a link and of a stream of events."""
 COOKIE = "ondevice_session"
 """Beginning of the cookie's name (`cookie_name`)."""
 REVOKED = "revoked"
@@ -31,9 +38,18 @@ def create_token(store: Store, name: str = "") -> str:
     return _create(store, "token", "odt", name, None, None)
 
 
-def create_session(store: Store, token: str) -> str:
-    """Make a session, the content of the browser's cookie: good for some hours, and as long as the token is."""
-    return _create(store, "session", "ods", "", store.clock.now() + SESSION_S, token)
+def create_session(store: Store, token: str) -> tuple[str, str]:
+    """Make a session: good for some hours, and as long as the token is.
+
+    A browser sends a cookie to every port of a host, so the cookie is only half of the secret. The page keeps
+    the other half in its storage, which belongs to one port, and sends it as `KEY_HEADER`.
+
+    Returns:
+        The cookie's content and the page's key; neither opens anything without the other.
+    """
+    secret = _create(store, "session", "ods", "", store.clock.now() + SESSION_S, token)
+    middle = len(secret) - SESSION_KEY_CHARACTERS
+    return secret[:middle], secret[middle:]
 
 
 def check(store: Store, secret: str, kind: str = "token") -> str | None:
@@ -97,6 +113,22 @@ def cookie_name(port: int, tls: bool) -> str:
     or another path has set.
     """
     return f"{'__Host-' if tls else ''}{COOKIE}_{port}"
+
+
+def session_of(scope: MutableMapping[str, Any], tls: bool) -> str:
+    """Read the session's secret: the cookie of this port and the page's key. Empty without a cookie."""
+    headers = Headers(scope=scope)
+    try:
+        cookies = SimpleCookie(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    cookie = cookies.get(cookie_name(scope["server"][1], tls))
+    if cookie is None:
+        return ""
+    key = headers.get(KEY_HEADER)
+    if key is None:
+        key = QueryParams(scope["query_string"]).get(KEY_PARAMETER, "")
+    return cookie.value + key
 
 
 def end_session(store: Store, secret: str) -> None:

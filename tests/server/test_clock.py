@@ -78,7 +78,7 @@ def test_a_session_of_a_wrong_clock_lasts_its_hours(
 ) -> None:
     jump(wrong_s)
     token = security.create_token(store)
-    session = security.create_session(store, str(security.check(store, token)))
+    session = "".join(security.create_session(store, str(security.check(store, token))))
     jump(0.0)
     assert security.check(store, session, "session")
     began_s = clock.uptime_s()

@@ -283,7 +283,7 @@ def test_nothing_without_the_token(closed) -> None:
 
 def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
     body = json.dumps({"token": closed.token}).encode()
-    status, headers, _ = send(closed, "POST", "/v1/session", body, JSON)
+    status, headers, content = send(closed, "POST", "/v1/session", body, JSON)
     cookie = headers["set-cookie"]
     assert (
         status == 200
@@ -291,7 +291,7 @@ def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
         and "SameSite=strict" in cookie
         and str(closed.token) not in cookie
     )
-    pair = {"Cookie": cookie.partition(";")[0]}
+    pair = {"Cookie": cookie.partition(";")[0], "X-Ondevice-Key": key_of(content)}
     assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 200
     assert send(closed, "DELETE", "/v1/session", headers=pair)[0] == 200
     assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 401
@@ -300,23 +300,47 @@ def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
     )
 
 
+def key_of(content: bytes | str) -> str:
+    """Return the page's half of a session from the response that opened it."""
+    return json.loads(content)["key"]
+
+
+def test_a_cookie_that_another_port_of_the_host_received_opens_nothing(closed) -> None:
+    body = json.dumps({"token": closed.token}).encode()
+    _, headers, content = send(closed, "POST", "/v1/session", body, JSON)
+    cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+    key = key_of(content)
+    assert len(key) == 22 and key not in headers["set-cookie"]
+    for wrong in (cookie, cookie | {"X-Ondevice-Key": key[:-1]}, {"X-Ondevice-Key": key}):
+        assert send(closed, "GET", "/v1/jobs", headers=wrong)[0] == 401
+        assert send(closed, "DELETE", "/v1/jobs/x", headers=wrong)[0] == 401
+    assert send(closed, "GET", f"/v1/jobs?key={key}", headers=cookie)[0] == 200
+    assert send(closed, "DELETE", "/v1/session", headers=cookie)[0] == 200
+    assert send(closed, "GET", f"/v1/jobs?key={key}", headers=cookie)[0] == 200, "not ended by it"
+
+
 def test_a_session_is_of_one_port_only(closed) -> None:
     body = json.dumps({"token": closed.token}).encode()
-    cookie = send(closed, "POST", "/v1/session", body, JSON)[1]["set-cookie"]
+    _, headers, content = send(closed, "POST", "/v1/session", body, JSON)
+    cookie = headers["set-cookie"]
     name, secret = cookie.partition(";")[0].split("=")
+    key = {"X-Ondevice-Key": key_of(content)}
     port = closed.address.rpartition(":")[2]
     assert name == f"ondevice_session_{port}" and "Path=/" in cookie and "Domain" not in cookie
-    assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{name}={secret}"})[0] == 200
+    assert send(closed, "GET", "/v1/jobs", headers=key | {"Cookie": f"{name}={secret}"})[0] == 200
     for other in ("ondevice_session", "ondevice_session_1", f"__Host-{name}"):
-        assert send(closed, "GET", "/v1/jobs", headers={"Cookie": f"{other}={secret}"})[0] == 401
+        wrong = key | {"Cookie": f"{other}={secret}"}
+        assert send(closed, "GET", "/v1/jobs", headers=wrong)[0] == 401
 
 
 def test_no_secret_is_written_down(closed, tmp_path) -> None:
     secrets = [str(closed.token), "odt_0123456789ab_made-up-secret", "hunter2-hunter2"]
     body = json.dumps({"token": secrets[0]}).encode()
-    cookie = send(closed, "POST", "/v1/session", body, JSON)[1]["set-cookie"].partition(";")[0]
-    secrets.append(cookie.partition("=")[2])
+    _, headers, content = send(closed, "POST", "/v1/session", body, JSON)
+    cookie = headers["set-cookie"].partition(";")[0]
+    secrets += [cookie.partition("=")[2], key_of(content)]
     for secret in secrets:
+        send(closed, "GET", f"/v1/jobs?key={secret}", headers={"Cookie": cookie})
         send(closed, "GET", f"/v1/jobs?token={secret}", headers=bearer(secret))
         send(
             closed,
@@ -404,7 +428,7 @@ def test_tokens(store: Store) -> None:
         "_" * 9,
     ):
         assert security.check(store, wrong) is None
-    session = security.create_session(store, first)
+    session = "".join(security.create_session(store, first))
     assert security.check(store, session, "session") and security.check(store, session) is None
     assert [token["name"] for token in security.list_tokens(store)] == ["one", ""]
     assert one not in json.dumps(security.list_tokens(store))
@@ -412,7 +436,7 @@ def test_tokens(store: Store) -> None:
         "UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (store.clock.now() - 1,)
     )
     assert security.check(store, session, "session") is None
-    session = security.create_session(store, first)
+    session = "".join(security.create_session(store, first))
     security.revoke(store, first)
     assert security.check(store, one) is None and security.check(store, session, "session") is None
     assert security.check(store, two)

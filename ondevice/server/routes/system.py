@@ -52,11 +52,11 @@ def prometheus(daemon: Serving) -> Response:
     )
 
 
-@router.post("/v1/session", response_model=schemas.Done)
+@router.post("/v1/session", response_model=schemas.SessionKey)
 def log_in(
     daemon: Serving, body: schemas.SessionRequest, request: Request, response: Response
 ) -> object:
-    """Exchange a token for a cookie, for the page."""
+    """Exchange a token for the two halves of a session, for the page: a cookie and a key."""
     tries = request.app.state.tries
     address = request.client.host if request.client else "unknown"
     token = security.check(daemon.store, body.token)
@@ -67,22 +67,23 @@ def log_in(
         return refused(
             401, "the token is not known", "a token", "another", "`ondevice serve token` makes one"
         )
+    cookie, key = security.create_session(daemon.store, token)
     response.set_cookie(
         _cookie(request),
-        security.create_session(daemon.store, token),
+        cookie,
         max_age=int(security.SESSION_S),
         httponly=True,
         samesite="strict",
         secure=request.app.state.tls,
         path="/",
     )
-    return {"ok": True}
+    return {"key": key}
 
 
 @router.delete("/v1/session", response_model=schemas.Done)
 def log_out(daemon: Serving, request: Request, response: Response) -> dict[str, bool]:
     """End the session of the cookie."""
-    security.end_session(daemon.store, request.cookies.get(_cookie(request), ""))
+    security.end_session(daemon.store, security.session_of(request.scope, request.app.state.tls))
     response.delete_cookie(
         _cookie(request), httponly=True, samesite="strict", secure=request.app.state.tls
     )

@@ -28,6 +28,9 @@ await scenario(async (page) => {
   assert.ok(!kept.includes(TOKEN.slice(5)), "the token is still in the page");
   assert.ok(!kept.includes("ondevice_session"), "a script can read the session's cookie");
   const [cookie] = await page.context().cookies();
+  // A cookie reaches every port of the host: alone it opens nothing.
+  const stolen = await fetch(new URL("/v1/jobs", page.url()), { headers: { Cookie: `${cookie.name}=${cookie.value}` } });
+  assert.equal(stolen.status, 401);
   assert.deepEqual([cookie.httpOnly, cookie.sameSite], [true, "Strict"]);
   await page.reload();
   await page.getByRole("heading", { name: "Adapters", level: 1 }).waitFor();

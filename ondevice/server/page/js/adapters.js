@@ -1,6 +1,6 @@
 /** Adapters: download, use, roll back, upload, delete. */
 
-import { ask, at, get, post } from "./api.js";
+import { ask, at, get, keyed, post } from "./api.js";
 import { converter } from "./convert.js";
 import { announce, h, listing, sure } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
@@ -74,7 +74,7 @@ function adaptersTable(adapters, place, changed) {
       { class: "buttons" },
       h(
         "a",
-        { class: "button", href: at("/v1/adapters", one.id, "/download"), download: `${one.id}.zip` },
+        { class: "button", href: keyed(at("/v1/adapters", one.id, "/download")), download: `${one.id}.zip` },
         "Download",
         h("span", { class: "unseen" }, ` ${one.name}`),
       ),

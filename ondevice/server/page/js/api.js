@@ -5,6 +5,7 @@ export const ENDED = ["done", "failed", "cancelled"];
 export const ACTIVE = ["running", "pausing", "cancelling"];
 const TRIES = 5;
 const AGAIN_S = 3;
+const KEY = "ondevice-key";
 const KINDS = ["job", "start", "resume", "step", "evaluate", "checkpoint", "warning", "interrupt", "error", "finish"];
 
 /** What the API refused, with its `expected`, `received`, `hint` and `problems`. */
@@ -29,6 +30,8 @@ export class UnreachableError extends Error {
 /** One request; its response, or the ApiError that it was refused with. */
 async function request(method, path, body, signal, headers = {}) {
   const options = { method, signal, credentials: "same-origin", headers: { ...headers } };
+  const key = localStorage.getItem(KEY);
+  if (key !== null) options.headers["X-Ondevice-Key"] = key;
   if (body instanceof Blob) {
     options.headers["Content-Type"] = "application/octet-stream";
     options.body = body;
@@ -102,6 +105,17 @@ export const listModels = async (signal) =>
 
 /** A path with an id in it that may hold anything. */
 export const at = (base, id, rest = "") => `${base}/${encodeURIComponent(id)}${rest}`;
+
+/** An address that the browser asks for by itself, such as a link: it cannot send the session's key as a header. */
+export function keyed(address) {
+  const key = localStorage.getItem(KEY);
+  if (key === null) return address;
+  return `${address}${address.includes("?") ? "&" : "?"}key=${encodeURIComponent(key)}`;
+}
+
+/** Keep the page's half of a session: the storage belongs to this port, while the cookie reaches every port. */
+export const keepKey = ({ key }) => localStorage.setItem(KEY, key);
+export const forgetKey = () => localStorage.removeItem(KEY);
 
 /**
  * Send a file in parts; a part whose answer was lost goes on where the server stands. What is left alone is forgotten by
@@ -186,7 +200,7 @@ export class Events {
 
   open() {
     this.close();
-    this.source = new EventSource(`${at("/v1/jobs", this.job)}/events?after=${this.last}`);
+    this.source = new EventSource(keyed(`${at("/v1/jobs", this.job)}/events?after=${this.last}`));
     this.source.onopen = () => this.state("open");
     for (const kind of KINDS) this.source.addEventListener(kind, (message) => this.#take(message));
   }

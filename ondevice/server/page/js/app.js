@@ -1,6 +1,6 @@
 /** Which view is shown, signing in, and the line about this machine. */
 
-import { ask, every, get } from "./api.js";
+import { ask, every, forgetKey, get } from "./api.js";
 import { announce, h, setText } from "./dom.js";
 import { problemBox } from "./errors.js";
 import { bytes, number } from "./format.js";
@@ -149,6 +149,7 @@ document.addEventListener("reachable", () => {
 
 signOut.addEventListener("click", async () => {
   await ask("DELETE", "/v1/session").catch(() => {});
+  forgetKey();
   signedOut = true;
   go();
 });

@@ -1,6 +1,6 @@
 /** One job, live: its state, figures, curves, settings and log. */
 
-import { ACTIVE, ask, at, ENDED, Events, every, get } from "./api.js";
+import { ACTIVE, ask, at, ENDED, Events, every, get, keyed } from "./api.js";
 import { jobButtons, progressOf, stateBadge } from "./controls.js";
 import { Curve } from "./curve.js";
 import { announce, h, setText, terms } from "./dom.js";
@@ -170,7 +170,11 @@ function adapterLinks(job) {
       h(
         "div",
         { class: "buttons" },
-        h("a", { class: "button main", href: at("/v1/adapters", id, "/download"), download: `${id}.zip` }, "Download"),
+        h(
+          "a",
+          { class: "button main", href: keyed(at("/v1/adapters", id, "/download")), download: `${id}.zip` },
+          "Download",
+        ),
         use,
         h("a", { class: "button", href: `#/chat?adapter=${encodeURIComponent(id)}` }, "Try it"),
       ),

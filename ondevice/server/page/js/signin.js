@@ -1,6 +1,6 @@
 /** Exchange a token for the session's cookie; the token itself is not kept. */
 
-import { post } from "./api.js";
+import { keepKey, post } from "./api.js";
 import { h, labelled } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 
@@ -26,7 +26,10 @@ export function signInView(main, done) {
         const sent = await attempt(
           button,
           { clear: place.clear, show },
-          () => post("/v1/session", { token: token.value }),
+          async () => {
+            keepKey(await post("/v1/session", { token: token.value }));
+            return true;
+          },
           "Signed in",
         );
         if (sent) done();

@@ -1,6 +1,6 @@
 /** Thumbs up and down for an answer, and the list of what was judged. */
 
-import { ask, at, get, post } from "./api.js";
+import { ask, at, get, keyed, post } from "./api.js";
 import { announce, h, table } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 
@@ -49,7 +49,7 @@ export function thumbsPanel(signal) {
     list.replaceChildren(
       ...(rows.length
         ? [
-            h("a", { class: "button", href: "/v1/thumbs/export", download: "thumbs.jsonl" }, "Download as JSON lines"),
+            h("a", { class: "button", href: keyed("/v1/thumbs/export"), download: "thumbs.jsonl" }, "Download as JSON lines"),
             table(
               "The newest",
               ["Answer", "Question", "Thumb", "By", "Actions"],
