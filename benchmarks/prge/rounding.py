@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.common import ROOT, finish, parse_args
 from ondevice import load_model, read_dataset
 from ondevice.data.batching import Batches
-from ondevice.data.tasks.label_tokens import answers_of_rows
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.step import DualForwardingLinear
 from ondevice.methods.prge.torch import PrgeSession
@@ -88,7 +88,7 @@ class Slopes:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load_model(args.model, dtype=dtype, device=device)
         rows = read_dataset(args.data, loaded.tokenizer, task=args.task, max_length_tokens=128)
-        answers = answers_of_rows(rows)[0]
+        answers = label_tokens_of_rows(rows)[0]
         config = PrgeConfig(
             subspace="gradient", rank=16, queries=4, calibration_rows=16, answers=answers
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
-from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
@@ -80,11 +80,11 @@ def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], 
     from ondevice.models import load_tokenizer
 
     if rows is not None:
-        return answers_of_rows(rows)
+        return label_tokens_of_rows(rows)
     if config.data.task is None:
         return (), "neither data.task nor data.path is given"
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
-    return answers_of_task(config.data.task, tokenizer)
+    return label_tokens_of_task(config.data.task, tokenizer)
 
 
 def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:

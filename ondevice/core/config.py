@@ -168,7 +168,7 @@ class AnswerLossConfig(StrictConfig):
         """Return the settings with the answers that the loss is over; as they are where it is over the vocabulary.
 
         Args:
-            find: `answers_of_rows` or `answers_of_task`, called where the settings ask for answers.
+            find: `label_tokens_of_rows` or `label_tokens_of_task`, called where the settings ask for answers.
 
         Raises:
             ConfigError: `loss` is `answers` and the rows have none that fit.

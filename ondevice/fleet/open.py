@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config, target
-from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import plain_name
 from ondevice.data.tasks.templates import TASKS
 from ondevice.fleet.averaging.charter import AdapterCharter
@@ -49,7 +49,7 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     length, vocabulary = config.data.max_length_tokens, vocabulary_of(loaded)
     rows = read_rows_of(config, loaded.tokenizer, length, vocabulary=vocabulary)
     config = config.model_copy(
-        update={"method": config.method.with_answers(lambda: answers_of_rows(rows.train))}
+        update={"method": config.method.with_answers(lambda: label_tokens_of_rows(rows.train))}
     )
     return config, _session(config, loaded, placement), rows, loaded.source
 
@@ -64,7 +64,11 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
     task = config.data.task
 
     def answers() -> tuple[tuple[int, ...], str]:
-        return ((), "no task is named") if task is None else answers_of_task(task, loaded.tokenizer)
+        return (
+            ((), "no task is named")
+            if task is None
+            else label_tokens_of_task(task, loaded.tokenizer)
+        )
 
     config = config.model_copy(update={"method": config.method.with_answers(answers)})
     return config, _session(config, loaded, placement), loaded.source

@@ -166,7 +166,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         update={"method": config.method.with_answers(lambda: _answers(rows))}
     )
     if rows.stream is not None:
-        rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
+        rows.stream.label_tokens = frozenset(getattr(config.method, "answers", ()))
     session = open_session(options.resolved or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
@@ -176,9 +176,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
 
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    from ondevice.data.tasks.label_tokens import answers_of_rows
+    from ondevice.data.tasks.label_tokens import label_tokens_of_rows
 
-    answers, reason = answers_of_rows(rows.train)
+    answers, reason = label_tokens_of_rows(rows.train)
     if rows.stream is not None and len(answers) == 1:
         return (), "the first window has one label alone"
     return answers, reason

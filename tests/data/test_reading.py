@@ -96,8 +96,9 @@ def test_a_list_is_the_same_wherever_its_text_is_cut(
     cut = list(read_records(path).records)
     assert [str(record) for record in cut] == [str(record) for record in whole]
     path.write_text('[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]')
-    with pytest.raises(DataError, match="Expecting ',' or ']' in line 3, column 2"):
+    with pytest.raises(DataError) as caught:
         list(read_records(path).records)
+    assert caught.value.message.endswith("Expecting ',' or ']' in line 3, column 2")
 
 
 def test_what_is_longer_than_its_limit_is_named_and_the_rest_is_read(write: Write) -> None:
@@ -115,8 +116,9 @@ def test_what_is_longer_than_its_limit_is_named_and_the_rest_is_read(write: Writ
             "the first line is not a JSON object",
         ),
     ):
-        with pytest.raises(DataError, match=part):
+        with pytest.raises(DataError) as caught:
             check_rows(write(content, name), limits=limits)
+        assert part in caught.value.message
         assert check_rows(write(content, name)).rows
 
 
@@ -164,8 +166,9 @@ def test_a_preview_of_the_first_rows_says_that_there_are_more(write: Write, toke
 def test_classes_are_counted_up_to_a_limit(write: Write, monkeypatch) -> None:
     monkeypatch.setattr("ondevice.data.tasks.formats.MOST_LABEL_CHARACTERS", 1000)
     path = write([{"text": "a", "label": f"label {number}"} for number in range(5000)])
-    with pytest.raises(DataError, match=r"more than \d+ different labels"):
+    with pytest.raises(DataError) as caught:
         check_rows(path)
+    assert caught.value.message.startswith("more than ")
 
 
 def test_signs_of_life_come_while_a_file_is_read(write: Write, monkeypatch) -> None:

@@ -87,7 +87,7 @@ def test_every_row_comes_once_an_epoch_and_the_figures_are_those_of_the_file(
     assert told["left_out"] == {"completion: is empty": 8}
     assert told["notes"] == [
         *expected["notes"],
-        "streamed: 5 windows of 8 records, all of the file",
+        "streamed: 5 windows of 8 records, the entire file",
     ]
 
 
@@ -150,15 +150,16 @@ def test_a_row_of_another_kind_at_a_window_s_beginning_does_not_change_the_forma
 
 
 @pytest.mark.parametrize(("name", "content", "why"), [
-    ("list.json", '[{"prompt": "a", "completion": "b"}]', "a JSON list is read whole"),
-    ("text.txt", "running text", "a txt is read whole"),
+    ("list.json", '[{"prompt": "a", "completion": "b"}]', "a JSON list is read at once"),
+    ("text.txt", "running text", "a txt is read at once"),
     ("none.jsonl", "", "is empty"),
     ("bad.jsonl", '{"prompt": 1, "completion": ""}\n', "no usable row"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_streamed_says_why(name, content, why, tokenizer, tmp_path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=why):
+    with pytest.raises(DataError) as caught:
         stream(tmp_path / name, tokenizer)
+    assert why in caught.value.message
 
 
 def test_the_length_is_measured_on_the_first_window(tokenizer, tmp_path) -> None:
@@ -180,10 +181,13 @@ def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer
     opened.example(len(wanted))
     assert opened.ended and sum(opened.figures()["left_out"].values()) == 11 + 4
     lines(path, bad * 9)
-    with pytest.raises(DataError, match="cannot tell the format"):
-        stream(path, tokenizer, window=4)
-    with pytest.raises(DataError, match="cannot tell the format"):
-        first_rows(path, 4, task=None, columns=None)
+    for read in (
+        lambda: stream(path, tokenizer, window=4),
+        lambda: first_rows(path, 4, task=None, columns=None),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value.expected).startswith("the keys messages")
 
 
 def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp_path) -> None:
@@ -195,7 +199,7 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
     opened = stream(path, tokenizer, window=4)
     answers, why = _answers(RunRows(opened.first, None, 0, opened))
     assert len(answers) == 2, why
-    opened.answers = frozenset(answers)
+    opened.label_tokens = frozenset(answers)
     for place in range(12):
         assert {*opened.example(place).labels} <= {*answers, IGNORE}
     (reason,) = opened.figures()["left_out"].items()
@@ -218,9 +222,10 @@ def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:
         count += 1
         opened.example(count)
     lines(path, rows(10) + [{"prompt": "x", "completion": ""}] * 27)
-    with pytest.raises(DataError, match="has changed since the run began"):
-        for place in range(opened.ends[-1], 2 * opened.ends[-1]):
-            opened.example(place)
+    with pytest.raises(DataError) as caught:
+        for index in range(opened.ends[-1], 2 * opened.ends[-1]):
+            opened.example(index)
+    assert caught.value.expected == "the same token ids and labels"
 
 
 def test_conversations_of_several_sequences_are_streamed_as_they_are_read(tmp_path) -> None:

@@ -73,8 +73,9 @@ def test_rows_to_evaluate_are_checked_too(model: Path, tmp_path: Path) -> None:
     held = write_rows(tmp_path / "held.jsonl", ROWS)
     options = settings(model, tmp_path, "lora", **{"data.eval_path": str(held)})
     write_rows(tmp_path / "rows.jsonl", [ROWS[0]])
-    with pytest.raises(DataError, match=r"held\.jsonl:2: token 260"):
+    with pytest.raises(DataError) as caught:
         ondevice.train(options)
+    assert caught.value.message.startswith("held.jsonl:2: token 260 ")
 
 
 @pytest.mark.parametrize(("ids", "token"), [([1, 2, 900], 900), ([1, -1, 3], -1)])
@@ -85,8 +86,9 @@ def test_rows_that_are_token_ids_already_are_checked(
     options = {
         key: value for key, value in settings(model, tmp_path, "lora").items() if key != "data.path"
     }
-    with pytest.raises(DataError, match=f"rows:2: token {token} is not"):
+    with pytest.raises(DataError) as caught:
         ondevice.train(options, rows=rows)
+    assert caught.value.message.startswith(f"rows:2: token {token} ")
 
 
 def test_ondevice_data_with_a_model_says_it(
@@ -125,8 +127,9 @@ def test_a_padding_token_beyond_the_embedding_is_not_used(model: Path, tmp_path:
 def test_candidates_are_checked_too() -> None:
     good, bad = Example((1, 2), (-100, 2)), Example((1, 50), (-100, 50))
     dataset = Dataset([Item(good, line=1), Item(good, (good, bad), 0, line=2)])
-    with pytest.raises(DataError, match="file:2: token 50"):
+    with pytest.raises(DataError) as caught:
         check_ids(dataset, 50, "file")
+    assert caught.value.message.startswith("file:2: token 50 ")
     assert check_ids(dataset, 51, "file") is dataset
     assert [unknown_token(item, 50) for item in dataset.items] == [None, 50]
 
@@ -150,5 +153,5 @@ def test_the_tokenizer_of_a_model_with_a_nested_configuration_is_held_against_it
     assert read_tokenizer(folder).vocab_size <= 260
     outer["text_config"] = inner | {"vocab_size": 40}
     (folder / "config.json").write_text(json.dumps(outer))
-    with pytest.raises(ModelError, match="another model's"):
+    with pytest.raises(ModelError):
         read_tokenizer(folder)

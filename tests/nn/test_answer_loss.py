@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from ondevice import method_config, read_dataset  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.core.registry import spec_of  # noqa: E402
-from ondevice.data.tasks.label_tokens import answers_of_rows, answers_of_task  # noqa: E402
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task  # noqa: E402
 from ondevice.methods.model_loss import method_token_nll  # noqa: E402
 from ondevice.models import Family, load_tokenizer, tiny_model  # noqa: E402
 from ondevice.nn.graph_loss import answer_loss  # noqa: E402
@@ -115,8 +115,8 @@ def test_answers_come_from_the_rows_or_the_task(tmp_path: Path) -> None:
         [{"sentence": "a fine film", "label": 1}, {"sentence": "no", "label": 0}],
         tokenizer,
     )
-    found = answers_of_rows(rows)
-    assert found == answers_of_task("sst2", tokenizer)
+    found = label_tokens_of_rows(rows)
+    assert found == label_tokens_of_task("sst2", tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(found[0])) == ["Ġterrible", "Ġgreat"]
     assert method_config("prge", {}).with_answers(lambda: found).answers == found[0]
     assert method_config("lora", {}).with_answers(lambda: found).answers == ()
@@ -135,9 +135,9 @@ def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> 
         "label": 0,
     }
     copa = rows_of(tmp_path, "copa", [premise], tokenizer)
-    assert answers_of_rows(copa) == ((), "an answer has several tokens")
-    assert method_config("prge", {}).with_answers(lambda: answers_of_rows(copa)).answers == ()
-    with pytest.raises(ConfigError, match="an answer has several tokens") as error:
-        method_config("prge", {"loss": "answers"}).with_answers(lambda: answers_of_rows(copa))
+    assert label_tokens_of_rows(copa) == ((), "a label text has several tokens")
+    assert method_config("prge", {}).with_answers(lambda: label_tokens_of_rows(copa)).answers == ()
+    with pytest.raises(ConfigError, match="a label text has several tokens") as error:
+        method_config("prge", {"loss": "answers"}).with_answers(lambda: label_tokens_of_rows(copa))
     assert "loss" in str(error.value.hint)
-    assert answers_of_task("copa", tokenizer)[0] == ()
+    assert label_tokens_of_task("copa", tokenizer)[0] == ()

@@ -75,14 +75,15 @@ def test_a_device_file_adds_and_replaces(tmp_path: Path) -> None:
 def test_a_wrong_device_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "devices.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError) as caught:
         find_device("my-phone", file)
-    assert "devices.yaml" in caught.value.message
+    assert "devices.yaml" in caught.value.message and re.search(message, str(caught.value))
 
 
 def test_a_missing_device_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError) as caught:
         find_device("this", tmp_path / "absent.yaml")
+    assert caught.value.expected == "a YAML file of devices"
 
 
 def test_this_machine_is_measured() -> None:
@@ -119,8 +120,9 @@ def test_a_jetson_shares_the_memory_of_the_system(monkeypatch: pytest.MonkeyPatc
 
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpus", list)
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with pytest.raises(ConfigError) as caught:
         find_device("this-cuda")
+    assert caught.value.expected == "an NVIDIA GPU"
     assert find_device("this").torch_device == "cpu"
 
 

@@ -63,7 +63,7 @@ def test_noise_before_the_answer_is_no_failure() -> None:
 def test_a_wrong_result_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(kernels.WrongResult, match="expected at most"):
+    with pytest.raises(kernels.WrongResult):
         kernels._expect_close("sum", [1.0, 2.5], [1.0, 2.0], 0.1)
     with pytest.raises(kernels.WrongResult):
         kernels._expect_close("sum", [float("nan")], [1.0], 0.1)
@@ -147,10 +147,12 @@ def test_a_damaged_model_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_unknown_names_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match="unknown target"):
+    with pytest.raises(ConfigError) as caught:
         doctor("android-gpu")
-    with pytest.raises(ConfigError, match="unknown check"):
+    assert caught.value.received == "android-gpu"
+    with pytest.raises(ConfigError) as caught:
         doctor(names=["nothing"])
+    assert caught.value.received == "nothing"
 
 
 def test_the_table_shows_marks_and_fixes() -> None:

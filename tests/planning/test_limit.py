@@ -43,8 +43,9 @@ def test_a_size_is_a_number_with_a_unit(number, unit) -> None:
 
 @pytest.mark.parametrize("text", ["", "6 cows", "GiB", "-1GiB", "1iB", "1.GiB", "1e9"])
 def test_what_is_no_size_is_refused(text) -> None:
-    with pytest.raises(ConfigError, match=r"memory_limit_bytes(.|\n)*6GiB"):
+    with pytest.raises(ConfigError) as caught:
         TrainConfig.parse({"memory_limit_bytes": text})
+    assert "memory_limit_bytes" in str(caught.value)
 
 
 def test_a_run_file_takes_text_and_numbers() -> None:

@@ -1,8 +1,9 @@
-"""Conversations as examples, through the tokenizer's own template: each answer as the model will see it.
+"""Conversations as examples, through the tokenizer's own template: each answer as the model sees it.
 
-An answer's text is what the template writes with that answer last; its context is what the template asks with, given
-the turns before. A template that only appends writes one text for all answers: one example with several trained spans.
-One that rewrites history (drops earlier reasoning) writes a text for each answer: one example for each of them.
+The template renders a conversation up to an answer; the answer's context is the template's request
+for it after the turns before. A template that only appends gives one text for all answers: one
+example with several trained spans. One that rewrites history, for example by dropping earlier
+reasoning, gives one text and one example for each answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from ondevice.data.tasks.chat_reads import Reads
 from ondevice.data.tasks.chat_template import ChatTemplate, Message, end_marks
 from ondevice.data.tasks.turn_weights import is_trained
 
+_MARKED = "turns that held the chat template's own marks, which are written once"
+_TOOLS_AS_TEXT = "conversations with tools as text, which the chat template does not write"
+
 
 class Span(NamedTuple):
     """The characters of one answer, with its end-of-turn token."""
@@ -27,7 +31,7 @@ class Span(NamedTuple):
     end: int
     trained: bool
     unanswered: str = ""
-    """What the template asks with and does not write before the answer."""
+    """The part of the template's request that it does not write before the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +42,35 @@ class Text:
     spans: tuple[Span, ...]
     last: int
     shared: int = 0
-    """Characters that the text before it has, too."""
+    """Characters that it shares with the previous text."""
 
 
 class ChatEncoder:
-    """Encodes conversations; `report` counts what it saw.
+    """Encodes conversations.
 
     Args:
         tokenizer: with a chat template.
-        limit: most tokens of an example. To fit, whole turns go, from the oldest after the system turn; the last
-            exchange stays whole.
+        limit: most tokens of an example. To fit, complete turns are dropped, from the oldest after
+            the system turn; the last exchange is never cut.
         train_on_prompt: label the turns of others, too, once each.
-        report: to count in.
+        report: counts what encoding does in addition to examples.
     """
 
     def __init__(self, tokenizer: Any, limit: int, train_on_prompt: bool, report: Report) -> None:
-        self.tokenizer, self.limit, self.train_on_prompt, self.report = (
-            tokenizer,
-            limit,
-            train_on_prompt,
-            report,
-        )
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.train_on_prompt = train_on_prompt
+        self.report = report
         self._templates: dict[bool, tuple[ChatTemplate, Reads]] = {}
         marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         self._ends = tuple(sorted(marks, key=len, reverse=True))
         self._stops = end_marks(tokenizer)
 
     def encode(self, row: Row) -> Iterator[Item | BadRow]:
-        """Yield the examples of a row, and for an answer that cannot be one, why.
+        """Yield the examples of a row, and a reason for each answer that cannot be one.
 
         Raises:
-            BadRow: the row as a whole cannot be encoded.
+            BadRow: nothing of the row can be encoded.
         """
         self._answered: list[tuple[str, Span]] = []
         template, reads = self._template(bool(row.tools))
@@ -83,41 +85,35 @@ class ChatEncoder:
                 for key in set(call) - {"type", "function"}
             )
         if not any(trained):
-            raise BadRow(
-                "messages", "no turn is to be trained on: all answers have weight 0 or train: false"
-            )
+            reason = "no turn is to be trained on: all answers have weight 0 or train: false"
+            raise BadRow("messages", reason)
         if row.rejected:
             other = self._turns(template, row.rejected, row.tools, context)
-            pair = self._pair(
-                row,
-                template,
-                context,
-                (turns, other),
-                (trained, [is_trained(turn) for turn in other]),
-            )
+            both = (turns, other)
+            weights = (trained, [is_trained(turn) for turn in other])
+            pair = self._pair(row, template, context, both, weights)
             reads.check(turns, "", context)
             unread += reads.unread(turns, [template.render(turns, False, context)], context)
             yield replace(pair, unread=tuple(+unread))
         else:
             texts = self._texts(template, turns, trained, context)
             items = [self._item(row, template, context, turns, trained, text) for text in texts]
-            reads.check(turns[: texts[-1].last + 1], texts[-1].text, context)
-            unread += reads.unread(
-                turns[: texts[-1].last + 1], [text.text for text in texts], context
-            )
+            used = turns[: texts[-1].last + 1]
+            reads.check(used, texts[-1].text, context)
+            unread += reads.unread(used, [text.text for text in texts], context)
             if sum(turn["role"] == "assistant" for turn in turns) > 1:
                 kind = "several" if len(items) > 1 else "one"
                 self.report.conversations.update({kind: 1, f"{kind} sequences": len(items)})
             names = tuple(+unread)
-            yield from (
-                replace(item, unread=names) if isinstance(item, Item) else item for item in items
-            )
+            for item in items:
+                yield replace(item, unread=names) if isinstance(item, Item) else item
         self.report.unread.update(unread)
         for text, span in self._answered:
             self.report.ends[_end_mark(self._ends, self._stops, text[span.start : span.end])] += 1
             if span.unanswered:
-                kind = f"answers without {span.unanswered!r}, with which the chat template asks for them"
-                self.report.notes[kind] += 1
+                note = f"answers without {span.unanswered!r}, "
+                note += "with which the chat template asks for them"
+                self.report.notes[note] += 1
 
     def _template(self, tools: bool) -> tuple[ChatTemplate, Reads]:
         if tools not in self._templates:
@@ -139,16 +135,12 @@ class ChatEncoder:
             if "developer" not in template.source:
                 turn["role"] = message[0]
             plain = template.without_marks(turn)
-            self.report.notes[
-                "turns that held the chat template's own marks, which are written once"
-            ] += plain != turn
+            self.report.notes[_MARKED] += plain != turn
             turns.append(plain)
         if tools and template.shows_tools:
             context["tools"] = list(tools)
         written = written_tools(template, turns, tools)
-        self.report.notes[
-            "conversations with tools as text, which the chat template does not write"
-        ] += written != turns
+        self.report.notes[_TOOLS_AS_TEXT] += written != turns
         return [template.formed(turn) for turn in written]
 
     def _texts(
@@ -158,10 +150,10 @@ class ChatEncoder:
         trained: list[bool],
         context: Mapping[str, Any],
     ) -> list[Text]:
-        """Render each answer, and put answers together whose texts are the beginning of the next one's.
+        """Render each answer, and merge answers whose text is the beginning of the next one's.
 
         Raises:
-            BadRow: the template refuses the turns, or writes another history before an answer than it asks with.
+            BadRow: the template refuses the turns, or changes the history before an answer.
         """
         texts: list[Text] = []
         for number, turn in enumerate(turns):
@@ -174,86 +166,100 @@ class ChatEncoder:
                 texts[-1] = replace(before, text=text, spans=(*before.spans, span), last=number)
             else:
                 texts.append(Text(text, (span,), number, _common(before.text, text)))
-        if (
-            self.train_on_prompt
-            and len(texts) > 1
-            and not all(span.trained for text in texts for span in text.spans)
-        ):
-            raise BadRow(
-                "messages",
-                "train_on_prompt cannot leave out a turn of weight 0 that the template rewrites",
+        are_trained = all(span.trained for text in texts for span in text.spans)
+        if self.train_on_prompt and len(texts) > 1 and not are_trained:
+            reason = (
+                "train_on_prompt cannot leave out a turn of weight 0 that the template rewrites"
             )
-        kept = []
-        for text in texts:  # what follows the last trained answer is not context either
+            raise BadRow("messages", reason)
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        used = []
+        for text in texts:  # turns after the last trained answer are not context either
             spans = text.spans
             while spans and not spans[-1].trained:
                 spans = spans[:-1]
             if spans:
-                last = [
-                    n
-                    for n, turn in enumerate(turns[: text.last + 1])
-                    if turn["role"] == "assistant"
-                ]
-                kept.append(replace(text, spans=spans, last=last[len(spans) - len(text.spans) - 1]))
-        return kept
+                last = answers[answers.index(text.last) + len(spans) - len(text.spans)]
+                used.append(replace(text, spans=spans, last=last))
+        return used
 
     def _answer(
         self, template: ChatTemplate, turns: list[Message], context: Mapping[str, Any]
     ) -> tuple[str, int, str]:
-        """Render the turns up to an answer; return the text, where the answer begins, and what the template asks with
-        but does not write there."""
+        """Render the turns up to an answer.
+
+        Returns:
+            The text, the index of the answer in it, and the part of the template's request that is
+            not written before the answer.
+        """
         asked = template.render(turns[:-1], True, context)
         text = template.render(turns, False, context)
         if text.startswith(asked):
             return text, len(asked), ""
         history = _common(asked, template.render(turns[:-1], False, context))
-        # Another answer shows where the head that both have ends: the answer may begin as the question's end does.
-        other = template.render(
-            [*turns[:-1], template.formed({"role": "assistant", "content": "Qz"})], False, context
-        )
+        # Another answer shows where their common head ends: an answer may begin like the request.
+        probe = template.formed({"role": "assistant", "content": "Qz"})
+        other = template.render([*turns[:-1], probe], False, context)
         start = min(_common(asked, text), _common(text, other))
         if start < history:
-            raise BadRow(
-                "messages",
-                "the tokenizer's chat template rewrites earlier turns before it writes an answer",
-            )
+            reason = "the tokenizer's chat template rewrites earlier turns before an answer"
+            raise BadRow("messages", reason)
         return text, start, asked[start:].strip() or asked[start:]
 
     def _item(
-        self, row: Row, template: ChatTemplate, context: Mapping[str, Any], turns: list[Message], trained: list[bool],
+        self,
+        row: Row,
+        template: ChatTemplate,
+        context: Mapping[str, Any],
+        turns: list[Message],
+        trained: list[bool],
         text: Text,
-    ) -> Item | BadRow:  # fmt: skip
+    ) -> Item | BadRow:
+        used = [turns[: text.last + 1]]
         try:
-            (example,), prompt, lost = self._fit(
-                template, context, [turns[: text.last + 1]], [trained], [text]
-            )
+            (example,), prompt, lost = self._fit(template, context, used, [trained], [text])
         except AnswerTooLong as problem:
             return problem
         return Item(
             example, line=row.line, file=row.file, prompt_tokens=prompt, dropped_tokens=lost
         )
 
-    def _pair(self, row: Row, template: ChatTemplate, context: Mapping[str, Any], both: Sequence[list[Message]],
-              trained: Sequence[list[bool]]) -> Item:  # fmt: skip
-        """Encode the two answers of a preference pair behind the same turns."""
+    def _pair(
+        self,
+        row: Row,
+        template: ChatTemplate,
+        context: Mapping[str, Any],
+        both: Sequence[list[Message]],
+        trained: Sequence[list[bool]],
+    ) -> Item:
+        """Encode the two answers of a preference pair after the same turns."""
         texts = [
             self._texts(template, *one, context)[-1] for one in zip(both, trained, strict=True)
         ]
         examples, prompt, lost = self._fit(template, context, both, trained, texts)
-        return Item(examples[0], tuple(examples), 0, line=row.line, file=row.file, prompt_tokens=prompt,
-                    dropped_tokens=lost)  # fmt: skip
+        return Item(
+            examples[0],
+            tuple(examples),
+            0,
+            line=row.line,
+            file=row.file,
+            prompt_tokens=prompt,
+            dropped_tokens=lost,
+        )
 
     def _fit(
-        self, template: ChatTemplate, context: Mapping[str, Any], both: Sequence[list[Message]],
-        trained: Sequence[list[bool]], texts: list[Text],
-    ) -> tuple[list[Example], int, int]:  # fmt: skip
-        """Return the examples of the texts, the tokens of the first's prompt, and how many were lost to fit."""
-        system, begin = int(both[0][0]["role"] == "system"), 0
-        users = [
-            number
-            for number, turn in enumerate(both[0])
-            if turn["role"] == "user" and number > system
-        ]
+        self,
+        template: ChatTemplate,
+        context: Mapping[str, Any],
+        both: Sequence[list[Message]],
+        trained: Sequence[list[bool]],
+        texts: list[Text],
+    ) -> tuple[list[Example], int, int]:
+        """Return the examples of the texts, the first one's prompt tokens, and the dropped tokens."""
+        system = int(both[0][0]["role"] == "system")
+        roles = [turn["role"] for turn in both[0]]
+        users = [number for number, role in enumerate(roles) if role == "user" and number > system]
+        begin = 0
         examples = [self._example(text) for text in texts]
         full = max(len(example) for example, _ in examples)
         while max(len(example) for example, _ in examples) > self.limit:
@@ -261,28 +267,22 @@ class ChatEncoder:
             if not begin:
                 example, start = examples[0]
                 check_fit(len(example) - start, self.limit, start, full)
-                limit = f"max_length_tokens={self.limit}"
-                reason = (
-                    f"the last turns have {len(example)} tokens; with {limit} they do not fit whole"
-                )
+                reason = f"the last turns have {len(example)} tokens; "
+                reason += f"with max_length_tokens={self.limit} they do not fit whole"
                 raise AnswerTooLong(reason, full)
-            cut = [one[:system] + one[begin:] for one in both]
-            weights = [
-                one[:system] + one[begin : len(turns)]
-                for one, turns in zip(trained, both, strict=True)
-            ]
-            texts = [
-                self._texts(template, *one, context)[-1] for one in zip(cut, weights, strict=True)
-            ]
+            texts = []
+            for turns, weights in zip(both, trained, strict=True):
+                weights = weights[:system] + weights[begin : len(turns)]
+                cut = turns[:system] + turns[begin:]
+                texts.append(self._texts(template, cut, weights, context)[-1])
             examples = [self._example(replace(text, shared=0)) for text in texts]
-        self._answered += [
-            (text.text, span) for text in texts for span in text.spans if span.trained
-        ]
+        for text in texts:
+            self._answered += [(text.text, span) for span in text.spans if span.trained]
         lost = full - max(len(example) for example, _ in examples)
         return [example for example, _ in examples], examples[0][1], lost
 
     def _example(self, text: Text) -> tuple[Example, int]:
-        """Tokenize a text up to its last answer; return the example and the first token of that answer."""
+        """Tokenize a text up to its last answer; return the example and that answer's index."""
         encoded = self.tokenizer(
             text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -294,13 +294,16 @@ class ChatEncoder:
         last = [number for number, span in enumerate(covered) if span == text.spans[-1]]
         if not last:
             raise BadRow("messages", "the tokenizer's chat template drops the last assistant turn")
-        end = last[-1] + 1  # what templates put behind the last end-of-turn token teaches nothing
+        end = last[-1] + 1  # text after the last end-of-turn token teaches nothing
         trained = [span is not None and span.trained for span in covered[:end]]
         if not any(trained[1:]):
             raise BadRow("messages", "no assistant turn has a token that can be trained on")
         if self.train_on_prompt:
-            trained = [span.trained if span else right > text.shared or not text.shared
-                       for span, (_, right) in zip(covered[:end], offsets, strict=False)]  # fmt: skip
+            is_new = [right > text.shared or not text.shared for _, right in offsets[:end]]
+            trained = [
+                span.trained if span else new
+                for span, new in zip(covered[:end], is_new, strict=True)
+            ]
         ids = list(encoded["input_ids"])[:end]
         labels = [token if flag else IGNORE for token, flag in zip(ids, trained, strict=True)]
         return Example(tuple(ids), tuple(labels)), last[0]
@@ -309,8 +312,11 @@ class ChatEncoder:
 def written_tools(
     template: ChatTemplate, turns: list[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """Return turns with what the template does not write of tools as text: the tools in the system turn, a call as JSON
-    between <tool_call> tags, an answer between <tool_response> tags (Hermes' form, which Qwen and SmolLM2 learned)."""
+    """Return turns with the parts of tools that the template does not write as text.
+
+    The form is Hermes', which Qwen and SmolLM2 learned: tools are listed in the system turn, a call
+    is JSON between <tool_call> tags, and a result stands between <tool_response> tags.
+    """
     written = []
     for turn in turns:
         if turn.get("tool_calls") and template.call_arguments is None:
@@ -323,9 +329,8 @@ def written_tools(
         elif turn["role"] == "tool" and not template.shows_results:
             text = f"<tool_response>\n{turn['content']}\n</tool_response>"
             if written and written[-1].get("content", "").endswith("</tool_response>"):
-                written[-1]["content"] += (
-                    f"\n{text}"  # several calls are answered in one turn of the user's
-                )
+                # Results of several calls are one turn of the user.
+                written[-1]["content"] += f"\n{text}"
                 continue
             turn = {**turn, "role": "user", "content": text}
         written.append(turn)
@@ -334,11 +339,9 @@ def written_tools(
         named = f"You may call these functions:\n<tools>\n{listed}\n</tools>"
         role = "system" if template.shows_system else "user"
         if written[0]["role"] in ("system", role):
-            both = (
-                [written[0]["content"], named]
-                if written[0]["role"] == "system"
-                else [named, written[0]["content"]]
-            )
+            both = [written[0]["content"], named]
+            if written[0]["role"] != "system":
+                both.reverse()
             written[0] = {**written[0], "content": "\n\n".join(both)}
         else:
             written.insert(0, {"role": role, "content": named})
@@ -346,7 +349,7 @@ def written_tools(
 
 
 def _common(first: str, second: str) -> int:
-    """Return how many characters both texts begin with."""
+    """Return the length of the texts' common beginning."""
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return index
@@ -354,21 +357,21 @@ def _common(first: str, second: str) -> int:
 
 
 def _covers(left: int, right: int, span: Span) -> bool:
-    """Return True if the token at text[left:right] overlaps the span; one without width has the width of its place."""
+    """Return whether the token at text[left:right] overlaps the span; an empty one counts as one."""
     return left < span.end and max(right, left + 1) > span.start
 
 
 def _answer_end(ends: tuple[str, ...], text: str) -> int:
-    """Return the end of the turn without the white space that templates put behind the end-of-turn token."""
+    """Return the end of the turn, without white space after the end-of-turn token."""
     bare = text.rstrip()
     return len(bare) if bare.endswith(ends) else len(text)
 
 
 def _end_mark(ends: tuple[str, ...], stops: tuple[str, ...], answer: str) -> str:
-    """Return the special tokens that end an answer, from the template's own end on; empty if none does."""
+    """Return the special tokens that end an answer, from the template's own end on, or ""."""
     marks: list[str] = []
     while mark := next((end for end in ends if end and answer.endswith(end)), ""):
         marks.insert(0, mark)
         answer = answer.removesuffix(mark).rstrip()
-    first = next((place for place, mark in enumerate(marks) if mark in stops), len(marks) - 1)
+    first = next((index for index, mark in enumerate(marks) if mark in stops), len(marks) - 1)
     return " ".join(marks[max(first, 0) :])

@@ -1,4 +1,4 @@
-"""What a chat template does with a row: which of its columns and keys it reads, and which turns it drops."""
+"""The columns and keys of a row that a chat template reads, and the turns that it drops."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KWARGS = "chat_template_kwargs"
 
 
 TRIES = 8
-"""Conversations in which a key changes nothing, until it is taken for one that the template does not read."""
+"""Conversations in which a key must change nothing before it counts as unread."""
 
 
 class Reads:
-    """Answers for one template, by rendering a conversation with and without; the answers are kept."""
+    """Finds what one template reads, by rendering conversations with and without it."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -30,7 +30,7 @@ class Reads:
         self._dropped: dict[tuple[Any, ...], tuple[int | None, Counter[str]]] = {}
 
     def context(self, row: Row) -> tuple[dict[str, Any], Counter[str]]:
-        """Return what the template takes of a row's other columns, and those that it does not read.
+        """Return the values of a row's other columns for the template, and the unread columns.
 
         Raises:
             BadRow: `chat_template_kwargs` is not an object.
@@ -46,27 +46,27 @@ class Reads:
             raise BadRow(_KWARGS, "expected an object with the chat template's own settings")
         columns = [(name, name, value) for name, value in row.rest.items() if name != _KWARGS]
         columns += [(f"{_KWARGS}.{name}", name, value) for name, value in (kwargs or {}).items()]
+        variables = set(self.template.variables)
+        if self.template.takes_documents:
+            variables.add("documents")
         for shown, name, value in columns:
-            if name in self.template.variables or (
-                name == "documents" and self.template.takes_documents
-            ):
+            if name in variables:
                 values[name] = value
             else:
                 unread[shown] += 1
         return values, unread
 
     def check(self, turns: Sequence[Message], text: str, context: Mapping[str, Any]) -> None:
-        """Refuse a conversation of which the template drops a turn.
+        """Refuse a conversation if the template drops one of its turns.
 
         Raises:
-            BadRow: it does not write the turn.
+            BadRow: the template does not write a turn.
         """
         dropped, _ = self._written(turns, context)
         if dropped is not None and not _words_in(turns[dropped], text):
             role = turns[dropped]["role"]
-            raise BadRow(
-                "messages", f"the tokenizer's chat template drops a turn of the role {role}"
-            )
+            reason = f"the tokenizer's chat template drops a turn of the role {role}"
+            raise BadRow("messages", reason)
 
     def unread(
         self, turns: Sequence[Message], texts: Sequence[str], context: Mapping[str, Any]
@@ -74,25 +74,20 @@ class Reads:
         """Count the keys of turns and calls that change nothing in what the template writes."""
         counts = Counter(self._written(turns, context)[1])
         for turn in turns:
-            others = [
-                key
-                for key, value in turn.items()
-                if key not in _KNOWN and value not in (None, "", [], {})
-            ]
-            others = [key for key in others if not (key in OBEYED and _obeyed(turn, key))]
-            for key in others:
-                counts[f"messages[].{key}"] += self._is_unread(
-                    turns, turn["role"], key, texts[-1], context
-                )
+            paths = []
+            for key, value in turn.items():
+                if key in _KNOWN or value in (None, "", [], {}):
+                    continue
+                if key not in OBEYED or not _obeyed(turn, key):
+                    paths.append((turn["role"], key))
             for call in turn.get("tool_calls", ()):
-                for key in [
-                    *(set(call) - {"type", "function"}),
-                    *(set(call["function"]) - {"name", "arguments"}),
-                ]:
-                    path = f"tool_calls[].{key}" if key in call else f"tool_calls[].function.{key}"
-                    counts[f"messages[].{path}"] += self._is_unread(
-                        turns, "assistant", path, texts[-1], context
-                    )
+                others = set(call["function"]) - {"name", "arguments"}
+                keys = [f"tool_calls[].{key}" for key in set(call) - {"type", "function"}]
+                keys += [f"tool_calls[].function.{key}" for key in others - set(call)]
+                paths += [("assistant", key) for key in keys]
+            for role, path in paths:
+                is_unread = self._is_unread(turns, role, path, texts[-1], context)
+                counts[f"messages[].{path}"] += is_unread
             thought = next((key for key in REASONING if turn.get(key)), None)
             if thought and turn["role"] == "assistant":
                 shown = str(turn[thought]).strip()
@@ -105,11 +100,10 @@ class Reads:
     ) -> bool:
         if (role, path) in self._reads or self._misses[role, path] >= TRIES:
             return (role, path) not in self._reads
+        without = [_without(turn, role, path) for turn in turns]
         try:
-            other = self.template.render(
-                [_without(turn, role, path) for turn in turns], False, context
-            )
-        except BadRow:  # it cannot do without
+            other = self.template.render(without, False, context)
+        except BadRow:  # it needs the key
             other = None
         if other != text:
             self._reads.add((role, path))
@@ -119,7 +113,7 @@ class Reads:
     def _written(
         self, turns: Sequence[Message], context: Mapping[str, Any]
     ) -> tuple[int | None, Counter[str]]:
-        """Return the first turn that the template drops, or None, and texts beside calls that it drops."""
+        """Return the first turn that the template drops, or None, and dropped texts next to calls."""
         shape = tuple(
             (turn["role"], _has_text(turn), len(turn.get("tool_calls", ()))) for turn in turns
         )
@@ -134,12 +128,11 @@ class Reads:
         counts = Counter[str]()
         try:
             text = self.template.render(marked, False, context)
-        except BadRow:  # it reads the words themselves, and they cannot be replaced
+        except BadRow:  # it reads the words themselves, which cannot be replaced then
             return None, counts
         for number, turn in enumerate(turns):
-            calls = [
-                f"Qz{number}qf{index}" in text for index in range(len(turn.get("tool_calls", ())))
-            ]
+            count = len(turn.get("tool_calls", ()))
+            calls = [f"Qz{number}qf{index}" in text for index in range(count)]
             if not all(calls) or (_has_text(turn) and not calls and f"Qz{number}q" not in text):
                 return number, counts
             if calls and _has_text(turn) and f"Qz{number}q." not in text:
@@ -150,14 +143,14 @@ class Reads:
 def _marked(turn: Message, word: str) -> Message:
     marked = dict(turn)
     if _has_text(turn):
-        marked["content"] = (
-            f"{word}."
-            if isinstance(turn["content"], str)
-            else [{"type": "text", "text": f"{word}."}]
-        )
+        marked["content"] = f"{word}."
+        if not isinstance(turn["content"], str):
+            marked["content"] = [{"type": "text", "text": f"{word}."}]
     if turn.get("tool_calls"):
-        marked["tool_calls"] = [{**call, "function": {**call["function"], "name": f"{word}f{index}"}}
-                                for index, call in enumerate(turn["tool_calls"])]  # fmt: skip
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": f"{word}f{index}"}}
+            for index, call in enumerate(turn["tool_calls"])
+        ]
     return marked
 
 
@@ -167,23 +160,20 @@ def _has_text(turn: Message) -> bool:
 
 
 def _words_in(turn: Message, text: str) -> bool:
-    """Return True if a turn's text is there as it is: then it was not dropped, whatever other words would be."""
+    """Return whether a turn's text occurs unchanged: then it is not dropped, unlike the probe."""
     content = turn.get("content")
-    return (
-        isinstance(content, str)
-        and len(content.strip()) > 3
-        and content.strip() in text
-        and not turn.get("tool_calls")
-    )
+    if not isinstance(content, str) or turn.get("tool_calls"):
+        return False
+    return len(content.strip()) > 3 and content.strip() in text
 
 
 def _obeyed(turn: Message, key: str) -> bool:
-    """Return True if a weight decides: an answer's, or that of a turn which is context anyway."""
+    """Return whether a weight is obeyed: an answer's, or that of a turn that is context anyway."""
     return turn["role"] == "assistant" or turn[key] in (0, False, "false") or key == "masked"
 
 
 def _without(turn: Message, role: str, path: str) -> Message:
-    """Return the turn without a key of it, or of its calls or their functions."""
+    """Return the turn without one key of itself, its calls or their functions."""
     if turn["role"] != role:
         return turn
     key = path.rpartition(".")[2]
@@ -191,10 +181,11 @@ def _without(turn: Message, role: str, path: str) -> Message:
         return {name: value for name, value in turn.items() if name != key}
     if "tool_calls" not in turn:
         return turn
-    calls = [
-        {name: value for name, value in call.items() if name != key} for call in turn["tool_calls"]
-    ]
-    if ".function." in path:
-        calls = [{**call, "function": {name: value for name, value in call["function"].items() if name != key}}
-                 for call in turn["tool_calls"]]  # fmt: skip
+    calls = []
+    for call in turn["tool_calls"]:
+        if ".function." in path:
+            function = {name: value for name, value in call["function"].items() if name != key}
+            calls.append({**call, "function": function})
+        else:
+            calls.append({name: value for name, value in call.items() if name != key})
     return {**turn, "tool_calls": calls}

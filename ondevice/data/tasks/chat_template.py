@@ -1,8 +1,8 @@
-"""What a tokenizer's chat template takes, found by asking it: probes with words that no template has.
+"""The forms that a tokenizer's chat template takes, found with probes: words that no template has.
 
-A template drops in silence what it does not know: a tool's turn, a call, the text of a content that it wants as a list
-of parts. So nothing is guessed from its name. Each form is rendered once with marked words, and the words that come out
-say what the template reads.
+A template silently drops unknown parts: a tool's turn, a call, the text of a content that should be
+a list of parts. So nothing is guessed from its name. Each form is rendered once with marked words,
+and the words in the output show what the template reads.
 """
 
 from __future__ import annotations
@@ -20,20 +20,33 @@ from ondevice.data.tasks.conversations import REASONING
 Message = dict[str, Any]
 
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
-_OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
-        "conversation", "tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask",
-        "padding", "truncation", "max_length", "sanitize_control_tokens"}  # fmt: skip
+_OWN = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "conversation", "tokenize", "tokenizer_kwargs", "return_dict"),
+    *("return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
+    "sanitize_control_tokens",
+}
 """Names in a template, or of `apply_chat_template`, that a row's column cannot set."""
 
 _CALL_ID = "abcdefgh1"  # nine letters and digits, as Mistral's templates demand
-_USER, _ANSWER = {"role": "user", "content": "Qzuser"}, {"role": "assistant", "content": "Qzanswer"}
-_TOOL = {"type": "function", "function": {"name": "Qztool", "description": "Qzsays", "parameters": {
-    "type": "object", "properties": {"Qzkey": {"type": "string", "description": "a word"}}}}}  # fmt: skip
+_USER = {"role": "user", "content": "Qzuser"}
+_ANSWER = {"role": "assistant", "content": "Qzanswer"}
+_PROPERTIES = {"Qzkey": {"type": "string", "description": "a word"}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "Qztool",
+        "description": "Qzsays",
+        "parameters": {"type": "object", "properties": _PROPERTIES},
+    },
+}
 _RESULT = {"role": "tool", "name": "Qzcall", "tool_call_id": _CALL_ID, "content": "Qzresult"}
 
 
 def apply_template(tokenizer: Any, turns: Sequence[Any], **named: Any) -> str:
-    """Render turns by the tokenizer's chat template, under the limits of `sandbox`; whoever renders calls this.
+    """Render turns by the tokenizer's chat template, under the limits of `sandbox`.
+
+    All rendering goes through this function.
 
     Args:
         named: as for `apply_chat_template`.
@@ -53,18 +66,18 @@ def apply_template(tokenizer: Any, turns: Sequence[Any], **named: Any) -> str:
     except sandbox.TemplateLimitError as error:
         raise ModelError(
             "the model's chat template takes too much to render",
-            expected="a template that writes the turns",
+            expected="a template that only writes the turns",
             received=str(error),
-            hint="take the tokenizer of the model's own publisher",
+            hint="use the tokenizer of the model's own publisher",
         ) from None
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, and what it reads.
+    """The chat template of a tokenizer, and the forms that it reads.
 
     Args:
         tokenizer: of transformers, with a chat template.
-        tools: True for conversations with tools, for which some tokenizers have a template of its own.
+        tools: True for conversations with tools, for which some tokenizers have a separate template.
     """
 
     def __init__(self, tokenizer: Any, tools: bool = False) -> None:
@@ -72,14 +85,13 @@ class ChatTemplate:
         try:
             self.source: str = tokenizer.get_chat_template(None, [_TOOL] if tools else None)
         except ValueError as error:
-            raise DataError(
-                str(error).strip().partition("\n")[0], hint="name one of them 'default'"
-            ) from None
+            message = str(error).strip().partition("\n")[0]
+            raise DataError(message, hint="name one of them 'default'") from None
         variables = _variables_of(self.source)
         self.takes_documents = "documents" in variables
         """True if a conversation may have documents."""
         self.variables = variables - _OWN - set(tokenizer.special_tokens_map)
-        """What a row's column may set: `enable_thinking`, `date_string`."""
+        """Variables that a row's column may set, such as `enable_thinking` or `date_string`."""
 
     def render(
         self, turns: Sequence[Message], ask: bool, context: Mapping[str, Any] | None = None
@@ -90,22 +102,20 @@ class ChatTemplate:
             BadRow: the template refuses them.
             MissingPackageError: jinja2 is not installed.
         """
+        named = context or {}
         try:
-            return apply_template(
-                self.tokenizer, list(turns), add_generation_prompt=ask, **(context or {})
-            )
+            return apply_template(self.tokenizer, list(turns), add_generation_prompt=ask, **named)
         except (MissingPackageError, ModelError):
             raise
-        except Exception as error:  # a template is a program of its own and raises what it likes
+        except Exception as error:  # a template is a program, and may raise anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise BadRow(
-                "messages", f"the tokenizer's chat template refuses the turns: {reason}"
-            ) from None
+            reason = f"the tokenizer's chat template refuses the turns: {reason}"
+            raise BadRow("messages", reason) from None
 
     def shows(
         self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any
     ) -> bool:
-        """Return True if the template renders the turns with all of the words."""
+        """Return whether the template renders the turns with all of the words."""
         try:
             text = self.render(turns, ask, context)
         except BadRow:
@@ -116,9 +126,9 @@ class ChatTemplate:
     def wants_parts(self) -> bool:
         """True if it writes a content that is a list of parts, but not one that is a text."""
         words = ("Qzuser", "Qzanswer")
-        return not self.shows([_USER, _ANSWER], *words) and self.shows(
-            [_parts(_USER), _parts(_ANSWER)], *words
-        )
+        if self.shows([_USER, _ANSWER], *words):
+            return False
+        return self.shows([_parts(_USER), _parts(_ANSWER)], *words)
 
     @cached_property
     def shows_system(self) -> bool:
@@ -132,11 +142,10 @@ class ChatTemplate:
 
     @cached_property
     def call_arguments(self) -> str | None:
-        """How it takes the arguments of a tool call: as an "object" or as "text"; None if it writes no calls."""
+        """The form of a tool call's arguments, "object" or "text"; None if it writes no calls."""
         for form in ("object", "text"):
-            arguments = {"Qzkey": "Qzvalue"}
-            turn = _call_turn(json.dumps(arguments) if form == "text" else arguments)
-            # A dictionary that is written with Python's quotes is not what a model calls a tool with.
+            turn = _call_turn(form)
+            # Models do not call tools with dictionaries in Python's quotes.
             shown = self._shows([_USER, turn], "Qzcall", tools=[_TOOL])
             if shown and not self._shows([_USER, turn], "'Qzkey'", tools=[_TOOL]):
                 return form
@@ -144,71 +153,58 @@ class ChatTemplate:
 
     @cached_property
     def shows_results(self) -> bool:
-        """True if it writes the turn in which a tool answers."""
-        called = _ANSWER
-        if self.call_arguments:
-            arguments = {"Qzkey": "Qzvalue"}
-            called = _call_turn(
-                json.dumps(arguments) if self.call_arguments == "text" else arguments
-            )
+        """True if it writes the turn with a tool's result."""
+        called = _call_turn(self.call_arguments) if self.call_arguments else _ANSWER
         return self._shows([_USER, called, _RESULT, _ANSWER], "Qzresult", tools=[_TOOL])
 
     @cached_property
     def reasoning_key(self) -> str | None:
-        """The key under which it writes an answer's reasoning; "content" if only between <think> marks in it."""
+        """The key of an answer's reasoning; "content" if it is between <think> marks in that."""
         for key in REASONING:
             if self._shows([_USER, {**_ANSWER, key: "Qzthought"}], "Qzthought"):
                 return key
         inside = {**_ANSWER, "content": "<think>\nQzthought\n</think>\n\nQzanswer"}
-        return (
-            "content"
-            if "</think>" in self.source and self._shows([_USER, inside], "Qzthought")
-            else None
-        )
+        if "</think>" in self.source and self._shows([_USER, inside], "Qzthought"):
+            return "content"
+        return None
 
     @cached_property
     def marks(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """What it writes before and behind the text of a user's turn and of an answer, each in the forms that rows have
-        it: with and without what stands around the whole conversation."""
-        turns = [_USER, _ANSWER, {"role": "user", "content": "Qzagain"}]
+        """The marks before and after the text of a user's turn and of an answer.
+
+        Each has the forms that occur in rows: with and without the marks of the conversation.
+        """
+        turns = [
+            self.formed(turn) for turn in (_USER, _ANSWER, {"role": "user", "content": "Qzagain"})
+        ]
         try:
-            text = self.render([self.formed(turn) for turn in turns], False)
+            text = self.render(turns, False)
             before, between, again, _ = re.split("Qzuser|Qzanswer|Qzagain", text)
-            _, _, behind = re.split(
-                "Qzuser|Qzanswer", self.render([self.formed(turn) for turn in turns[:2]], False)
-            )
-        except (BadRow, ValueError):  # refused, or one of the words is not there once
+            _, _, after = re.split("Qzuser|Qzanswer", self.render(turns[:2], False))
+        except (BadRow, ValueError):  # refused, or one of the words does not occur exactly once
             return {"user": ((), ()), "assistant": ((), ())}
         end = next(iter(self._special.findall(between)), "")
-        asked = again.removeprefix(behind) if again.startswith(behind) else again
-        stop = next(iter(self._special.findall(behind)), "")
+        stop = next(iter(self._special.findall(after)), "")
+        bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        user_opens = (before, before.removeprefix(bos), again.removeprefix(after))
+        answer_opens = (between, between.removeprefix(end))
         return {
-            "user": (
-                (before, before.removeprefix(self.tokenizer.bos_token or ""), asked),
-                (between, end),
-            ),
-            "assistant": (
-                (between, between.removeprefix(end)),
-                (behind, stop, self.tokenizer.eos_token or ""),
-            ),
+            "user": (user_opens, (between, end)),
+            "assistant": (answer_opens, (after, stop, eos)),
         }
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
-        return re.compile(
-            "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token)
-            or r"\Z."
-        )
+        tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()} - {""}
+        longest_first = sorted(tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"\Z.")
 
     def without_marks(self, turn: Message) -> Message:
-        """Return a turn without the marks that its text holds already and the template writes around it."""
+        """Return a turn without marks in its text that the template writes around it, too."""
         content = turn.get("content")
-        if (
-            not isinstance(content, str)
-            or turn["role"] not in ("user", "assistant")
-            or not self._special.search(content)
-        ):
+        if not isinstance(content, str) or turn["role"] not in ("user", "assistant"):
+            return turn
+        if not self._special.search(content):
             return turn
         opens, ends = self.marks[turn["role"]]
         text = content
@@ -224,29 +220,27 @@ class ChatTemplate:
         """Return a turn in the form that the template takes: its content, its reasoning, its calls' arguments."""
         turn = self._with_reasoning(turn)
         if self.call_arguments == "text" and turn.get("tool_calls"):
-            turn = {
-                **turn,
-                "tool_calls": [_with_text_arguments(call) for call in turn["tool_calls"]],
-            }
+            calls = [_with_text_arguments(call) for call in turn["tool_calls"]]
+            turn = {**turn, "tool_calls": calls}
         return _parts(turn) if self.wants_parts and isinstance(turn.get("content"), str) else turn
 
     def _with_reasoning(self, turn: Message) -> Message:
-        """Return an answer with its reasoning where the template looks for it."""
-        wanted, content = self.reasoning_key, turn.get("content")
-        if turn["role"] != "assistant" or wanted is None or not isinstance(content, str):
+        """Return an answer with its reasoning under the key that the template reads."""
+        expected, content = self.reasoning_key, turn.get("content")
+        if turn["role"] != "assistant" or expected is None or not isinstance(content, str):
             return turn
         key = next((key for key in REASONING if isinstance(turn.get(key), str) and turn[key]), None)
         if key is None:
             thought = _THOUGHT.fullmatch(content)
-            if thought is None or wanted == "content" or "</think>" in self.source:
+            if thought is None or expected == "content" or "</think>" in self.source:
                 return turn  # the template takes <think> marks apart itself
-            return {**turn, wanted: thought[1], "content": thought[2]}
-        if turn.get(wanted) and wanted != "content":
+            return {**turn, expected: thought[1], "content": thought[2]}
+        if turn.get(expected) and expected != "content":
             return turn
         rest = {name: value for name, value in turn.items() if name != key}
-        if wanted == "content":
+        if expected == "content":
             return {**rest, "content": f"<think>\n{turn[key]}\n</think>\n\n{content}"}
-        return {**rest, wanted: turn[key]}
+        return {**rest, expected: turn[key]}
 
     def _shows(
         self, turns: Sequence[Message], *words: str, ask: bool = False, **context: Any
@@ -260,7 +254,7 @@ class ChatTemplate:
 def _end_marks(tokenizer: Any, source: str) -> tuple[str, ...]:
     try:
         _, ends = ChatTemplate(tokenizer).marks["assistant"]
-    except (DataError, MissingPackageError):  # it is refused where it is needed
+    except (DataError, MissingPackageError):  # the error is raised when the template is needed
         return ()
     return tuple(end for end in ends[1:2] if end)
 
@@ -274,28 +268,22 @@ def _parts(turn: Message) -> Message:
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
-def _call_turn(arguments: Any) -> Message:
-    call = {
-        "id": _CALL_ID,
-        "type": "function",
-        "function": {"name": "Qzcall", "arguments": arguments},
-    }
+def _call_turn(form: str) -> Message:
+    """Return a turn with a tool call whose arguments are an "object" or "text"."""
+    function = {"name": "Qzcall", "arguments": {"Qzkey": "Qzvalue"}}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    if form == "text":
+        call = _with_text_arguments(call)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        **call,
-        "function": {
-            **function,
-            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
-        },
-    }
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _variables_of(source: str) -> frozenset[str]:
-    """Return the variables of a template that whoever renders it may set."""
+    """Return the variables of a template that a caller may set."""
     try:
         from jinja2 import Environment, TemplateError, meta, nodes
         from jinja2.ext import Extension
@@ -303,7 +291,7 @@ def _variables_of(source: str) -> frozenset[str]:
         raise _no_jinja() from None
 
     class Generation(Extension):
-        """`{% generation %}`, with which training templates mark answers, as the body that it holds."""
+        """Replaces `{% generation %}`, which marks answers in training templates, by its body."""
 
         tags = {"generation"}
 
@@ -311,18 +299,22 @@ def _variables_of(source: str) -> frozenset[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = Environment(
-        extensions=["jinja2.ext.loopcontrols", Generation]
-    )  # parsed, never rendered
+    # The template is parsed, never rendered.
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", Generation])
     try:
         tree = environment.parse(source)
     except TemplateError as error:
-        raise DataError(f"the tokenizer's chat template cannot be read: {error}",
-                        hint="correct chat_template.jinja beside the model's tokenizer.json") from None  # fmt: skip
+        raise DataError(
+            f"the tokenizer's chat template cannot be read: {error}",
+            hint="correct chat_template.jinja next to the model's tokenizer.json",
+        ) from None
     stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    asked = {test.node.name for test in tree.find_all(nodes.Test)
-             if test.name == "defined" and isinstance(test.node, nodes.Name)}  # fmt: skip
-    # A name that the template sets itself is its own, unless it first asks whether somebody else did.
+    asked = {
+        test.node.name
+        for test in tree.find_all(nodes.Test)
+        if test.name == "defined" and isinstance(test.node, nodes.Name)
+    }
+    # A name that the template sets is its own, unless it first asks whether the name is defined.
     return frozenset(meta.find_undeclared_variables(tree) - (stored - asked))
 
 

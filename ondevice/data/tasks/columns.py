@@ -1,4 +1,4 @@
-"""Columns of other names: mapped by the user or found without regard to case, and what to try where neither helps."""
+"""The format that a file's columns fit, and columns of other names: mapped, or found by case."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ondevice.data.tasks.task import Task, column, plain_name
 from ondevice.data.tasks.templates import TASKS
 
 FIELDS = (
-    "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
-    "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs", "liked",
-    "system", "system_prompt", "history",
-)  # fmt: skip
+    *("messages", "conversations", "tools", "prompt", "completion", "instruction", "input"),
+    *("context", "output", "response", "text", "sentence", "label", "question", "choices"),
+    *("answer", "chosen", "rejected", "thumbs", "liked", "system", "system_prompt", "history"),
+)
 """Names that formats have for their columns."""
 
 
@@ -34,13 +34,13 @@ def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
         field, separator, source = (part.strip() for part in pair.partition("="))
         if not (field and separator and source) or field in columns:
             expected = "field=column, each field once: prompt=Question"
-            raise ConfigError(f"a column cannot be read: {pair}", expected=expected, received=pair)
+            raise ConfigError(f"not a column mapping: {pair}", expected=expected, received=pair)
         columns[field] = source
     return columns
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-"""A record to one whose columns have the names that formats know; raises BadRow where a column is missing."""
+"""Renames a record's columns to the names that formats know; BadRow if a column is missing."""
 
 
 def renaming(
@@ -49,12 +49,13 @@ def renaming(
     task: Task | None,
     notes: list[str],
 ) -> tuple[Change, frozenset[str]]:
-    """Return how the columns of a file are renamed, and the names that the user gave; add a note that says so.
+    """Return a function that renames the columns of a file, and the names from the user.
 
-    Without `columns`, the names in the `first` record are taken without regard to case, if they then fit a format.
+    Without `columns`, the names in the `first` record are matched in any case, if they then fit a
+    format. A note on the names is added to `notes`.
 
     Raises:
-        ConfigError: `columns` names no field of a format or of the task.
+        ConfigError: `columns` names a field that neither a format nor the task has.
     """
     if not columns:
         names = {} if first is None else _without_case(first)
@@ -62,38 +63,40 @@ def renaming(
             return lambda record: record, frozenset()
         notes.append("columns are named without regard to case: " + ", ".join(names.values()))
         fields = {source: field for field, source in names.items()}  # a row may lack some of them
-        return lambda record: {
-            fields.get(key, key): value for key, value in record.items()
-        }, frozenset()
+
+        def lowered(record: dict[str, Any]) -> dict[str, Any]:
+            return {fields.get(key, key): value for key, value in record.items()}
+
+        return lowered, frozenset()
     _check_fields(columns, task)
-    notes.append(
-        "columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items())
-    )
+    named = ", ".join(f"{field} is '{source}'" for field, source in columns.items())
+    notes.append(f"columns: {named}")
 
     def change(record: dict[str, Any]) -> dict[str, Any]:
         if isinstance(record.get("prompt_fields"), dict):
-            record = record["prompt_fields"] | {
-                key: record[key] for key in record if key not in ("prompt_fields", "task")
-            }
-        return _moved(record, columns, task)
+            others = {key: record[key] for key in record if key not in ("prompt_fields", "task")}
+            record = record["prompt_fields"] | others
+        values = {_key(field, task): column(record, (name,)) for field, name in columns.items()}
+        renamed = set(columns.values()) - set(values)
+        return {key: value for key, value in record.items() if key not in renamed} | values
 
     return change, frozenset(columns)
 
 
 def no_column(fields: dict[str, Any], columns: Mapping[str, str], name: str) -> DataError:
-    """Build the error of a file in which no record has the columns that the user named; `fields` is its first."""
+    """Build the error for a file without the columns that the user named; `fields` is its first."""
     fields = fields.get("prompt_fields", fields)
     missing = next((source for source in columns.values() if not _has(fields, source)), "")
     near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
-    return DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
-                     hint=hint)  # fmt: skip
-
-
-def _moved(record: dict[str, Any], columns: Mapping[str, str], task: Task | None) -> dict[str, Any]:
-    values = {_key(field, task): column(record, (source,)) for field, source in columns.items()}
-    gone = set(columns.values()) - set(values)
-    return {key: value for key, value in record.items() if key not in gone} | values
+    hint = "name columns as the file does"
+    if near:
+        hint = f"did you mean '{near[0]}'?"
+    return DataError(
+        f"{name} has no column '{missing}'",
+        expected=", ".join(map(str, fields)),
+        received=missing,
+        hint=hint,
+    )
 
 
 def _has(fields: dict[str, Any], source: str) -> bool:
@@ -126,13 +129,11 @@ def _check_fields(columns: Mapping[str, str], task: Task | None) -> None:
     for field in columns:
         if field not in known:
             near = difflib.get_close_matches(field, known, n=1)
-            hint = (
-                f"did you mean '{near[0]}'?"
-                if near
-                else "the format's field comes first: text=Review"
-            )
+            hint = "the format's field comes first: text=Review"
+            if near:
+                hint = f"did you mean '{near[0]}'?"
             raise ConfigError(
-                f"'{field}' is no field",
+                f"unknown field '{field}'",
                 expected=", ".join(sorted(known)),
                 received=field,
                 hint=hint,
@@ -140,105 +141,116 @@ def _check_fields(columns: Mapping[str, str], task: Task | None) -> None:
 
 
 def _without_case(record: dict[str, Any]) -> dict[str, str]:
-    """Map fields to columns that differ from them in case alone; empty where that fits no format."""
+    """Map fields to columns that differ from them only in case; empty if that fits no format."""
     lowered = {str(key).strip().lower(): key for key in record}
-    if (
-        len(lowered) < len(record)
-        or format_of({field: record[key] for field, key in lowered.items()}) is None
-    ):
+    values = {field: record[key] for field, key in lowered.items()}
+    if len(lowered) < len(record) or format_of(values) is None:
         return {}
     return {field: key for field, key in lowered.items() if field in FIELDS and field != key}
 
 
 def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
-    """Build the error of a file that fits no format; `task` is the unknown one that its rows name, or None."""
+    """Build the error for a file that fits no format; `task` is an unknown one of its rows."""
     keys = [str(key) for key in record]
     if task is not None:
         return DataError(
             f"{name} is of a task without a prompt",
             expected=f"one of {', '.join(TASKS)}",
             received=describe(task),
-            hint="write a template of your own and name its file, --task my.yaml: docs/howto/data.md shows one",
+            hint="write a custom template, --task my.yaml; docs/howto/data.md shows one",
         )
-    fitting = [task.name for task in TASKS.values()
-               if all(_any(record, names) for names in (*task.columns.values(), task.label))]  # fmt: skip
+    fitting = [
+        task.name
+        for task in TASKS.values()
+        if all(_any(record, names) for names in (*task.columns.values(), task.label))
+    ]
     first, last = _question_and_answer(record)
-    advice = [f"say what the columns are: --column prompt={first} --column completion={last} for free answers, "
-              f"--column text={first} --column label={last} for classes"]  # fmt: skip
+    advice = [
+        f"name the columns: --column prompt={first} --column completion={last} for free answers, "
+        f"--column text={first} --column label={last} for classes"
+    ]
     if system := next((key for key in keys if _words_of(key) & _SYSTEM), None):
-        told = f"--column system={_quoted(system)} --column response={last} in place of completion"
-        advice[0] += f"; with {told} the system speaks before the question"
+        flags = f"--column system={_quoted(system)} --column response={last} instead of completion"
+        advice[0] += f"; with {flags} the system speaks before the question"
     if fitting:
         advice.insert(0, f"the columns are those of --task {' or '.join(fitting)}")
     if len(keys) == 1 and (odd := re.search(r"[:^~#]|\s{2,}", keys[0])):
-        shown = odd[0] if odd[0].strip() else "spaces"
-        advice.insert(
-            0, f"if '{shown}' separates the columns, save the file with commas, semicolons or tabs"
-        )
+        shown = odd[0].strip() or "spaces"
+        cause = f"if '{shown}' separates the columns, save the file with commas, semicolons or tabs"
+        advice.insert(0, cause)
+    received = "the keys " + ", ".join(keys)
+    if not keys[1:]:
+        received += " (the first line of a table is its header)"
     return DataError(
         f"cannot tell the format of {name}",
-        expected="the keys messages; instruction and output; prompt and completion; question and answer; text; "
-        "text and label; question, choices and answer; chosen and rejected",
-        received="the keys "
-        + ", ".join(keys)
-        + ("" if keys[1:] else " (the first line of a table is its header)"),
+        expected="the keys messages; instruction and output; prompt and completion; question and "
+        "answer; text; text and label; question, choices and answer; chosen and rejected",
+        received=received,
         hint="; or ".join(advice),
     )
 
 
 _SYSTEM = {"system", "sys"}
-_ASKS = {
-    "question",
-    "instruction",
-    "prompt",
-    "query",
-    "input",
-    "user",
-    "human",
-    "ask",
-    "problem",
-    "task",
-    "q",
-}
-_ANSWERS = {
-    "answer",
-    "response",
-    "output",
-    "completion",
-    "target",
-    "reply",
-    "assistant",
-    "solution",
-    "label",
-    "a",
-}
-_SAYS_LESS = {
-    "id",
-    "idx",
-    "index",
-    "uuid",
-    "history",
-    "source",
-    "tools",
-    "date",
-    "time",
-    "lang",
-    "language",
-    "context",
-}
+_ASKS = set(
+    [
+        "question",
+        "instruction",
+        "prompt",
+        "query",
+        "input",
+        "user",
+        "human",
+        "ask",
+        "problem",
+        "task",
+        "q",
+    ]
+)
+_ANSWERS = set(
+    [
+        "answer",
+        "response",
+        "output",
+        "completion",
+        "target",
+        "reply",
+        "assistant",
+        "solution",
+        "label",
+        "a",
+    ]
+)
+_SAYS_LESS = set(
+    [
+        "id",
+        "idx",
+        "index",
+        "uuid",
+        "history",
+        "source",
+        "tools",
+        "date",
+        "time",
+        "lang",
+        "language",
+        "context",
+    ]
+)
 
 
 def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
-    """Return the columns that are likeliest a question and its answer: by their names, else the first and the last, but
-    never what the system says."""
+    """Return the columns that are most likely a question and its answer.
+
+    Names decide, then the order: first and last. A column for the system is never one of them.
+    """
     keys = [str(key) for key in record if not _words_of(str(key)) & _SYSTEM]
-    told = [key for key in keys if not _words_of(key) & _SAYS_LESS] or keys
-    if len(told) < 2:
-        told = keys
-    if len(told) < 2:
+    likely = [key for key in keys if not _words_of(key) & _SAYS_LESS]
+    if len(likely) < 2:
+        likely = keys
+    if len(likely) < 2:
         return "QUESTION", "ANSWER"
-    answer = next((key for key in reversed(told) if _words_of(key) & _ANSWERS), told[-1])
-    others = [key for key in told if key != answer]
+    answer = next((key for key in reversed(likely) if _words_of(key) & _ANSWERS), likely[-1])
+    others = [key for key in likely if key != answer]
     question = next((key for key in others if _words_of(key) & _ASKS), others[0])
     return _quoted(question), _quoted(answer)
 
@@ -257,16 +269,14 @@ def _quoted(key: str) -> str:
 
 
 def advise_task(path: str | Path, hint: str | None) -> str | None:
-    """Add to an unknown task's hint what the file is without a task, if it is something."""
+    """Add to an unknown task's hint the format that the file has without a task, if any."""
     try:
-        first = next(
-            (fields for _, fields, _ in read_records(path).records if isinstance(fields, dict)), {}
-        )
+        records = read_records(path).records
+        first = next((fields for _, fields, _ in records if isinstance(fields, dict)), {})
     except OndeviceError:
         return hint
-    format_ = format_of(first) or format_of(
-        {field: first[key] for field, key in _without_case(first).items()}
-    )
+    lowered = {field: first[key] for field, key in _without_case(first).items()}
+    format_ = format_of(first) or format_of(lowered)
     return f"{hint}; without --task the rows are read as {format_}" if format_ else hint
 
 
@@ -277,11 +287,12 @@ def infer(
     named: frozenset[str],
     name: str,
 ) -> tuple[Format, Task | None]:
-    """Infer the file's format and task; the format of a task is its kind. Columns that the user `named` decide alone,
-    where they suffice.
+    """Infer the file's format and task; a task's format is its kind.
+
+    Columns that the user `named` decide by themselves if they suffice.
 
     Raises:
-        DataError: no record fits; says what the `first` one has, and calls the file by `name`.
+        DataError: no record fits; shows the keys of the `first` one and the file's `name`.
     """
     if task is not None:
         return task.kind, task

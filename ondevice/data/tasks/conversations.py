@@ -1,29 +1,30 @@
-"""Conversations in the shapes that people have them, as turns: ChatML, ShareGPT, tool calls, content parts, preference
-pairs and thumbs.
+"""Conversations in the usual shapes, as turns: ChatML, ShareGPT, tool calls, content parts,
+preference pairs and thumbs.
 
-A turn is (role, content), with a third part where it has other keys: every one of them goes to the chat template. Tool
-calls are OpenAI's, with arguments as an object, as chat templates take them.
+A turn is (role, content), with a third part if it has other keys, which all go to the chat
+template. Tool calls are OpenAI's, with arguments as an object, as chat templates take them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ondevice.core.untrusted import parse_row
 from ondevice.data.rows import BadRow, Row, Turn, check_text, describe, keys_of
 from ondevice.data.tasks.turn_weights import ROW_MASKS, check_weights, flag
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-    "function_call": "assistant", "tool_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
-}  # fmt: skip
-"""Names of roles in data files, and what chat templates call them."""
+_NAMES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt model bot function_call tool_call",
+    "tool": "tool observation function function_response tool_response",
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+"""Roles of chat templates, by their names in data files."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which rows keep what the model thought before its answer; chat templates read one of them."""
+"""Keys for the model's reasoning before its answer; chat templates read one of them."""
 
 _CALLS = ("function_call", "tool_call")
 _LAST_TURN = "\n\nAssistant:"
@@ -31,10 +32,10 @@ _LAST_TURN = "\n\nAssistant:"
 
 
 def chat_row(line: int, record: dict[str, Any], file: str = "") -> Row:
-    """Read `messages` or `conversations`; turns after the last of the assistant are left out.
+    """Read `messages` or `conversations`; turns after the assistant's last one are left out.
 
     Raises:
-        BadRow: a turn is not one, or none is the assistant's.
+        BadRow: a turn is not valid, or none is the assistant's.
     """
     name = "messages" if "messages" in record else "conversations"
     turns = _weighted(turns_of(record.get(name), name), record)
@@ -45,11 +46,11 @@ def chat_row(line: int, record: dict[str, Any], file: str = "") -> Row:
 
 
 SYSTEM = ("system", "system_prompt", "system_message")
-"""Columns that hold what a system turn says."""
+"""Columns with the content of a system turn."""
 
 
 def system_of(record: dict[str, Any]) -> str:
-    """Return what a row's column says as the system, or ""."""
+    """Return the content of a row's system column, or ""."""
     for key in SYSTEM:
         if key in record and record[key] is not None:
             return check_text(record[key], key, empty=True).strip() and record[key]
@@ -57,8 +58,9 @@ def system_of(record: dict[str, Any]) -> str:
 
 
 def history_of(record: dict[str, Any]) -> tuple[Turn, ...]:
-    """Return the earlier turns of a row's `history`: pairs of question and answer, or turns. They are context, which
-    is said by a weight of 0.
+    """Return the turns of a row's `history`, from pairs of question and answer or from turns.
+
+    They are context: each answer has a weight of 0.
 
     Raises:
         BadRow: the history is neither.
@@ -66,11 +68,10 @@ def history_of(record: dict[str, Any]) -> tuple[Turn, ...]:
     if not (value := record.get("history")):
         return ()
     value = _parsed(value, "history")
-    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+    items = value if isinstance(value, list) else [None]
+    if all(isinstance(turn, dict) for turn in items):
         turns = turns_of(value, "history")
-    elif isinstance(value, list) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
-    ):
+    elif all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
         turns: tuple[Turn, ...] = ()
         for index, (asked, answered) in enumerate(value):
             turns += (("user", check_text(asked, f"history.{index}.0")),)
@@ -85,57 +86,52 @@ def _with_weight(turn: Turn, weight: Any) -> Turn:
 
 
 def _weighted(turns: tuple[Turn, ...], record: dict[str, Any]) -> tuple[Turn, ...]:
-    """Give turns the weights that a column of the row holds, one a turn."""
+    """Give turns the weights of a column, one for each turn."""
     for name in ROW_MASKS:
         if record.get(name) is None:
             continue
         weights = _parsed(record[name], name)
         if not isinstance(weights, list) or len(weights) != len(turns):
-            raise BadRow(
-                name,
-                f"expected a list of {len(turns)} numbers, one a turn: 1 is trained on, 0 is context",
-            )
+            reason = f"expected a list of {len(turns)} numbers, one a turn: "
+            raise BadRow(name, reason + "1 is trained on, 0 is context")
         for number, weight in enumerate(weights):
             flag(weight, f"{name}.{number}")
-        return tuple(
-            _with_weight(turn, weight) for turn, weight in zip(turns, weights, strict=True)
-        )
+        return tuple(map(_with_weight, turns, weights))
     return turns
 
 
 def prompt_row(line: int, record: dict[str, Any], file: str = "") -> Row:
-    """Read a prompt and a completion that are lists of turns."""
-    prompt = record.get("prompt")
-    turns = (
-        turns_of(prompt, "prompt")
-        if isinstance(prompt, list)
-        else (("user", check_text(prompt, "prompt")),)
-    )
-    completion = record.get("completion")
-    answer = turns_of(completion, "completion") if isinstance(completion, list) else (
-        ("assistant", check_text(completion, "completion")),)  # fmt: skip
+    """Read a prompt and a completion that are lists of turns, or one of them a text."""
+    turns = _turns_or_text(record.get("prompt"), "prompt", "user")
+    answer = _turns_or_text(record.get("completion"), "completion", "assistant")
     if turns[0][0] != "system" and (system := system_of(record)):
         turns = (("system", system), *turns)
     turns, rest = _answered((*turns, *answer), "completion")
     return Row(line, messages=turns, tools=_tools(record), file=file, rest=rest)
 
 
+def _turns_or_text(value: Any, name: str, role: str) -> tuple[Turn, ...]:
+    if isinstance(value, list):
+        return turns_of(value, name)
+    return ((role, check_text(value, name)),)
+
+
 def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
-    """Read `chosen` and `rejected`, texts or lists of turns, behind the `prompt` if there is one; the first pair is the
-    chosen one."""
-    prompt = next(
-        (record[key] for key in ("prompt", "question", "instruction") if key in record), None
-    )
+    """Read `chosen` and `rejected`, texts or lists of turns, after the `prompt` if there is one.
+
+    The first pair is the chosen one.
+    """
+    prompts = (record[key] for key in ("prompt", "question", "instruction") if key in record)
+    prompt = next(prompts, None)
     pair = {name: record.get(name) for name in ("chosen", "rejected")}
-    if all(isinstance(value, str) for value in pair.values()) and (
-        prompt is None or isinstance(prompt, str)
-    ):
+    are_texts = all(isinstance(value, str) for value in pair.values())
+    if are_texts and isinstance(prompt, str | None):
         texts = {name: check_text(value, name) for name, value in pair.items()}
         if prompt is None:
             cut = [text.rpartition(_LAST_TURN) for text in texts.values()]
             pairs = tuple((before + mark, after) for before, mark, after in cut)
             if any(not after.strip() for _, after in pairs):
-                raise BadRow("chosen", "has no answer behind its last 'Assistant:'")
+                raise BadRow("chosen", "has no answer after its last 'Assistant:'")
             return Row(line, pairs, 0, file=file)
         asked = check_text(prompt, "prompt")
         pairs = tuple((f"{asked.rstrip()}\n", text) for text in texts.values())
@@ -143,56 +139,51 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
         return Row(line, pairs, 0, chosen, rejected=rejected, file=file)
     before: tuple[Turn, ...] = ()
     if prompt is not None:
-        before = (
-            turns_of(prompt, "prompt")
-            if isinstance(prompt, list)
-            else (("user", check_text(prompt, "prompt")),)
-        )
+        before = _turns_or_text(prompt, "prompt", "user")
     both = []
     for name, value in pair.items():
-        one = isinstance(value, str | dict)
-        answer = turns_of([{"role": "assistant", "content": value} if isinstance(value, str) else value], name) if one \
-            else turns_of(value, name)  # fmt: skip
-        # Data sets repeat the prompt at the head of both conversations, or they do not.
-        both.append(
-            _answered(answer if answer[: len(before)] == before else (*before, *answer), name)[0]
-        )
+        if isinstance(value, str):
+            value = {"role": "assistant", "content": value}
+        answer = turns_of([value] if isinstance(value, dict) else value, name)
+        # Some data sets repeat the prompt at the head of both conversations.
+        if answer[: len(before)] != before:
+            answer = (*before, *answer)
+        both.append(_answered(answer, name)[0])
     return Row(line, gold=0, messages=both[0], rejected=both[1], tools=_tools(record), file=file)
 
 
 def thumbs_row(line: int, record: dict[str, Any], file: str = "") -> Row:
-    """Read a `completion` of a `prompt` with what a person thought of it: `label` or `thumbs`; or an `answer` that was
-    `liked`, as the phone app keeps them."""
+    """Read a `completion` of a `prompt` with a person's verdict, `label` or `thumbs`.
+
+    The phone app writes an `answer` that was `liked` instead.
+    """
     name = next((name for name in ("label", "liked") if name in record), "thumbs")
-    value, answered = record.get(name), "answer" if name == "liked" else "completion"
-    text = str(value).strip().lower()
-    if text not in THUMBS:
+    value = record.get(name)
+    label = THUMBS.get(str(value).strip().lower())
+    if label is None:
         raise BadRow(name, f"expected true or false, up or down; received {describe(value)}")
-    label = THUMBS[text]
-    if name != "liked" and (
-        isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list)
-    ):
-        row = prompt_row(line, record, file)
-        return Row(
-            line, messages=row.messages, label=label, file=file, tools=row.tools, rest=row.rest
-        )
-    prompt, answer = (
-        check_text(record.get("prompt"), "prompt"),
-        check_text(record.get(answered), answered),
-    )
+    completion = "completion"
+    if name == "liked":
+        completion = "answer"
+    elif isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list):
+        return replace(prompt_row(line, record, file), label=label)
+    prompt = check_text(record.get("prompt"), "prompt")
+    answer = check_text(record.get(completion), completion)
     messages = (("user", prompt), ("assistant", answer))
     return Row(line, ((f"{prompt.rstrip()}\n", answer),), messages=messages, label=label, file=file)
 
 
-THUMBS = {"true": "up", "false": "down", "up": "up", "down": "down", "thumbs_up": "up", "thumbs_down": "down",
-          "\N{THUMBS UP SIGN}": "up", "\N{THUMBS DOWN SIGN}": "down"}  # fmt: skip
+THUMBS = {
+    **dict.fromkeys(("true", "up", "thumbs_up", "\N{THUMBS UP SIGN}"), "up"),
+    **dict.fromkeys(("false", "down", "thumbs_down", "\N{THUMBS DOWN SIGN}"), "down"),
+}
 
 
 def turns_of(value: Any, name: str) -> tuple[Turn, ...]:
-    """Read a list of turns, which a cell of a table holds as JSON: `role` and `content`, or `from` and `value`.
+    """Read a list of turns with `role` and `content`, or `from` and `value`; a cell holds JSON.
 
     Raises:
-        BadRow: not a list, or a turn of it is not one.
+        BadRow: it is not a list, or one of its turns is not valid.
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
@@ -205,43 +196,40 @@ def turns_of(value: Any, name: str) -> tuple[Turn, ...]:
 
 
 def _turn(turn: Any, where: str) -> Turn:
-    """Read a turn; keys other than its role and its content are kept as they are, without those that are null."""
+    """Read a turn, with its other keys as they are unless they are null."""
     if not isinstance(turn, dict):
         raise BadRow(where, f"expected an object with role and content, received {describe(turn)}")
-    key, said = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    key, content_key = "role", "content"
+    if "from" in turn and "role" not in turn:
+        key, content_key = "from", "value"
+    path = f"{where}.{content_key}"
     known = turn.get(key)
     role = ROLES.get(known.lower()) if isinstance(known, str) else None
     if role is None:
-        raise BadRow(
-            f"{where}.{key}",
-            f"expected system, user, assistant or tool; received {describe(known)}",
-        )
-    content = turn.get(said)
-    extra = {name: value for name, value in turn.items()
-             if name not in (key, said, "tool_calls", "function_call") and value is not None}  # fmt: skip
+        reason = f"expected system, user, assistant or tool; received {describe(known)}"
+        raise BadRow(f"{where}.{key}", reason)
+    content = turn.get(content_key)
+    read = (key, content_key, "tool_calls", "function_call")
+    extra = {name: value for name, value in turn.items() if name not in read and value is not None}
     if known == "developer":
         extra["role"] = known
     check_weights(extra, where, role)
     if str(known).lower() in _CALLS:
-        return role, "", {**extra, "tool_calls": _calls(content, f"{where}.{said}")}
-    calls = turn.get("tool_calls") or (
-        [turn["function_call"]] if turn.get("function_call") else None
-    )
+        return role, "", {**extra, "tool_calls": _calls(content, path)}
+    calls = turn.get("tool_calls")
+    if not calls and turn.get("function_call"):
+        calls = [turn["function_call"]]
     if calls and role != "assistant":
-        raise BadRow(
-            f"{where}.tool_calls",
-            f"expected tool calls in turns of the assistant only, received role {role}",
-        )
+        reason = f"expected tool calls in turns of the assistant only, received role {role}"
+        raise BadRow(f"{where}.tool_calls", reason)
     if calls:
         extra["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if content is None and (calls or any(extra.get(name) for name in REASONING)):
         content = ""
-    text = _joined(content, f"{where}.{said}") if isinstance(content, list) else content
-    text = check_text(
-        text,
-        f"{where}.{said}",
-        empty=bool(calls) or role == "tool" or bool(set(REASONING) & set(extra)),
-    )
+    if isinstance(content, list):
+        content = _joined(content, path)
+    may_be_empty = bool(calls) or role == "tool" or bool(set(REASONING) & set(extra))
+    text = check_text(content, path, empty=may_be_empty)
     return (role, text, extra) if extra else (role, text)
 
 
@@ -249,64 +237,47 @@ def _joined(parts: list[Any], where: str) -> str:
     """Join the text parts of a content; parts of another kind cannot be trained on."""
     texts = []
     for index, part in enumerate(parts):
-        kind = (
-            part.get("type", "text")
-            if isinstance(part, dict)
-            else "text"
-            if isinstance(part, str)
-            else None
-        )
+        kind, text = None, part
+        if isinstance(part, str):
+            kind = "text"
+        elif isinstance(part, dict):
+            kind, text = part.get("type", "text"), part.get("text")
         if kind not in ("text", "input_text", "output_text"):
-            shown = describe(part) if kind is None else describe(kind)
-            raise BadRow(
-                f"{where}.{index}.type",
-                f"expected a text part, received {shown}; models here read text alone",
-            )
-        texts.append(
-            check_text(
-                part if isinstance(part, str) else part.get("text"),
-                f"{where}.{index}.text",
-                empty=True,
-            )
-        )
+            shown = describe(part if kind is None else kind)
+            reason = f"expected a text part, received {shown}; models here read only text"
+            raise BadRow(f"{where}.{index}.type", reason)
+        texts.append(check_text(text, f"{where}.{index}.text", empty=True))
     return "".join(texts)
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Read tool calls: a list or one, as objects or as JSON; arguments become an object."""
+    """Read one tool call or a list, as objects or as JSON; arguments become an object."""
     value = _parsed(value, where)
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value]):
+        path = f"{where}.{index}"
         call = item.get("function", item) if isinstance(item, dict) else item
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow(
-                f"{where}.{index}",
-                f"expected a call with name and arguments, received {describe(item)}",
-            )
-        named = "arguments" if "arguments" in call else "parameters"
-        arguments = _parsed(call.get(named) or {}, f"{where}.{index}.arguments")
+            reason = f"expected a call with name and arguments, received {describe(item)}"
+            raise BadRow(path, reason)
+        key = "arguments" if "arguments" in call else "parameters"
+        arguments = _parsed(call.get(key) or {}, f"{path}.arguments")
         if not isinstance(arguments, dict):
-            raise BadRow(
-                f"{where}.{index}.arguments", f"expected an object, received {describe(arguments)}"
-            )
-        # A call that is not wrapped keeps its own keys outside, where an id stands.
-        outer = {
-            key: value
-            for key, value in item.items()
-            if key not in ("function", "name", "arguments", "parameters")
-        }
-        inner = (
-            {key: value for key, value in call.items() if key not in outer and key != named}
-            if call is not item
-            else {}
-        )
-        function = {**inner, "name": call["name"], "arguments": arguments}
+            reason = f"expected an object, received {describe(arguments)}"
+            raise BadRow(f"{path}.arguments", reason)
+        # The other keys of a call that is not wrapped go outside, next to its id.
+        known = ("function", "name", "arguments", "parameters")
+        outer = {name: value for name, value in item.items() if name not in known}
+        function = {"name": call["name"], "arguments": arguments}
+        if call is not item:
+            inner = {name: call[name] for name in call if name not in outer and name != key}
+            function = {**inner, **function}
         calls.append({**outer, "type": item.get("type", "function"), "function": function})
     return calls
 
 
 def _tools(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Read `tools`, or `functions`, as OpenAI called them first."""
+    """Read `tools`, or `functions`, OpenAI's earlier name."""
     name = "tools" if record.get("tools") else "functions"
     tools = _parsed(record[name], name) if record.get(name) else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -326,8 +297,10 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _answered(turns: tuple[Turn, ...], name: str) -> tuple[tuple[Turn, ...], dict[str, Any]]:
-    """Return the turns up to the assistant's last one, before which somebody else has to speak; and, as what is not
-    read, those behind it: they are neither trained on nor context."""
+    """Return the turns up to the assistant's last one, and a note if there are turns after it.
+
+    Turns after it are neither trained on nor context. Somebody else has to speak first.
+    """
     count = len(turns)
     while turns and turns[-1][0] != "assistant":
         turns = turns[:-1]
@@ -335,4 +308,6 @@ def _answered(turns: tuple[Turn, ...], name: str) -> tuple[tuple[Turn, ...], dic
         raise BadRow(name, "has no assistant turn to train on")
     if turns[0][0] == "assistant":
         raise BadRow(f"{name}.0.role", "expected system or user first, received assistant")
-    return turns, {f"{name} behind the last answer": True} if len(turns) < count else {}
+    if len(turns) < count:
+        return turns, {f"{name} after the last answer": True}
+    return turns, {}

@@ -1,9 +1,9 @@
-"""A template of one's own: a YAML file that says how a row becomes a prompt, and what its answers are.
+"""A custom template: a YAML file that tells how a row becomes a prompt, and its possible answers.
 
     prompt: |
       {premise}
       Question: {hypothesis} True, False or Neither?
-    fields: {premise: [premise, sentence1]}   # columns, where they are not named like the placeholder
+    fields: {premise: [premise, sentence1]}   # columns with other names than the placeholder
     label: label                              # the column with the right answer
     candidates: {entailment: True, contradiction: False, neutral: Neither}
     metric: macro_f1
@@ -26,7 +26,15 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.untrusted import parse_row
 from ondevice.core.untrusted.yaml_documents import read_yaml
 from ondevice.data.rows import BadRow, check_text, describe
-from ondevice.data.tasks.task import Rendered, Task, answers_of, choice_index, column, label_key
+from ondevice.data.tasks.task import (
+    Rendered,
+    Task,
+    answers_of,
+    choice_index,
+    column,
+    label_key,
+    letter_of,
+)
 
 _PLACEHOLDER = re.compile(r"\{([^{}\n]*)\}")
 CHOSEN = ("accuracy", "macro_f1", "matthews")
@@ -35,35 +43,36 @@ GENERATED = ("f1", "exact_match")
 
 
 class Template(StrictConfig):
-    """A template of one's own."""
+    """A custom template."""
 
     prompt: str = Field(min_length=1)
-    """The text before the answer; `{name}` stands for a field, and a list in it becomes lines A., B., ..."""
+    """The text before the answer; `{name}` stands for a field, a list becomes lines A., B., ..."""
 
     name: str | None = None
-    """Its name in messages; the file's unless given."""
+    """Its name in messages; by default the file's."""
 
     fields: dict[str, tuple[str, ...]] = {}
-    """Columns of a placeholder, the first that is there is taken; dots step into objects. A placeholder that is not
-    here is its own column."""
+    """Columns of a placeholder, of which the first that the row has is taken; dots step into
+    objects. A placeholder that is missing here is its own column."""
 
     label: tuple[str, ...] = ("label",)
-    """The column with the right answer, or several, of which the first that is there is taken."""
+    """The column with the right answer, or several, of which the first that the row has is taken."""
 
     candidates: dict[str, str] | tuple[str, ...] | str | None = None
-    """The answers to choose from: label to answer word; a list of answers, which may hold placeholders; or one
-    placeholder of a column that holds the list. Without them the label is a free answer."""
+    """The label texts to choose from: a mapping from label to text; a list of texts, which may hold
+    placeholders; or one placeholder of a column that holds the list. Without them the label is a
+    free answer."""
 
     labels: str | None = None
-    """The column with the names of the candidates, where rows bring their own (ARC's choices.label)."""
+    """The column with the names of the candidates, if rows have their own (ARC's choices.label)."""
 
     metric: (
         Literal["accuracy", "macro_f1", "matthews", "pearson", "spearman", "f1", "exact_match"]
         | None
     ) = None
-    """The figure of an evaluation: `accuracy`, `macro_f1`, `matthews` of candidates; `pearson` or `spearman` of labels
-    that are numbers; `f1` or `exact_match` of generated answers. The accuracy, or the loss of free answers, unless
-    given."""
+    """The metric of an evaluation: `accuracy`, `macro_f1` or `matthews` for candidates; `pearson`
+    or `spearman` for numeric labels; `f1` or `exact_match` for generated answers. By default the
+    accuracy, or the loss of free answers."""
 
     @field_validator("fields", "label", mode="before")
     @classmethod
@@ -77,52 +86,59 @@ def load_task(path: str | Path) -> Task:
     """Read a template and return the task that renders it.
 
     Raises:
-        ConfigError: no such file, no YAML, an unknown key, a field without a place, or settings that exclude each
-            other.
+        ConfigError: the file does not exist or is not YAML, a key is unknown, the prompt does not
+            use a field, or settings exclude each other.
     """
     path = Path(path)
     try:
-        # As text throughout: YAML's own types would turn the answers Yes and No into booleans.
+        # Only text: YAML's own types would turn the answers Yes and No into booleans.
         values = read_yaml(path, yaml.BaseLoader)
     except FileNotFoundError:
-        hint = "check the path; relative paths start at the folder you are in"
+        hint = "check the path; relative paths start at the current folder"
         raise ConfigError(f"there is no template {path}", received=str(path), hint=hint) from None
     except (OSError, ValueError) as error:
-        reason = str(error)
-        hint = "put a prompt with colons or quotes behind 'prompt: |'"
-        raise ConfigError(f"{path} is not readable YAML", received=reason, hint=hint) from None
+        hint = "write a prompt with colons or quotes after 'prompt: |'"
+        raise ConfigError(f"{path} is not readable YAML", received=str(error), hint=hint) from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} holds no template",
+            f"not a template: {path}",
             expected="a mapping with the key prompt",
             received=str(values)[:40],
         )
-    template = Template.parse(
-        values, str(path), hint=f"the keys of a template are {', '.join(Template.model_fields)}"
-    )
+    hint = f"the keys of a template are {', '.join(Template.model_fields)}"
+    template = Template.parse(values, str(path), hint=hint)
     names = _names(template.prompt)
-    if not names and not _names(_answer_texts(template)):
+    label_names = _names(_label_texts(template))
+    if not names and not label_names:
         raise ConfigError(
             f"{path}: the prompt has no field",
             expected="{column} in it",
             received=template.prompt[:60],
         )
-    unused = set(template.fields) - set(names) - set(_names(_answer_texts(template)))
+    unused = set(template.fields) - set(names) - set(label_names)
     if unused:
-        raise ConfigError(f"{path}: fields without a place in the prompt: {', '.join(sorted(unused))}",
-                          expected=f"some of {', '.join(names)}", received=", ".join(template.fields))  # fmt: skip
-    metric = template.metric or ("accuracy" if template.candidates is not None else "")
+        raise ConfigError(
+            f"{path}: the prompt does not use the fields {', '.join(sorted(unused))}",
+            expected=f"some of {', '.join(names)}",
+            received=", ".join(template.fields),
+        )
+    metric = template.metric or ""
+    if not metric and template.candidates is not None:
+        metric = "accuracy"
     _check(template, metric, path)
-    name = template.name or path.stem
-    columns = {
-        key: template.fields.get(key, (key,))
-        for key in dict.fromkeys((*names, *_names(_answer_texts(template))))
-    }
-    kind, numbers = _kind(template, metric), ()
+    kind = _kind(template, metric)
+    numbers: tuple[float, ...] = ()
     if kind == "regression" and isinstance(template.candidates, dict):
         numbers = tuple(float(label) for label in template.candidates)
-    return Task(name, kind, columns, label=template.label, own=lambda task, row: _render(template, task, row),
-                metric=metric, values=numbers)  # fmt: skip
+    return Task(
+        template.name or path.stem,
+        kind,
+        {key: template.fields.get(key, (key,)) for key in dict.fromkeys((*names, *label_names))},
+        label=template.label,
+        own=lambda task, row: _render(template, task, row),
+        metric=metric,
+        values=numbers,
+    )
 
 
 def _check(template: Template, metric: str, path: Path) -> None:
@@ -132,22 +148,29 @@ def _check(template: Template, metric: str, path: Path) -> None:
             f"{path}: a field has no column", expected="a name, or several", received="none"
         )
     if (candidates is None) != (metric in ("", *GENERATED)):
-        raise ConfigError(f"{path}: metric '{metric}' does not fit", received=metric,
-                          expected=", ".join(GENERATED if candidates is None else CHOSEN + RANKED))  # fmt: skip
-    if isinstance(candidates, dict | tuple) and len(candidates) < 2:
-        raise ConfigError(f"{path}: candidates are two or more", received=len(candidates))
-    if isinstance(candidates, str) and not _PLACEHOLDER.fullmatch(candidates.strip()):
-        raise ConfigError(f"{path}: candidates are a mapping, a list, or one placeholder", expected="{choices}",
-                          received=candidates)  # fmt: skip
-    if metric in RANKED:
-        numbers = (
-            [_number(label) for label in candidates] if isinstance(candidates, dict) else [None]
+        allowed = GENERATED if candidates is None else CHOSEN + RANKED
+        raise ConfigError(
+            f"{path}: metric '{metric}' does not fit",
+            expected=", ".join(allowed),
+            received=metric,
         )
-        words = list(candidates.values()) if isinstance(candidates, dict) else []
-        if None in numbers or len(set(words)) < len(words):
-            raise ConfigError(f"{path}: {metric} is of labels that are numbers, each with its own answer",
-                              expected="candidates: {0: ..., 5: ...}",
-                              received=str(candidates))  # fmt: skip
+    if isinstance(candidates, dict | tuple) and len(candidates) < 2:
+        raise ConfigError(f"{path}: there must be two candidates or more", received=len(candidates))
+    if isinstance(candidates, str) and not _PLACEHOLDER.fullmatch(candidates.strip()):
+        raise ConfigError(
+            f"{path}: candidates are a mapping, a list, or one placeholder",
+            expected="{choices}",
+            received=candidates,
+        )
+    if metric in RANKED:
+        texts = candidates if isinstance(candidates, dict) else {"": ""}
+        is_numeric = all(_number(label) is not None for label in texts)
+        if not is_numeric or len(set(texts.values())) < len(texts):
+            raise ConfigError(
+                f"{path}: {metric} needs labels that are numbers, each with its own text",
+                expected="candidates: {0: ..., 5: ...}",
+                received=str(candidates),
+            )
 
 
 def _kind(
@@ -157,18 +180,17 @@ def _kind(
         return "qa" if metric in GENERATED else "completion"
     if metric in RANKED:
         return "regression"
-    fixed = isinstance(template.candidates, dict | tuple) and not _names(_answer_texts(template))
-    return "classification" if fixed else "multiple_choice"
+    if isinstance(template.candidates, str) or _names(_label_texts(template)):
+        return "multiple_choice"
+    return "classification"
 
 
-def _answer_texts(template: Template) -> str:
-    """The texts of the candidates as one, for the placeholders in them."""
-    answers = template.candidates or ""
-    return (
-        answers
-        if isinstance(answers, str)
-        else "\n".join(answers.values() if isinstance(answers, dict) else answers)
-    )
+def _label_texts(template: Template) -> str:
+    """Return the candidates as one text, for the placeholders in it."""
+    texts = template.candidates or ""
+    if isinstance(texts, dict):
+        return "\n".join(texts.values())
+    return texts if isinstance(texts, str) else "\n".join(texts)
 
 
 def _names(text: str) -> list[str]:
@@ -176,81 +198,83 @@ def _names(text: str) -> list[str]:
 
 
 def _render(template: Template, task: Task, row: dict[str, Any]) -> Rendered:
-    """Render a row; BadRow where a column is missing or the label is none of the candidates."""
+    """Render a row; BadRow if a column is missing or the label is not one of the candidates."""
+
+    def shown(match: re.Match[str]) -> str:
+        return _shown(column(row, task.columns[match[1].strip()]), match[1])
 
     def filled(text: str) -> str:
-        return _PLACEHOLDER.sub(
-            lambda match: _shown(column(row, task.columns[match[1].strip()]), match[1]), text
-        )
+        return _PLACEHOLDER.sub(shown, text)
 
     prompt = filled(template.prompt).rstrip(" ")
     value = column(row, task.label)
-    if template.candidates is None:
-        answers = answers_of(str(value) if isinstance(value, int | float) else value, task.label[0])
-        ending = "\n" if task.kind == "qa" else ""  # a generated answer is its first line
-        return Rendered(
-            ((prompt, _answer(prompt, answers[0]) + ending),), answers=answers if ending else ()
-        )
-    if isinstance(template.candidates, str):
-        name = template.candidates.strip()[1:-1].strip()
+    candidates = template.candidates
+    if candidates is None:
+        if isinstance(value, int | float):
+            value = str(value)
+        answers = answers_of(value, task.label[0])
+        text = _after(prompt, answers[0])
+        if task.kind == "qa":  # a generated answer is its first line
+            return Rendered(((prompt, text + "\n"),), answers=answers)
+        return Rendered(((prompt, text),))
+    if isinstance(candidates, str):
+        name = candidates.strip()[1:-1].strip()
         texts = list(answers_of(_list(column(row, task.columns[name])), name))
     else:
-        words = template.candidates
-        texts = [
-            filled(word).strip() for word in (words.values() if isinstance(words, dict) else words)
-        ]
+        words = candidates.values() if isinstance(candidates, dict) else candidates
+        texts = [filled(word).strip() for word in words]
     gold, number = _gold(template, task, value, texts, row)
-    fixed = task.kind in ("classification", "regression")
-    label = texts[gold] if fixed else chr(ord("A") + gold) if gold < 26 else str(gold)
-    distinct = list(dict.fromkeys(texts))  # several labels may have one answer
+    is_fixed = task.kind in ("classification", "regression")
+    label = texts[gold] if is_fixed else letter_of(gold)
+    distinct = list(dict.fromkeys(texts))  # several labels may have one text
     if len(distinct) < 2:
         raise BadRow("", f"its candidates are all '{texts[0]}'")
-    pairs = tuple((prompt, _answer(prompt, text)) for text in distinct)
+    pairs = tuple((prompt, _after(prompt, text)) for text in distinct)
     return Rendered(pairs, distinct.index(texts[gold]), label=label, value=number)
 
 
 def _gold(
     template: Template, task: Task, value: Any, texts: list[str], row: dict[str, Any]
 ) -> tuple[int, float | None]:
-    """Return the index of the right candidate and, of a regression, the label's number."""
+    """Return the index of the right candidate and, for a regression, the label's number."""
     name = task.label[0]
     if task.values:
         number = _number(value)
         if number is None:
             raise BadRow(name, f"expected a number, received {describe(value)}")
-        return min(
-            range(len(task.values)), key=lambda index: abs(task.values[index] - number)
-        ), number
+        distances = [abs(value - number) for value in task.values]
+        return distances.index(min(distances)), number
     if template.labels is not None:
         known = [str(label) for label in _list(column(row, (template.labels.strip("{} "),)))]
     elif isinstance(template.candidates, dict):
         known = list(template.candidates)
     else:
-        return choice_index(value.strip() if isinstance(value, str) else value, texts), None
+        return choice_index(value, texts), None
     keys = [label_key(label) for label in known]
-    if (key := label_key(value)) not in keys or key is None:
-        raise BadRow(
-            name, f"expected a label of {task.name}: {', '.join(known)}; received {describe(value)}"
-        )
+    key = label_key(value)
+    if key not in keys or key is None:
+        reason = f"expected a label of {task.name}: {', '.join(known)}; received {describe(value)}"
+        raise BadRow(name, reason)
     return keys.index(key), None
 
 
-def _answer(prompt: str, answer: str) -> str:
-    """The answer behind a space, unless the prompt ends its line."""
-    return answer if not prompt or prompt[-1].isspace() else f" {answer}"
+def _after(prompt: str, text: str) -> str:
+    """Return a text after a space, unless the prompt is empty or ends its line."""
+    return text if not prompt or prompt[-1].isspace() else f" {text}"
 
 
 def _shown(value: Any, name: str) -> str:
-    """A field in the prompt: a text, a number, or a list as lines A., B., ..."""
+    """Return a field for the prompt: a text, a number, or a list as lines A., B., ..."""
     if isinstance(value, list | dict):
         texts = answers_of(value, name)
         return "\n".join(f"{chr(ord('A') + index)}. {text}" for index, text in enumerate(texts))
-    text = str(value) if isinstance(value, int | float) else value
-    return check_text(text, name).strip()
+    if isinstance(value, int | float):
+        value = str(value)
+    return check_text(value, name).strip()
 
 
 def _list(value: Any) -> Any:
-    """A list, which a cell of a table holds as JSON."""
+    """Return a list, which a cell of a table holds as JSON."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return parse_row(value)
@@ -260,12 +284,10 @@ def _list(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
     try:
-        number = (
-            float(value)
-            if isinstance(value, str | int | float) and not isinstance(value, bool)
-            else math.nan
-        )
+        number = float(value)
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

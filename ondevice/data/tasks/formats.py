@@ -1,4 +1,4 @@
-"""Records as rows: the format is inferred from the keys, and every bad row is named, never raised.
+"""Records as rows, by the format that their keys fit; each bad row is reported, never raised.
 
 | format          | keys                                                                                 |
 |-----------------|--------------------------------------------------------------------------------------|
@@ -17,10 +17,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.rows import BadRow, Fields, Format, Row, check_text, describe
+from ondevice.data.rows import BadRow, Fields, Format, Row, Turn, check_text, describe
 from ondevice.data.tasks.conversations import (
     chat_row,
     history_of,
@@ -29,22 +30,21 @@ from ondevice.data.tasks.conversations import (
     system_of,
     thumbs_row,
 )
-from ondevice.data.tasks.task import Task, choice_index, label_key, plain_name, texts_of
+from ondevice.data.tasks.task import Task, choice_index, label_key, letter_of, plain_name, texts_of
 from ondevice.data.tasks.templates import render
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """Return True if a record's own keys say what it is."""
+    """Return whether a record's own keys fit a format."""
     return "prompt_fields" in record or format_of(record) is not None
 
 
 def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Format | None:
-    """Return the format that a record's keys fit; of the columns that the user `named` alone, where they fit one."""
-    if (
-        named
-        and (found := format_of({key: record[key] for key in record if key in named})) is not None
-    ):
-        return found
+    """Return the format that a record's keys fit; columns that the user `named` come first."""
+    if named:
+        by_name = format_of({key: record[key] for key in record if key in named})
+        if by_name is not None:
+            return by_name
     keys = set(record)
     if {"chosen", "rejected"} <= keys:
         return "preference"
@@ -57,11 +57,9 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
     if {"prompt", "completion"} <= keys:
         if "thumbs" in keys or str(record.get("label")).strip().lower() in ("true", "false"):
             return "thumbs"
-        return (
-            "chat"
-            if isinstance(record["prompt"], list) or isinstance(record["completion"], list)
-            else "completion"
-        )
+        if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
+            return "chat"
+        return "completion"
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:
         return "multiple_choice"
     if {"question", "answer"} <= keys or {"question", "response"} <= keys:
@@ -74,13 +72,16 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
 MAX_CLASSES = 50
 """More distinct labels than this are taken for free text, not for classes."""
 MOST_LABEL_CHARACTERS = 4 << 20
-"""Of distinct labels together: more are not counted."""
+"""Of all distinct labels together; counting stops there."""
 
 
 def converter(
     format_: Format, task: Task | None, records: Callable[[], Iterator[dict[str, Any]]], kind: str
 ) -> Callable[[int, dict[str, Any], str], Row]:
-    """Return the function (line, record, file) -> Row of a format; it raises BadRow. `records` reads all records."""
+    """Return a format's function (line, record, file) -> Row, which raises BadRow.
+
+    `records` reads all records again.
+    """
     if task is not None:
         return lambda line, record, file: _task_row(task, line, record, file)
     if format_ == "classification":
@@ -88,17 +89,16 @@ def converter(
         return lambda line, record, file: _class_row(classes, line, record, file)
     if format_ == "text":
         # A whole file is a stretch of running text, not a document that ends.
+        end = kind != "txt"
         return lambda line, record, file: Row(
-            line, (("", _text(record, "text")),), end=kind != "txt", file=file
+            line, (("", _text(record, "text")),), end=end, file=file
         )
-    if format_ in ("chat", "preference", "thumbs"):
-        if format_ == "chat" and not any(
-            {"messages", "conversations"} & set(record) for record in records()
-        ):
-            return prompt_row
-        return {"chat": chat_row, "preference": preference_row,
-                "thumbs": thumbs_row}[format_]  # fmt: skip
+    if format_ == "chat":
+        has_turns = any({"messages", "conversations"} & set(record) for record in records())
+        return chat_row if has_turns else prompt_row
     return {
+        "preference": preference_row,
+        "thumbs": thumbs_row,
         "instruct": _instruct_row,
         "completion": _completion_row,
         "multiple_choice": _choice_row,
@@ -109,27 +109,34 @@ def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
     """Flatten the columns of a task's record, with its label.
 
     Raises:
-        BadRow: the record is of another task than `name`, or its `prompt_fields` are no object.
+        BadRow: the record is of another task than `name`, or `prompt_fields` is not an object.
     """
     if "prompt_fields" not in record:
         return record
     named = record.get("task", name)
     if name is not None and plain_name(str(named)) != plain_name(name):
         raise BadRow("task", f"expected '{name}', received {describe(named)}")
-    if not isinstance(record["prompt_fields"], dict):
-        raise BadRow(
-            "prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}"
-        )
-    return record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
+    fields = record["prompt_fields"]
+    if not isinstance(fields, dict):
+        raise BadRow("prompt_fields", f"expected an object, received {describe(fields)}")
+    return fields | {key: record[key] for key in ("label",) if key in record}
 
 
 def _task_row(task: Task, line: int, record: dict[str, Any], file: str) -> Row:
     fields = task_fields(None if task.own else task.name, record)
-    nested = Fields(fields) if fields is not record else Fields({})
+    nested = Fields({} if fields is record else fields)
     rendered = render(task, nested or fields)
-    return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label,
-               end=task.kind == "completion", file=file, value=rendered.value,
-               rest=nested.unread("prompt_fields."))  # fmt: skip
+    return Row(
+        line,
+        rendered.pairs,
+        rendered.gold,
+        answers=rendered.answers,
+        label=rendered.label,
+        end=task.kind == "completion",
+        file=file,
+        value=rendered.value,
+        rest=nested.unread("prompt_fields."),
+    )
 
 
 def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
@@ -142,39 +149,36 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
 
 
 def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
-    """Read a question and its answer, behind what the system and earlier turns said: context, not trained on."""
+    """Read a question and its answer; the system and earlier turns are context."""
     instruction = _text(record, "instruction", "prompt", "question")
-    context = next(
-        (
-            _text(record, key, empty=True)
-            for key in ("input", "context")
-            if record.get(key) is not None
-        ),
-        "",
-    )
+    inputs = (key for key in ("input", "context") if record.get(key) is not None)
+    context = "".join(_text(record, key, empty=True) for key in islice(inputs, 1))
     answer = _text(record, "output", "response", "answer")
-    system, history = system_of(record), history_of(record)
-    asked = f"{instruction}\n\n{context}" if context.strip() else instruction
-    block = f"\n\n### Input:\n{context}" if context.strip() else ""
-    before = "".join(
-        f"### Response:\n{text}\n\n" if role == "assistant" else f"### Instruction:\n{text}\n\n"
-        for role, text, *_ in history
+    messages: tuple[Turn, ...] = history_of(record)
+    headings = {"assistant": "Response"}
+    prompt = "".join(
+        f"### {headings.get(role, 'Instruction')}:\n{text}\n\n" for role, text, *_ in messages
     )
-    prompt = f"{system}\n\n" if system else ""
-    prompt += f"{before}### Instruction:\n{instruction}{block}\n\n### Response:\n"
-    first = (("system", system),) if system else ()
-    messages = (*first, *history, ("user", asked), ("assistant", answer))
+    if system := system_of(record):
+        messages = (("system", system), *messages)
+        prompt = f"{system}\n\n{prompt}"
+    asked = instruction
+    prompt += f"### Instruction:\n{instruction}"
+    if context.strip():
+        asked += f"\n\n{context}"
+        prompt += f"\n\n### Input:\n{context}"
+    prompt += "\n\n### Response:\n"
+    messages = (*messages, ("user", asked), ("assistant", answer))
     return Row(line, ((prompt, answer),), messages=messages, file=file)
 
 
 def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:
-    return Row(
-        line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),), file=file
-    )
+    pair = _text(record, "prompt", empty=True), _text(record, "completion")
+    return Row(line, pairs=(pair,), file=file)
 
 
 def _classes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Collect every label in the file, {label key: answer text}, sorted by key."""
+    """Collect every label in the file, {label key: label text}, sorted by key."""
     classes: dict[str, str] = {}
     size = 0
     for record in records:
@@ -185,7 +189,7 @@ def _classes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
         if size > MOST_LABEL_CHARACTERS:
             break
     if len(classes) > MAX_CLASSES:
-        more = "more than " if size > MOST_LABEL_CHARACTERS else ""
+        more = "more than " * (size > MOST_LABEL_CHARACTERS)
         raise DataError(
             f"{more}{len(classes)} different labels are too many for classes",
             expected=f"at most {MAX_CLASSES} different values of 'label'",
@@ -211,5 +215,4 @@ def _choice_row(line: int, record: dict[str, Any], file: str) -> Row:
     texts = texts_of(record.get("choices"), "choices", least=2)
     gold = choice_index(record.get("answer"), texts)
     pairs = tuple((f"{question}\nAnswer:", f" {text}") for text in texts)
-    label = chr(ord("A") + gold) if gold < 26 else str(gold)
-    return Row(line, pairs, gold, label=label, end=False, file=file)
+    return Row(line, pairs, gold, label=letter_of(gold), end=False, file=file)

@@ -1,4 +1,4 @@
-"""The tokens that a task's rows can be answered with, for methods whose loss is over them alone."""
+"""The tokens of a task's label texts, for methods whose loss is over these tokens only."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from ondevice.core.session import IGNORE
 from ondevice.data.encode import encode
 from ondevice.data.examples import Dataset
 from ondevice.data.rows import Row, Rows
-from ondevice.data.tasks.task import Task, is_template
+from ondevice.data.tasks.task import is_template
 from ondevice.data.tasks.templates import find_task
 
 LONGEST = 512
-"""Tokens of a row that is made to see a task's answers."""
+"""Maximum tokens of the made-up row that shows a task's label tokens."""
 
 
-def answers_of_rows(dataset: Dataset) -> tuple[tuple[int, ...], str]:
-    """Return the candidates' tokens, and why there are none: all rows must share theirs, of one token each."""
+def label_tokens_of_rows(dataset: Dataset) -> tuple[tuple[int, ...], str]:
+    """Return the token of each candidate, or () and the reason: all rows must share one token each."""
     if any(not item.candidates for item in dataset.items):
         return (), "its rows have no candidates"
-    found = None
+    shared = None
     for item in dataset.items:
         tokens = tuple(
-            tuple(label for label in c.labels if label != IGNORE) for c in item.candidates
+            tuple(label for label in candidate.labels if label != IGNORE)
+            for candidate in item.candidates
         )
-        if any(len(answer) != 1 for answer in tokens):
-            return (), "an answer has several tokens"
+        if any(len(text) != 1 for text in tokens):
+            return (), "a label text has several tokens"
         if len(set(tokens)) < len(tokens):
-            return (), "two answers are the same token"
-        if found not in (None, tokens):
+            return (), "two label texts are the same token"
+        if shared not in (None, tokens):
             return (), "its rows have different candidates"
-        found = tokens
-    return tuple(answer[0] for answer in found or ()), ""
+        shared = tokens
+    return tuple(text[0] for text in shared or ()), ""
 
 
-def answers_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Return `answers_of_rows` of a task whose classes are words, without a row of it."""
-    task: Task = find_task(name)
+def label_tokens_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """Return `label_tokens_of_rows` for a task whose classes are words, without any of its rows."""
+    task = find_task(name)
     if task.kind != "classification" or task.pairs or task.own or is_template(name):
-        return (), f"the answers of {name} are known from its rows alone"
+        return (), f"the label texts of {name} are known only from its rows"
     prompt = task.prompt.format(**dict.fromkeys(task.columns, "word"))
-    pairs = tuple((prompt, choice.answer) for choice in task.choices)
+    pairs = tuple((prompt, choice.text) for choice in task.choices)
     rows = Rows("", "classification", items=[Row(1, pairs, 0, end=False)], task=name)
-    return answers_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))
+    return label_tokens_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))

@@ -15,18 +15,18 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One class: the answer text that stands for it, and the labels in data files that mean it."""
+    """One class: the label text that stands for it, and the labels in data files that mean it."""
 
-    answer: str
+    text: str
     labels: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of Table 7.
+    """One row of Table 7, or a custom template.
 
-    `columns` maps a placeholder of `prompt` to the names that the column has in data files (dots step
-    into nested objects). `pairs` replaces `prompt` where candidates are not simply appended to it.
+    `columns` maps a placeholder of `prompt` to the names of its column in data files (dots step
+    into nested objects). `pairs` replaces `prompt` if candidates are not simply appended to it.
     """
 
     name: str
@@ -38,17 +38,19 @@ class Task:
     clean: Callable[[dict[str, str]], dict[str, str]] = dict
     pairs: Callable[[dict[str, str]], Pairs] | None = None
     own: Callable[[Task, dict[str, Any]], Rendered] | None = None
-    """Renders a row of a template of one's own (`custom.load_task`)."""
+    """Renders a row of a custom template (`custom.load_task`)."""
 
     metric: str = ""
     values: tuple[float, ...] = ()
-    """Of a template of one's own: what it is judged by, and the numbers that a regression's candidates stand for."""
+    """The numbers that the candidates of a custom template's regression stand for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row in words: one (prompt, answer) pair per candidate, the index of the right one, and for
-    question answering every accepted answer (the pair holds the first)."""
+    """A row as texts: one (prompt, answer) pair for each candidate, and the index of the right one.
+
+    Question answering has one pair with the first answer, and every accepted answer in `answers`.
+    """
 
     pairs: Pairs
     gold: int | None = None
@@ -58,7 +60,7 @@ class Rendered:
 
 
 def is_template(name: str | None) -> bool:
-    """Return True if a task's name is the path of a template of one's own."""
+    """Return whether a task's name is the path of a custom template."""
     return name is not None and name.lower().endswith((".yaml", ".yml"))
 
 
@@ -68,10 +70,10 @@ def plain_name(name: str) -> str:
 
 
 def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """Return the value under the first of the keys that is there; dots step into objects.
+    """Return the value of the first key that the record has; dots step into objects.
 
     Raises:
-        BadRow: none is there.
+        BadRow: it has none of them.
     """
     for key in keys:
         value: Any = fields
@@ -79,14 +81,16 @@ def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
             return value
-    others = f"; expected one of the keys {', '.join(keys)}" if keys[1:] else ""
-    raise BadRow(keys[0], f"is missing{others}")
+    reason = "is missing"
+    if keys[1:]:
+        reason += f"; expected one of the keys {', '.join(keys)}"
+    raise BadRow(keys[0], reason)
 
 
 def label_key(value: Any) -> str | None:
-    """Return the label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label."""
+    """Return the label's text in `Choice.labels`: 1, 1.0, "1" and " 1 " are the same label."""
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int | float):
@@ -95,10 +99,10 @@ def label_key(value: Any) -> str | None:
 
 
 def answers_of(value: Any, name: str) -> tuple[str, ...]:
-    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text.
+    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list, or a text.
 
     Raises:
-        BadRow: there is none, or one is no text.
+        BadRow: there is none, or one is not a text.
     """
     if isinstance(value, dict):
         value = value.get("text")
@@ -110,7 +114,7 @@ def answers_of(value: Any, name: str) -> tuple[str, ...]:
 
 
 def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
-    """Return the texts of a list, which a CSV cell holds as JSON, without the space around them.
+    """Return the stripped texts of a list, which a CSV cell holds as JSON.
 
     Raises:
         BadRow: not a list of at least `least` texts.
@@ -121,8 +125,8 @@ def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
         except ValueError:
             raise BadRow(name, "expected a JSON list of texts in the cell") from None
     if not isinstance(value, list) or len(value) < least:
-        count = {1: "one text", 2: "two texts"}[least]
-        raise BadRow(name, f"expected a list of at least {count}, received {describe(value)}")
+        texts = {1: "one text", 2: "two texts"}[least]
+        raise BadRow(name, f"expected a list of at least {texts}, received {describe(value)}")
     return [check_text(text, f"{name}.{index}").strip() for index, text in enumerate(value)]
 
 
@@ -142,3 +146,8 @@ def choice_index(answer: Any, texts: list[str]) -> int:
                 return names.index(answer.strip())
     allowed = f"one of the choices, {letters[0]} to {letters[-1]}, or 0 to {len(texts) - 1}"
     raise BadRow("answer", f"expected {allowed}; received {describe(answer)}")
+
+
+def letter_of(index: int) -> str:
+    """Return the letter of a choice, A to Z; its index beyond them."""
+    return chr(ord("A") + index) if index < 26 else str(index)

@@ -1,11 +1,11 @@
 """The prompts of the P-RGE paper's Table 7 and MeZO's verbalisers, as one table.
 
-A candidate is a (prompt, answer) pair; the answer starts where the prompt ends, with its own leading
-space or after the prompt's newline, so that tokenizers do not merge across the boundary. A row is
-answered by the lowest mean negative log likelihood per answer token (`scoring.pick_candidate`).
+A candidate is a (prompt, answer) pair. The answer begins with a space, or after the prompt's
+newline, so that tokenizers do not merge across the boundary. The candidate with the lowest mean
+negative log likelihood per label token is picked (`scoring.pick_candidate`).
 
-MNLI is not in Table 7 and so not here. Where Table 7's typesetting leaves the line breaks open, they
-are MeZO's (P-RGE, appendix A.3: "adopting the same prompt template from MeZO").
+MNLI is missing because Table 7 does not have it. Line breaks that its typesetting leaves open are
+MeZO's (P-RGE, appendix A.3: "adopting the same prompt template from MeZO").
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from ondevice.data.tasks.task import (
 
 
 def find_task(name: str) -> Task:
-    """Return the task of that name; case, '-' and '_' do not matter ("SST-2" is sst2). A path of a `.yaml` file is
-    a template of one's own.
+    """Return the task called `name`, without regard to case, '-' and '_' ("SST-2" is sst2).
+
+    The path of a `.yaml` file is a custom template.
 
     Raises:
         ConfigError: no such task, or the template cannot be used.
@@ -41,18 +42,16 @@ def find_task(name: str) -> Task:
     task = TASKS.get(plain_name(name))
     if task is None:
         near = difflib.get_close_matches(plain_name(name), TASKS, n=1)
-        hint = (
-            f"did you mean '{near[0]}'?"
-            if near
-            else "write a template of your own and name its file: --task my.yaml"
-        )
+        hint = "write a custom template and name its file: --task my.yaml"
+        if near:
+            hint = f"did you mean '{near[0]}'?"
         expected = f"{', '.join(TASKS)}, or a .yaml file"
         raise ConfigError(f"unknown task '{name}'", expected=expected, received=name, hint=hint)
     return task
 
 
 def render(task: Task, fields: dict[str, Any]) -> Rendered:
-    """Render the candidates of one row whose columns and label are all in `fields`.
+    """Render the candidates of one row, whose columns and label are in `fields`.
 
     Raises:
         BadRow: a column is missing, not a text or empty, or the label is not one of the task's.
@@ -74,7 +73,7 @@ def render(task: Task, fields: dict[str, Any]) -> Rendered:
 
 def _append(task: Task, values: dict[str, str]) -> Pairs:
     prompt = task.prompt.format(**values)
-    return tuple((prompt, choice.answer) for choice in task.choices)
+    return tuple((prompt, choice.text) for choice in task.choices)
 
 
 def _gold(task: Task, fields: dict[str, Any]) -> int:
@@ -83,15 +82,16 @@ def _gold(task: Task, fields: dict[str, Any]) -> int:
     for index, choice in enumerate(task.choices):
         if key in choice.labels:
             return index
-    allowed = ", ".join(f"{' or '.join(choice.labels)} ({choice.answer.strip() or index + 1})"
-                        for index, choice in enumerate(task.choices))  # fmt: skip
-    raise BadRow(
-        task.label[0], f"expected a label of {task.name}: {allowed}; received {describe(value)}"
+    allowed = ", ".join(
+        f"{' or '.join(choice.labels)} ({choice.text.strip() or index + 1})"
+        for index, choice in enumerate(task.choices)
     )
+    reason = f"expected a label of {task.name}: {allowed}; received {describe(value)}"
+    raise BadRow(task.label[0], reason)
 
 
 def _shown(choice: Choice) -> str:
-    return choice.answer.strip() or choice.labels[-1]
+    return choice.text.strip() or choice.labels[-1]
 
 
 def _boolq(values: dict[str, str]) -> dict[str, str]:
@@ -105,12 +105,11 @@ def _wsc(values: dict[str, str]) -> dict[str, str]:
 
 def _copa(values: dict[str, str]) -> Pairs:
     """<premise> so/because <candidate>, the candidate in lower case except "I"."""
-    words = {"effect": "so", "cause": "because"}
-    if values["question"].lower() not in words:
-        raise BadRow(
-            "question", f"expected 'cause' or 'effect', received {describe(values['question'])}"
-        )
-    prompt = f"{values['premise'].removesuffix('.')} {words[values['question'].lower()]}"
+    question = values["question"]
+    word = {"effect": "so", "cause": "because"}.get(question.lower())
+    if word is None:
+        raise BadRow("question", f"expected 'cause' or 'effect', received {describe(question)}")
+    prompt = f"{values['premise'].removesuffix('.')} {word}"
     return tuple((prompt, " " + _lower_first(values[key])) for key in ("choice1", "choice2"))
 
 
@@ -122,8 +121,8 @@ def _lower_first(sentence: str) -> str:
 
 
 def _winogrande(values: dict[str, str]) -> Pairs:
-    """Partial evaluation: each option stands in the context (Table 7: <context> <subject> <object>) and
-    the continuation, which both candidates share, is what is scored."""
+    """Put each option into the context (Table 7: <context> <subject> <object>) and score only the
+    continuation, which both candidates share: partial evaluation."""
     before, blank, after = values["sentence"].partition("_")
     if not blank or "_" in after or not after.strip():
         raise BadRow("sentence", "expected exactly one '_', with text after it")

@@ -1,5 +1,5 @@
-"""Which turns a row says to train on: OpenAI's and Mistral's `weight`, Axolotl's `train`, ms-swift's `loss`,
-torchtune's `masked`."""
+"""Turns that a row trains on: OpenAI's and Mistral's `weight`, Axolotl's `train`, ms-swift's
+`loss`, torchtune's `masked`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from ondevice.data.rows import BadRow, describe
 
 TRAINS = ("weight", "train", "training", "trainable", "loss")
-"""Keys of a turn that are 0 or false where it is context only."""
+"""Keys that are 0 or false in a turn that is only context."""
 
 MASKS = ("masked",)
-"""Keys that are 1 or true there."""
+"""Keys that are 1 or true in such a turn."""
 
 OBEYED = (*TRAINS, *MASKS)
 REFUSED = ("mask", "train_detail", "training_detail", "loss_scale")
 """Keys whose meaning differs from tool to tool, or that weigh parts of a turn."""
 
 ROW_MASKS = ("weights", "loss_mask", "train_mask", "turn_mask", "mask")
-"""Columns that hold one number a turn, 1 where it is trained on."""
+"""Columns with one number for each turn: 1 to train on it, 0 for context."""
 
 
 def is_trained(turn: Mapping[str, Any]) -> bool:
-    """Return True if a turn whose weights are checked is an answer that the row does not take out."""
+    """Return whether a turn with checked weights is an answer that the row trains on."""
     trains = [flag(turn[key], key) for key in TRAINS if turn.get(key) is not None]
     trains += [not flag(turn[key], key) for key in MASKS if turn.get(key) is not None]
     return turn["role"] == "assistant" and all(trains)
@@ -39,10 +39,8 @@ def check_weights(turn: Mapping[str, Any], where: str, role: str) -> None:
         return
     for key in REFUSED:
         if turn.get(key) is not None:
-            raise BadRow(
-                f"{where}.{key}",
-                "cannot be obeyed: say weight: 0 or train: false of a turn that is context",
-            )
+            reason = "cannot be obeyed: write weight: 0 or train: false for a turn that is context"
+            raise BadRow(f"{where}.{key}", reason)
     for key in OBEYED:
         if turn.get(key) is not None:
             flag(turn[key], f"{where}.{key}")

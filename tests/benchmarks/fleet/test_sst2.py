@@ -20,7 +20,7 @@ from ondevice import read_dataset  # noqa: E402
 from ondevice.core.session import IGNORE  # noqa: E402
 from ondevice.data.batching import Batches  # noqa: E402
 from ondevice.data.examples import Example  # noqa: E402
-from ondevice.data.tasks.label_tokens import answers_of_rows  # noqa: E402
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows  # noqa: E402
 from ondevice.fleet.charter import Charter  # noqa: E402
 from ondevice.fleet.member import Member  # noqa: E402
 from ondevice.fleet.rounds import Rounds  # noqa: E402
@@ -69,7 +69,7 @@ def test_batched_devices_reply_like_members_over_a_session(rows: Any, share: flo
     assert (batched.evaluate(batched.table)[1] != before).all()
     charter: Charter = batched.servers[0].charter
     config = PrgeConfig(rank=2, alpha=2, queries=2, noise="rademacher", subspace="random")
-    config = config.with_answers(lambda: answers_of_rows(rows))
+    config = config.with_answers(lambda: label_tokens_of_rows(rows))
     session = spec_of(config).open_session(tiny_model(), config, SEED, "cpu", "torch")
     parts = split(rows, 2, setting.dirichlet, SEED)
     assert len({len(part) for part in parts}) == (2 if share else 1)

@@ -62,8 +62,9 @@ def test_a_split_is_named_by_file_or_folder(write: Write) -> None:
         3,
     ]
     assert read_rows(folder).notes[0] == "the split 'train' is read, of test, train, validation"
-    with pytest.raises(DataError, match="has no split 'other'"):
+    with pytest.raises(DataError) as caught:
         read_rows(f"{folder}@other")
+    assert caught.value.received == "other"
 
 
 def test_what_datasets_saves_is_read_without_it(write: Write) -> None:
@@ -83,17 +84,20 @@ def test_what_datasets_saves_is_read_without_it(write: Write) -> None:
         assert [row.pairs[0][0] for row in rows.items] == [split]
     assert read_rows(folder.parent).items[0].pairs[0][0] == "train"
     assert read_rows(folder).items[0].pairs[0][0] == "validation"
-    with pytest.raises(DataError, match="has no split 'test'"):
+    with pytest.raises(DataError) as caught:
         read_rows(f"{folder.parent}@test")
+    assert caught.value.received == "test"
 
 
 def test_a_folder_of_several_kinds_or_of_none_is_named(write: Write) -> None:
     folder = write([ROW], "mixed/a.jsonl").parent
     write("prompt,completion\na,b\n", "mixed/b.csv")
-    with pytest.raises(DataError, match=r"several kinds[^$]*a\.jsonl, b\.csv"):
+    with pytest.raises(DataError) as caught:
         read_rows(folder)
-    with pytest.raises(DataError, match=r"a folder without data files[^$]*notes\.pdf"):
+    assert caught.value.received == "a.jsonl, b.csv"
+    with pytest.raises(DataError) as caught:
         read_rows(write("x", "none/notes.pdf").parent)
+    assert caught.value.received == "notes.pdf"
 
 
 def test_the_hash_is_of_names_and_contents_of_the_split(write: Write) -> None:

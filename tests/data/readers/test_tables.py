@@ -59,10 +59,9 @@ def test_rows_of_another_separator_than_the_header_are_named(write: Write) -> No
 
 
 def test_a_separator_that_is_none_is_named(write: Write) -> None:
-    with pytest.raises(
-        DataError, match=r"if '\^' separates the columns, save the file with commas"
-    ):
+    with pytest.raises(DataError) as caught:
         read_rows(write("text^label\ngood^1\n", "a.csv"))
+    assert "'^' separates the columns" in (caught.value.hint or "")
 
 
 def test_columns_without_a_name_are_left_out(write: Write) -> None:
@@ -132,8 +131,9 @@ def test_rows_are_filled_up_to_the_header() -> None:
 def test_an_empty_book_is_a_data_error(tmp_path: Path) -> None:
     openpyxl = pytest.importorskip("openpyxl")
     openpyxl.Workbook().save(tmp_path / "a.xlsx")
-    with pytest.raises(DataError, match="is empty"):
+    with pytest.raises(DataError) as caught:
         read_rows(tmp_path / "a.xlsx")
+    assert caught.value.received == "no cell"
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.xlsx", "openpyxl"), ("a.parquet", "pyarrow")])

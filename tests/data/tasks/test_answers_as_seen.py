@@ -190,8 +190,9 @@ def test_a_weight_that_cannot_be_obeyed_is_refused(
 
 
 def test_all_turns_of_weight_0_are_refused(write: Write, qwen2_5: Any) -> None:
-    with pytest.raises(DataError, match="no turn is to be trained on"):
+    with pytest.raises(DataError) as caught:
         read(write, qwen2_5, {"messages": [ASKED, ANSWERED | {"weight": 0}]})
+    assert "all answers have weight 0" in caught.value.message
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -326,8 +327,9 @@ def test_settings_of_a_row_reach_the_template(write: Write, qwen3: Any) -> None:
     assert off == [
         "Apple.<|im_end|>"
     ]  # the template asks with an empty thought, and the answer follows it
-    with pytest.raises(DataError, match="expected an object with the chat template's own settings"):
+    with pytest.raises(DataError) as caught:
         read(write, qwen3, {"messages": [ASKED, ANSWERED], "chat_template_kwargs": [1]})
+    assert "'chat_template_kwargs': expected an object" in caught.value.message
 
 
 def test_a_turn_that_the_template_drops_is_refused(write: Write, qwen2_5: Any) -> None:
@@ -336,8 +338,9 @@ def test_a_turn_that_the_template_drops_is_refused(write: Write, qwen2_5: Any) -
         "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(DataError, match="chat template drops a turn of the role system"):
+    with pytest.raises(DataError) as caught:
         read(write, deaf, {"messages": [SYSTEM, ASKED, ANSWERED]})
+    assert "drops a turn of the role system" in caught.value.message
     llama = tokenizer_for("llama3_1")
     dataset = read(
         write, llama, {"messages": [ASKED, CALLED | {"content": "Let me see."}, RESULT, ANSWERED]}
@@ -465,8 +468,9 @@ def test_of_named_templates_the_one_for_tools_is_taken(write: Write, qwen2_5: An
     ]
     assert whole(read(write, named, tools), named) == whole(read(write, qwen2_5, tools), qwen2_5)
     named.chat_template = {"rag": qwen2_5.chat_template}
-    with pytest.raises(DataError, match="multiple chat templates with no default"):
+    with pytest.raises(DataError) as caught:
         read(write, named, plain)
+    assert "'default'" in (caught.value.hint or "")
 
 
 def test_strict_columns_refuses_with_names_and_counts(write: Write, qwen2_5: Any) -> None:

@@ -128,14 +128,15 @@ def test_a_bad_row_is_named_and_none_is_left_out(task, row, said, tmp_path) -> N
 
 
 def test_the_file_of_a_folder_and_its_examples(tmp_path) -> None:
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError) as caught:
         find_file(tmp_path / "mmlu")
+    assert caught.value.received == str(tmp_path / "mmlu")
     write_rows(
         tmp_path / "dev.jsonl", [mmlu(subject=f"{i % 2}", question=f"{i}?") for i in range(6)]
     )
-    with pytest.raises(DataError, match="has no such file") as caught:
+    with pytest.raises(DataError) as caught:
         find_file(tmp_path)
-    assert "dev.jsonl" in str(caught.value)
+    assert caught.value.received == "dev.jsonl"
     write_rows(tmp_path / "valid.jsonl", [mmlu()])
     assert find_file(tmp_path).name == "valid.jsonl"
     for start in (tmp_path, tmp_path / "valid.jsonl"):
@@ -145,11 +146,13 @@ def test_the_file_of_a_folder_and_its_examples(tmp_path) -> None:
             "1": ["1", "3"],
         }
     assert read_shots(tmp_path, "mmlu", 0) == {}
-    with pytest.raises(ConfigError, match="without examples"):
+    with pytest.raises(ConfigError) as refused:
         read_shots(tmp_path, "mt_bench", 1)
+    assert refused.value.received == "--shots 1"
     (tmp_path / "none.jsonl").write_text(json.dumps({}) + "\n")
-    with pytest.raises(DataError, match="'question': is missing"):
+    with pytest.raises(DataError) as caught:
         read_questions(tmp_path / "none.jsonl", "gsm8k")
+    assert "'question': is missing" in str(caught.value.received)
 
 
 def test_names() -> None:

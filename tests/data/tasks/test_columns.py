@@ -81,14 +81,15 @@ def test_a_record_without_the_column_is_a_problem(write: Write) -> None:
 
 
 def test_wrong_names_are_named(write: Write) -> None:
-    with pytest.raises(DataError, match=r"has no column 'body'[^$]*did you mean 'Body'"):
+    with pytest.raises(DataError) as missing:
         read_rows(write(TICKETS), columns={"text": "body", "label": "meta.team"})
-    with pytest.raises(ConfigError, match=r"'txt' is no field[^$]*did you mean 'text'"):
+    assert (missing.value.received, missing.value.hint) == ("body", "did you mean 'Body'?")
+    with pytest.raises(ConfigError) as unknown:
         read_rows(write(TICKETS), columns={"txt": "Body"})
-    with pytest.raises(
-        ConfigError, match="expected: hypothesis, label, premise, sentence1, sentence2"
-    ):
+    assert (unknown.value.received, unknown.value.hint) == ("txt", "did you mean 'text'?")
+    with pytest.raises(ConfigError) as unknown:
         read_rows(write(TICKETS), task="rte", columns={"text": "Body"})
+    assert unknown.value.expected == "hypothesis, label, premise, sentence1, sentence2"
 
 
 def test_case_does_not_matter_where_nothing_else_fits(write: Write) -> None:
@@ -105,12 +106,14 @@ def test_errors_do_not_send_each_other_in_a_circle(write: Write) -> None:
     with pytest.raises(ConfigError) as unknown:
         read_rows(unreadable, task="tickets")
     assert "--task my.yaml" in str(unknown.value) and "without --task" not in str(unknown.value)
-    with pytest.raises(ConfigError, match="without --task the rows are read as text"):
+    with pytest.raises(ConfigError) as unknown:
         read_rows(readable, task="tickets")
+    assert "without --task the rows are read as text" in (unknown.value.hint or "")
     with pytest.raises(DataError) as unfit:
         read_rows(unreadable)
     assert "--column prompt=Body --column completion=meta" in str(
         unfit.value
     ) and "--task" not in str(unfit.value)
-    with pytest.raises(DataError, match="the columns are those of --task rte or mrpc or wnli"):
+    with pytest.raises(DataError) as unfit:
         read_rows(write([{"sentence1": "a", "sentence2": "b", "label": 1}]))
+    assert "--task rte or mrpc or wnli" in (unfit.value.hint or "")

@@ -191,8 +191,9 @@ def test_preferences_are_not_trained_on_and_the_way_out_works(write: Write, toke
     dataset = read_dataset(path, tokenizer, task=None, max_length_tokens=99, columns=columns)
     assert (dataset.format, trained(tokenizer, dataset)) == ("completion", "4<|end|>")
     thumbs = write([{"prompt": "a", "completion": "b", "label": True}])
-    with pytest.raises(DataError, match="holds preferences"):
+    with pytest.raises(DataError) as caught:
         read_dataset(thumbs, tokenizer, task=None, max_length_tokens=99)
+    assert caught.value.received == "format thumbs"
     columns = {"prompt": "prompt", "completion": "completion"}
     assert (
         read_dataset(thumbs, tokenizer, task=None, max_length_tokens=99, columns=columns).format

@@ -153,9 +153,9 @@ MISTAKES = {
     "an unknown key": ("promt: '{x}'\nprompt: '{x}'", "did you mean 'prompt'"),
     "a field without a place": (
         "prompt: '{x}'\nfields: {y: z}",
-        "fields without a place in the prompt: y",
+        "the prompt does not use the fields y",
     ),
-    "one candidate": ("prompt: '{x}'\ncandidates: {a: b}", "two or more"),
+    "one candidate": ("prompt: '{x}'\ncandidates: {a: b}", "two candidates or more"),
     "candidates that are a word": ("prompt: '{x}'\ncandidates: word", "one placeholder"),
     "a metric": ("prompt: '{x}'\nmetric: bleu", "metric"),
     "a metric without candidates": (
@@ -172,9 +172,9 @@ MISTAKES = {
     ),
     "a regression with one answer twice": (
         "prompt: '{x}'\nmetric: pearson\ncandidates: {0: a, 5: a}",
-        "its own answer",
+        "its own text",
     ),
-    "a list": ("- prompt", "holds no template"),
+    "a list": ("- prompt", "not a template"),
     "no YAML": ("prompt: {x: [", "not readable YAML"),
 }
 
@@ -188,11 +188,13 @@ def test_a_mistake_in_a_template_is_named(mistake: str, write: Write) -> None:
 
 
 def test_a_template_that_is_not_there(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"there is no template no/such\.yaml"):
+    with pytest.raises(ConfigError) as caught:
         read_rows(write([{"text": "a"}]), task="no/such.yaml")
+    assert caught.value.received == "no/such.yaml"
 
 
 def test_candidates_that_are_all_alike_are_a_problem(write: Write) -> None:
     template = "prompt: '{x}'\nlabel: y\ncandidates: ['{a}', '{b}']\n"
-    with pytest.raises(DataError, match="its candidates are all 'same'"):
+    with pytest.raises(DataError) as caught:
         rendered(write, template, {"x": "q", "a": "same", "b": "same", "y": 0})
+    assert "'same'" in caught.value.message

@@ -85,7 +85,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Axolotl": {"messages": [ASKED | {"train": False}, ANSWERED | {"train": False}, ASKED, ANSWERED | {"train": True}]},
     "ms-swift": {"messages": [ASKED, ANSWERED | {"loss": False}, ASKED, ANSWERED | {"loss": True}], "channel": "chat"},
     "a mask of turns": {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "loss_mask": [0, 0, 0, 1]},
-    "turns behind the last answer": {"messages": [ASKED, ANSWERED, {"role": "user", "content": "Thank you."}]},
+    "turns after the last answer": {"messages": [ASKED, ANSWERED, {"role": "user", "content": "Thank you."}]},
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def trains(dataset: Dataset) -> list[Any]:
 def test_every_key_is_read_or_named(shape: str, write: Write, qwen: Any) -> None:
     row = SHAPES[shape]
     dataset = encoded(write, row, qwen)
-    # "messages[].tool_calls[].id" and "messages behind the last answer" end with, or begin with, the key.
+    # "messages[].tool_calls[].id" and "messages after the last answer" end with, or begin with, the key.
     named = {name.rpartition(".")[2].partition(" ")[0] for name in dataset.report.unread_counts}
     for path in paths(row):
         key = path[-1]

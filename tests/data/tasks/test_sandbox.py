@@ -135,9 +135,9 @@ def test_rows_and_questions_render_under_the_limits(tokenizer: Any) -> None:
 
     hostile = copy.deepcopy(tokenizer)
     hostile.chat_template = BOMBS["a text times a number"]
-    with pytest.raises(ModelError, match="takes too much"):
+    with pytest.raises(ModelError):
         prompt_ids(hostile, TURNS[:1], "a model")
-    with pytest.raises(ModelError, match="takes too much"):
+    with pytest.raises(ModelError):
         encode(
             Rows("f", "chat", [Row(1, messages=(("user", "a"), ("assistant", "b")))]),
             hostile,

@@ -64,7 +64,7 @@ def test_scores_are_bounded_and_symmetric(left: str, right: str) -> None:
 def test_lowest_mean_a_token_wins() -> None:
     assert pick_candidate([6.0, 2.5], [3, 1]) == 0  # 2.0 against 2.5, though the sum is larger
     assert pick_candidate([2.5, 2.0, 2.0], [1, 1, 1]) == 1
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError):
         pick_candidate([1.0, 2.0], [1])
 
 

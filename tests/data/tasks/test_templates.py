@@ -203,5 +203,6 @@ def test_copa_keeps_the_pronoun_i_large(write: Write) -> None:
 
 def test_find_task() -> None:
     assert find_task("SST-2") is TASKS["sst2"] and find_task("Wino_Grande") is TASKS["winogrande"]
-    with pytest.raises(ConfigError, match="unknown task 'mnli'"):
+    with pytest.raises(ConfigError) as caught:
         find_task("mnli")
+    assert caught.value.received == "mnli"
