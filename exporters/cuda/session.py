@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
-from ondevice.core.session import ProgramSession
+from ondevice.core.session import Preparing, ProgramSession, Replaying, Scoring, require
 from ondevice.core.untrusted import read_object, well_formed
 
 try:
@@ -96,20 +96,23 @@ class TorchProgramSession(ProgramSession):
         return self.session.step(ids, labels, step, learning_rate)
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Let the method prepare its state; see `Session.before_step`."""
+        """Let the method prepare its state; see `Preparing.before_step`."""
+        if not isinstance(self.session, Preparing):
+            return None
         return self.session.before_step(step, batch_at, folder)
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Let the method take back what it prepared; see `Session.before_replay`."""
-        self.session.before_replay(step, folder)
+        """Let the method take back what it prepared; see `Preparing.before_replay`."""
+        if isinstance(self.session, Preparing):
+            self.session.before_replay(step, folder)
 
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
-        """Run one step towards better scores; see `Session.score_step`."""
-        return self.session.score_step(score, step, learning_rate)
+        """Run one step towards better scores; see `Scoring.score_step`."""
+        return require(self.session, Scoring).score_step(score, step, learning_rate)
 
     def whole_model(self) -> LoadedModel:
-        """Return the model with what is trained in it; see `Session.whole_model`."""
-        return self.session.whole_model()
+        """Return the model with what is trained in it; see `Scoring.whole_model`."""
+        return require(self.session, Scoring).whole_model()
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
@@ -127,8 +130,8 @@ class TorchProgramSession(ProgramSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Session.apply_update`."""
-        self.session.apply_update(projected_gradients, step, learning_rate)
+        """Apply the update alone; see `Replaying.apply_update`."""
+        require(self.session, Replaying).apply_update(projected_gradients, step, learning_rate)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the arrays that a resume needs; the same as the method's in memory."""

@@ -20,7 +20,7 @@ from ondevice.artifact.adapter import Adapter
 from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.artifact.manifest import Manifest
-from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError
+from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, MissingPackageError
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ondevice.artifact.manifest import AdapterEntry, StateTensor
-    from ondevice.core.program import Preparing
+    from ondevice.core.session import Preparing
 
 CHATTER = "[cpuinfo_utils.cpp"
 """ExecuTorch's message about a processor that it does not know."""
@@ -152,13 +152,13 @@ class ExecutorchSession(ProgramSession):
         return None if program is None or program.renewal is None else program.renewal(self)
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Let the method prepare the state; see `Session.before_step`."""
+        """Let the method prepare the state; see `Preparing.before_step`."""
         return (
             None if self._preparing is None else self._preparing.before_step(step, batch_at, folder)
         )
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Let the method take back what it prepared; see `Session.before_replay`."""
+        """Let the method take back what it prepared; see `Preparing.before_replay`."""
         if self._preparing is not None:
             self._preparing.before_replay(step, folder)
 
@@ -203,7 +203,11 @@ class ExecutorchSession(ProgramSession):
     ) -> None:
         """Apply the program's own update from logged projected gradients."""
         if "apply_update" not in self.spec.methods:
-            return super().apply_update(projected_gradients, step, learning_rate)
+            raise ConfigError(
+                "the program has no update to apply again",
+                expected="a program of a zeroth-order method",
+                received=f"method {self.config.name}",
+            )
         gradients = np.array(projected_gradients, dtype=np.float32)
         inputs = {"projected_gradients": gradients, **self._scalars(step, learning_rate)}
         self._call("apply_update", inputs, keep=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
-    from ondevice.core.session import ProgramSession, Session
+    from ondevice.core.session import Preparing, ProgramSession, Session
     from ondevice.data.examples import Dataset
     from ondevice.models import LoadedModel, ModelFiles
 
@@ -152,16 +152,6 @@ class BuiltProgram:
     loss_scale: float | None = None
     """Of `blocks`; see `ProgramSpec.loss_scale`."""
     eval_batch_size: int | None = None
-
-
-class Preparing(Protocol):
-    """`Session.before_step` and `Session.before_replay` of a program."""
-
-    def before_step(
-        self, step: int, batch_at: Callable[[int], Any], folder: Path
-    ) -> Path | None: ...
-
-    def before_replay(self, step: int, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)

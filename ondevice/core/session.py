@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from ondevice.core.errors import ConfigError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
+T = TypeVar("T")
 IGNORE = -100
 """Label of a token that is not trained on."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -74,8 +75,8 @@ class OrdinaryModel(Evaluator, Protocol):
 class Session(ABC):
     """A training program that is open and holds state. Batches are int64 [batch_size, length_tokens].
 
-    The same for every method and runtime. What a subclass does not override is what a session of a whole model does:
-    it has no adapter, and nothing to replay.
+    The same for every method and runtime. What only some sessions can do is a protocol below: callers ask with
+    `isinstance(session, Replaying)`.
     """
 
     config: Any
@@ -94,34 +95,11 @@ class Session(ABC):
     generator_backend: str = "none"
     """Which form of the generator makes the noise; `none` for first-order methods."""
 
-    saves_beside: bool = False
-    """`state` gives views of memory that later steps change: a checkpoint is written beside the next steps, `hold` is
-    called before them, and `written` as each array has been read."""
-
     @abstractmethod
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
         """Run optimizer step number `step` (from 0; it keys the noise)."""
-
-    def packed_step(
-        self,
-        ids: np.ndarray,
-        labels: np.ndarray,
-        position_ids: np.ndarray,
-        step: int,
-        learning_rate: float,
-    ) -> StepResult:
-        """Run optimizer step number `step` on sequences of several rows, as if each row were alone.
-
-        Args:
-            position_ids: int64 [sequences, tokens], each token's place in its row; a row begins at 0, and the label
-                there is -100.
-
-        Raises:
-            ConfigError: this session does not keep rows of a sequence apart (`Packs`).
-        """
-        raise ConfigError(f"this form of method {self.config.name} computes one row a sequence")
 
     @abstractmethod
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -153,91 +131,159 @@ class Session(ABC):
         """
         raise ConfigError(f"method {self.config.name} trains the whole model and takes no adapter")
 
-    def apply_update(
-        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
-    ) -> None:
-        """Apply a logged step without its forward passes (zeroth-order methods; `ondevice replay`).
-
-        Raises:
-            ConfigError: the method is a first-order one.
-        """
-        raise ConfigError(
-            "a first-order run has no projected gradients to replay",
-            hint="resume from its checkpoint",
-        )
-
     def save_model(self, folder: Path) -> None:
         """Write the trained model into an empty folder, as transformers loads it; for methods that train all of it."""
         raise ConfigError(f"method {self.config.name} trains an adapter and saves no model")
 
-    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Prepare step number `step`: what a method does now and then with more rows than a step has.
+    def close(self) -> None:
+        """Release the program."""
+
+
+@runtime_checkable
+class Packing(Protocol):
+    """A session that keeps the rows of one sequence apart."""
+
+    def packed_step(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray,
+        step: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """Run optimizer step number `step` on sequences of several rows, as if each row had its own sequence.
 
         Args:
-            batch_at: the batch of a step, with `ids` and `labels`; this step's and later ones may be looked at.
-            folder: of the run.
-
-        Returns:
-            a file in `folder` that a replay needs from this step on; None where nothing was written.
+            position_ids: int64 [sequences, tokens], each token's index in its row; a row begins at 0, and the label
+                there is -100.
         """
-        return None
+        ...
 
-    def before_replay(self, step: int, folder: Path) -> None:
-        """Take back what `before_step` wrote before `step`, if it did.
 
-        Raises:
-            CheckpointError: the file is not there, or of another run.
-        """
+@runtime_checkable
+class Replaying(Protocol):
+    """A session of a zeroth-order method, whose logged steps can be applied again."""
+
+    def apply_update(
+        self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
+    ) -> None:
+        """Apply a logged step without its forward passes (`ondevice replay`)."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A session that can train on a score instead of the loss."""
 
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
         """Run step number `step` towards better scores; a loss is 1 less the score.
 
         Args:
             score: of the session's weights as they are while it is called; 1 is best.
+        """
+        ...
+
+    def whole_model(self) -> Any:
+        """Return the `LoadedModel` as it is now, with what was trained in place, to generate text with."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A session that now and then prepares a step with more rows than a step has."""
+
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Prepare step number `step`.
+
+        Args:
+            batch_at: the batch of a step, with `ids` and `labels`; this step's and later ones may be read.
+            folder: of the run.
+
+        Returns:
+            a file in `folder` that a replay needs from this step on; None if nothing was written.
+        """
+        ...
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Load what `before_step` wrote before `step`, if it did.
 
         Raises:
-            ConfigError: the method is a first-order one.
+            CheckpointError: the file is missing, or of another run.
         """
-        raise ConfigError(
-            f"method {self.config.name} needs a gradient, and a score has none",
-            expected="a zeroth-order method",
-            received=f"method {self.config.name}",
-            hint="train.objective loss, or another method",
-        )
+        ...
 
-    def whole_model(self) -> LoadedModel:
-        """Return the model as it is now, with what was trained in place, to generate text with."""
-        raise ConfigError(f"method {self.config.name} gives no model to generate with")
 
-    @property
-    def ordinary_session(self) -> OrdinaryModel | None:
-        """The same weights in the ordinary architecture, for a method that trains another one and can go back."""
-        return None
+@runtime_checkable
+class AddsToCheckpoint(Protocol):
+    """A session that writes its own files next to a checkpoint's state."""
 
+    def save_beside(self, folder: Path) -> Callable[[], dict[str, str]] | None:
+        """Write into a checkpoint's folder.
+
+        Returns:
+            If other processes write their part of the state there: what waits for them, and gives the SHA-256 of
+            their files by name.
+        """
+        ...
+
+
+class HoldsState(ABC):
+    """A session whose `state` gives views of memory that later steps change.
+
+    A checkpoint is then written during the next steps: `hold` is called before them, and `written` as each array has
+    been read.
+    """
+
+    @abstractmethod
     def hold(self) -> None:
-        """Change nothing of the last `state` before `written` has named it; only where `saves_beside`."""
+        """Change nothing of the last `state` before `written` has named it."""
 
+    @abstractmethod
     def written(self, name: str | None) -> None:
         """Release the array `name` of `state`, which has been read; None: nothing of it will be read any more."""
 
-    def save_beside(self, folder: Path) -> Callable[[], dict[str, str]] | None:
-        """Write what belongs beside the state into a checkpoint's folder.
 
-        Returns:
-            Where other processes write their part of the state there: what waits for them, and gives the SHA-256 of
-            their files by name.
-        """
-        return None
-
-    def follow(self) -> Any:
-        """Compute with rank 0 until it ends, and return what it passed to `finish`; for methods that train in ranks."""
-        raise ConfigError(f"method {self.config.name} trains in one process")
+@runtime_checkable
+class Leading(Protocol):
+    """Rank 0's session of several processes."""
 
     def finish(self, result: Any) -> None:
         """Broadcast the run's result to the other ranks, whose `follow` returns it."""
+        ...
 
-    def close(self) -> None:
-        """Release the program."""
+
+@runtime_checkable
+class Following(Protocol):
+    """Another rank's session."""
+
+    def follow(self) -> Any:
+        """Compute with rank 0 until it ends, and return what it passed to `finish`."""
+        ...
+
+
+@runtime_checkable
+class HasOrdinary(Protocol):
+    """A session that trains another architecture than the model's, and may be able to go back."""
+
+    @property
+    def ordinary_session(self) -> OrdinaryModel | None:
+        """The same weights in the ordinary architecture; None if these settings cannot go back."""
+        ...
+
+
+def require(session: Any, kind: type[T]) -> T:
+    """Return `session` as one of a kind that not every session is.
+
+    Raises:
+        ConfigError: it is not of that kind.
+    """
+    if isinstance(session, kind):
+        return session
+    raise ConfigError(
+        f"method {session.config.name} cannot do this in {session.backend}",
+        expected=(kind.__doc__ or kind.__name__).partition(".")[0].lower(),
+        received=f"method {session.config.name}",
+    )
 
 
 class ProgramSession(Session):
@@ -253,15 +299,6 @@ class ProgramSession(Session):
     lengths_tokens: tuple[int, ...]
     seed: int
     constants: dict[str, float]
-
-    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
-        """Refuse: a program computes its losses and its step in one; see `Session.score_step`."""
-        raise ConfigError(
-            "an exported program's step is on the loss: losses and update are computed in one",
-            expected="train.objective loss",
-            received="a step on a score",
-            hint="train on a score in PyTorch, with `ondevice train`",
-        )
 
 
 @dataclass(frozen=True)
@@ -296,7 +333,7 @@ class PackingSession(Session):
         step: int,
         learning_rate: float,
     ) -> StepResult:
-        """Run the same step on sequences of several rows; see `Session.packed_step`."""
+        """Run the same step on sequences of several rows; see `Packing.packed_step`."""
         return self.step_placed(ids, labels, position_ids, step, learning_rate)
 
     @abstractmethod

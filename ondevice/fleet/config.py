@@ -14,6 +14,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.flags import Flag
 from ondevice.core.registry import method_config, methods, spec_of
+from ondevice.core.session import Replaying, require
 from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.averaging.rules import Averaging
 from ondevice.fleet.charter import Charter, FleetConfig
@@ -287,7 +288,7 @@ def check_update(session: Session, charter: Charter) -> None:
         load_vector(session, before[name], name)
         for step in range(2):  # the second knows the first one's moments, if there are any
             given = np.random.default_rng(step).normal(0.0, 1.0, charter.queries).tolist()
-            session.apply_update(tuple(given), step, rate)
+            require(session, Replaying).apply_update(tuple(given), step, rate)
             group = shared_group(step, given, rate / charter.queries)
             state.apply(Outcome(0, step, bytes(8), bytes(8), (group,)), check=False)
         moved = session.state()[name][: charter.size] - start

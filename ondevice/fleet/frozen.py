@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from ondevice.core.errors import FleetError
+from ondevice.core.session import Preparing, require
 from ondevice.fleet.messages import Event, Refresh
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Space:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / file.name).write_bytes(file.data)
                 self._load()
-                self.session.before_replay(
+                require(self.session, Preparing).before_replay(
                     event.round * self.charter.fleet.local_steps, self.folder
                 )
             self.state.apply(event, check=False)
@@ -138,7 +139,7 @@ class Space:
         kept = self.session.state()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._load()
-        path = self.session.before_step(
+        path = require(self.session, Preparing).before_step(
             self.state.round * self.charter.fleet.local_steps, batch_at, self.folder
         )
         self.session.load_state(kept)

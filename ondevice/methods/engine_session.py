@@ -67,6 +67,12 @@ class EngineSession(Session):
     def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
         """Write this rank's share of the weights, as they are now or as `arrays` of a state have them."""
 
+    def hold(self) -> None:
+        """Do nothing: `state` gives copies, unless a subclass says otherwise (`HoldsState`)."""
+
+    def written(self, name: str | None) -> None:
+        """Do nothing; see `hold`."""
+
     def close(self) -> None:
         """End the engine's threads; host memory is unlocked."""
         self.engine.close()

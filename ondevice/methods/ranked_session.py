@@ -86,7 +86,7 @@ class Leader(RankedSession):
         return files
 
     def written(self, name: str | None) -> None:
-        """See `Session.written`; None is for all ranks."""
+        """See `HoldsState.written`; None is for all ranks."""
         if name is None:
             waiting, self.waiting = self.waiting, "nobody"
             try:

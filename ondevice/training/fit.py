@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,17 @@ from ondevice.artifact.adapter import (
 )
 from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError
+from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.data.tasks.dated import dated
 from ondevice.data.vocabulary import check_ids
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
-from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.identity import ENCODED, date_of, encoded_identity, environment
 from ondevice.training.loggers import open_reports
-from ondevice.training.loop import StopRequest, run_loop
+from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
 from ondevice.training.schedule import WarmupDecay
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ondevice.data import Dataset
     from ondevice.data.readers.objects import PythonRows
     from ondevice.data.stream import Stream, StreamBatches
-    from ondevice.models import LoadedModel
     from ondevice.training.ordinary import Ordinary
 
 Sink = Callable[[events.Event], None]
@@ -92,39 +91,6 @@ class Trained:
         return {**values, "unused_rows": sum(left_out.values()), "data": self.data}
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a run's start, what it takes from the program that calls it, and the sinks of its events.
-
-    Attributes:
-        resume: go on from the newest checkpoint in the run's folder.
-        overwrite: replace the run that is there.
-        adapter: start from this adapter.
-        sinks: called with every event.
-        callbacks: called as the run goes, and may stop it.
-        said: what was chosen for the run, in sentences.
-        notes: to be said of the rows, beside what reading them says.
-        rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
-        loaded: a model that is loaded already, in place of `model.source`'s.
-        resolved: the method's settings with what was left to this machine decided, for the session alone; None: those
-            of the run.
-        decided: the run's own choices by dotted key, for the log.
-    """
-
-    resume: bool = False
-    overwrite: bool = False
-    adapter: Path | None = None
-    sinks: Iterable[Sink] = ()
-    callbacks: Iterable[Callback] = ()
-    notes: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
-    rows: PythonRows | None = None
-    eval_rows: PythonRows | None = None
-    loaded: LoadedModel | None = None
-    resolved: Any = None
-    decided: dict[str, Any] = field(default_factory=dict)
-
-
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
     """Fine-tune in eager PyTorch or MLX, once it is known that it fits.
 
@@ -150,7 +116,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     if placement.rank:
         session = open_session(options.resolved or config.method)
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
-            return session.follow()
+            return require(session, Following).follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     length, classes = config.data.max_length_tokens, loaded.dims.classes
@@ -171,7 +137,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
     if placement.world > 1:
-        session.finish(trained)
+        require(session, Leading).finish(trained)
     return trained
 
 
@@ -380,29 +346,19 @@ def fit(
 
     objective = None
     if settings.objective != "loss":
+        require(session, Scoring)
         objective = Objective(settings, session, rows.train, rows.pad)
-    result = run_loop(
-        session,
-        batches,
-        start=start,
-        steps=settings.steps,
-        learning_rate=WarmupDecay(
-            settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps
-        ),
-        out=settings.out,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        accept_changes=settings.accept_changes,
-        checkpoint_every=settings.checkpoint_every,
-        eval_every=settings.eval_every,
-        evaluate_fn=None if rows.evaluation is None else evaluate_now,
-        sinks=[*options.sinks, *(() if reports is None else (reports,))],
-        patience=settings.patience,
-        callbacks=options.callbacks,
-        score=None
-        if objective is None
-        else lambda step: objective(cast(Batches, batches).rows_at(step)),
+    rate_at = WarmupDecay(
+        settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps
     )
+    if reports is not None:
+        options = replace(options, sinks=(*options.sinks, reports))
+    run = Run(session, settings, start, rate_at, options)
+    if rows.evaluation is not None:
+        run.evaluate_fn = evaluate_now
+    if objective is not None:
+        run.score = lambda step: objective(cast(Batches, batches).rows_at(step))
+    result = run.train(batches)
     if rows.stream is not None:
         figures["train"] = rows.figures()
         figures["train"]["notes"] += options.notes
@@ -425,7 +381,8 @@ def fit(
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
-        if (network := session.ordinary_session) is not None:
+        network = session.ordinary_session if isinstance(session, HasOrdinary) else None
+        if network is not None:
             from ondevice.training.ordinary import save_ordinary
 
             ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)

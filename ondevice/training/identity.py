@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ondevice.data.digest import rows_sha256, template_sha256, tokenizer_sha256
+from ondevice.training import events
 
 DATE = "data.date"
 """Key of a run's decisions: the date and time that its chat template sees, in ISO format and local time."""
@@ -91,3 +92,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, li
     return {
         key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)
     }
+
+
+def identity_of(start: events.Start) -> dict[str, Any]:
+    """Return the settings that a resume must have in common with the run, as JSON values."""
+    return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})

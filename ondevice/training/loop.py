@@ -6,8 +6,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,16 +17,21 @@ import numpy as np
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
+from ondevice.core.session import AddsToCheckpoint, HoldsState, Packing, Preparing, Scoring, require
 from ondevice.training import events
 from ondevice.training.callbacks import Callback, Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock
-from ondevice.training.events import FILE_NAME, EventLog, LogContent, Sink, read_log
+from ondevice.training.events import FILE_NAME, EventLog, Sink, read_log
+from ondevice.training.identity import identity_of
 from ondevice.training.metrics import History, PeakMemory, RunResult
-from ondevice.training.schedule import constant
+from ondevice.training.resume import restore
 
 if TYPE_CHECKING:
+    from ondevice.core.config import TrainConfig
     from ondevice.core.session import Session
     from ondevice.data import Batch
+    from ondevice.data.readers.objects import Given
+    from ondevice.models import LoadedModel
     from ondevice.training.evaluate import EvalResult
 
 _SIGNALS = tuple(
@@ -97,28 +102,69 @@ class Saving:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a run gets from the program that starts it, in addition to its run file.
+
+    Attributes:
+        resume: go on from the newest intact checkpoint in the run's folder, or begin if there is none.
+        overwrite: replace the run that is in the folder.
+        adapter: start from this adapter.
+        sinks: called with every event.
+        callbacks: called as the run goes, and may stop it. One that raises ends the run like a signal, and
+            `RunResult.raised` has the error.
+        said: what was chosen for the run, in sentences.
+        notes: about the rows, in addition to what reading them reports.
+        rows, eval_rows: rows that Python holds, instead of `data.path` and `data.eval_path`.
+        loaded: a model that is already loaded, instead of `model.source`'s.
+        resolved: the method's settings with what was left to this machine decided, only for the session; None: those
+            of the run.
+        decided: the run's own choices by dotted key, for the log.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    adapter: Path | None = None
+    sinks: Sequence[Sink] = ()
+    callbacks: Sequence[Callback] = ()
+    notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    rows: Given | None = None
+    eval_rows: Given | None = None
+    loaded: LoadedModel | None = None
+    resolved: Any = None
+    decided: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Run:
-    """The state of one call of `run_loop`."""
+    """A run on its way from its first step, or from its newest checkpoint, to its last.
+
+    Attributes:
+        start: the head of the log. Its `identity`, seed and model hash must be those of a run that is resumed.
+        settings: of the loop; `steps`, not `epochs`, says how long.
+        rate_at: the learning rate of a step, a pure function (`schedule.py`).
+        evaluate_fn: evaluates the held-out rows; None if there are none.
+        score: of the session's weights as they are, on the rows of a step, instead of the loss.
+        stop: lets another thread stop the run.
+    """
 
     session: Session
+    settings: TrainConfig
     start: events.Start
-    out: Path
-    steps: int
-    stop: StopRequest
-    evaluate_fn: EvaluateFn | None
-    eval_every: int
-    checkpoint_every: int
-    patience: int | None = None
-    callbacks: Callbacks | None = None
+    rate_at: Callable[[int], float]
+    options: Options = Options()
+    evaluate_fn: EvaluateFn | None = None
     score: Callable[[int], float] | None = None
-    accept_changes: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
+        self.start = replace(self.start, backend=self.session.backend, steps=self.settings.steps)
         self.identity = identity_of(self.start)
         self.store = CheckpointStore(
-            self.out, self.identity, seed=self.start.seed, backend=self.start.backend
+            self.settings.out, self.identity, seed=self.start.seed, backend=self.start.backend
         )
+        self.callbacks: Callbacks | None = None
         self.memory = PeakMemory()
         self.history = History()
         self.done = 0
@@ -128,61 +174,81 @@ class Run:
         self.best_evaluation: EvalResult | None = None
         self.evaluated: set[int] = set()
         self.without_better = 0  # evaluations since the best one
-        self.changed: dict[str, Any] = {}
         self.log: EventLog
 
-    def open(self, resume: bool, overwrite: bool, sinks: Iterable[Sink]) -> int:
-        """Begin in an empty folder, or restore the run that is in it; return the first step to run."""
-        path = self.out / FILE_NAME
-        if not resume and not overwrite and (self.store.paths() or read_log(path).intact_bytes):
+    def train(self, batches: BatchSource) -> RunResult:
+        """Train, or go on training, until the run's steps are done.
+
+        A resumed run gives the bits of one that was never stopped. On SIGINT, SIGTERM or SIGHUP the running step
+        ends, a checkpoint is saved, and the result says `interrupted`; a second signal raises KeyboardInterrupt.
+
+        Raises:
+            BusyError: another run holds the folder.
+            CheckpointError: the folder has a run and neither `resume` nor `overwrite` is set; or the run is another
+                one; or no checkpoint is intact.
+            TrainingError: the loss or a projected gradient is not a finite number; checkpoints stay.
+            StorageError: the disk is full; the last checkpoint is intact.
+        """
+        with RunLock(self.settings.out), self.stop:
+            if self.options.callbacks:
+                self.callbacks = Callbacks(self.options.callbacks, self.stop)
+            self._open()
+            with self.log:
+                try:
+                    return self._steps(batches)
+                except Exception as error:
+                    self._failed(error)
+                    raise
+                finally:
+                    self._end_saving()
+
+    def _open(self) -> None:
+        """Begin in an empty folder, or restore the run that is in it."""
+        path = self.settings.out / FILE_NAME
+        options, settings = self.options, self.settings
+        fresh = not options.resume and not options.overwrite
+        if fresh and (self.store.paths() or read_log(path).intact_bytes):
             raise CheckpointError(
-                f"{self.out} already holds a run",
+                f"{self.settings.out} already holds a run",
                 hint="`--resume` goes on with it, `--overwrite` deletes it, `train.out` names another folder",
             )
         warnings: list[str] = []
-        content, name = LogContent(), ""
-        if resume and not overwrite:
-            from ondevice.training.resume import restore  # it is built on this module
-
-            content, name = restore(self, path, warnings)
+        first: events.Event = self.start
+        if options.resume and not options.overwrite:
+            found = restore(self.store, self.session, self.start, settings, warnings)
+            self.done, self.saved, self.history = found.done, found.saved, found.history
+            self.evaluated, self.without_better = found.evaluated, found.without_better
+            if found.has_start:
+                first = events.Resume(
+                    step=self.done,
+                    steps=settings.steps,
+                    backend=self.session.backend,
+                    checkpoint=found.saved.name if found.saved else "",
+                    changed=found.changed,
+                )
         else:
             self.store.clear()
             path.unlink(missing_ok=True)
-        self.log = EventLog(path, sinks)
-        if content.start is None:
-            self.log.write(self.start)
-        else:
-            self.log.write(
-                events.Resume(
-                    step=self.done,
-                    steps=self.steps,
-                    backend=self.session.backend,
-                    checkpoint=name,
-                    changed=self.changed,
-                )
-            )
+        self.log = EventLog(path, options.sinks)
+        self.log.write(first)
         for message in warnings:
             self.log.write(events.Warning(message=message, step=self.done))
-        return self.done
 
-    def train(self, batches: BatchSource, rate_at: Callable[[int], float], first: int) -> RunResult:
-        """Run steps `first` to `self.steps - 1`, and return the result of the whole run."""
-        if first and self._due():  # a stop skipped the evaluation that was due
+    def _steps(self, batches: BatchSource) -> RunResult:
+        """Run the steps that are left, and return the result of the whole run."""
+        steps = self.settings.steps
+        if self.done and self._due():  # a stop skipped the evaluation that was due
             self._evaluate_and_save(save=False)
-        for step in range(first, self.steps):
+        for step in range(self.done, steps):
             if self.stop or self._hopeless():
                 break
-            prepared = self.session.before_step(step, batches.at, self.out)
-            if prepared is not None:
-                self.log.write(
-                    events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared))
-                )
-            self._step(step, batches.at(step), rate_at(step))
+            self._prepare(step, batches)
+            self._step(step, batches.at(step), self.rate_at(step))
             self._collect_save(wait=False)
-            last = self.done == self.steps
-            self._evaluate_and_save(save=last or self.done % self.checkpoint_every == 0)
+            last = self.done == steps
+            self._evaluate_and_save(save=last or self.done % self.settings.checkpoint_every == 0)
         self._collect_save()
-        early = self.done < self.steps and self._hopeless()
+        early = self.done < steps and self._hopeless()
         if self.stop:
             # Save where the run stands, unless the last checkpoint is of this very step.
             if self.done and (
@@ -218,9 +284,10 @@ class Run:
 
     def _hopeless(self) -> bool:
         """Return True if the last evaluations were no better than the best, as often as the run's patience allows."""
-        return self.patience is not None and self.without_better >= self.patience
+        patience = self.settings.patience
+        return patience is not None and self.without_better >= patience
 
-    def failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         """Write the error into the log, if the disk still takes it."""
         if isinstance(error, OndeviceError):
             values = error.to_dict()
@@ -232,16 +299,25 @@ class Run:
         except StorageError:  # the error that is being raised is the one to report, not this one
             pass
 
+    def _prepare(self, step: int, batches: BatchSource) -> None:
+        """Let a session prepare the step, and log the file that a replay needs."""
+        if not isinstance(self.session, Preparing):
+            return
+        path = self.session.before_step(step, batches.at, self.settings.out)
+        if path is not None:
+            self.log.write(events.Prepare(step=step, path=path.name, sha256=sha256_file(path)))
+
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
-        if self.score is None and batch.position_ids is not None:
-            result = self.session.packed_step(
-                batch.ids, batch.labels, batch.position_ids, step, learning_rate
-            )
-        elif self.score is None:
-            result = self.session.step(batch.ids, batch.labels, step, learning_rate)
+        ids, labels, position_ids = batch.ids, batch.labels, batch.position_ids
+        if self.score is not None:
+            session = require(self.session, Scoring)
+            result = session.score_step(partial(self.score, step), step, learning_rate)
+        elif position_ids is not None:
+            session = require(self.session, Packing)
+            result = session.packed_step(ids, labels, position_ids, step, learning_rate)
         else:
-            result = self.session.score_step(partial(self.score, step), step, learning_rate)
+            result = self.session.step(ids, labels, step, learning_rate)
         seconds = time.perf_counter() - began
         self._check_finite(("loss", result.loss), step, learning_rate)
         for gradient in result.projected_gradients:
@@ -258,7 +334,7 @@ class Run:
             tokens_per_s=tokens / seconds,
             peak_memory_bytes=max(self.memory.resident_bytes(), self.history.peak_memory_bytes),
             peak_device_bytes=self.memory.device_bytes(),
-            eta_s=self.history.eta_s(seconds, self.steps - step - 1),
+            eta_s=self.history.eta_s(seconds, self.settings.steps - step - 1),
             overlap=result.overlap,
         )
         self.log.write(event)
@@ -301,7 +377,8 @@ class Run:
         """Return True if an evaluation is due after the last step and was not done before a resume."""
         if self.evaluate_fn is None or self.done in self.evaluated:
             return False
-        return self.done == self.steps or (self.eval_every > 0 and self.done % self.eval_every == 0)
+        every = self.settings.eval_every
+        return self.done == self.settings.steps or (every > 0 and self.done % every == 0)
 
     def _evaluate_and_save(self, save: bool) -> None:
         """Evaluate if it is due, and save a checkpoint if `save` or if the evaluation is the best so far."""
@@ -326,17 +403,15 @@ class Run:
             self._save(result)
 
     def _save(self, evaluation: EvalResult | None) -> None:
-        """Save a checkpoint: in a thread beside the next steps, where the session holds unwritten arrays as they are.
-
-        A session that does not (`saves_beside`) is saved at once.
-        """
+        """Save a checkpoint: in a thread during the next steps if the session holds its state, otherwise at once."""
         self._collect_save()  # one at a time: two would compete for the disk, and for the arrays that are held
         self.log.sync()  # first the log: a checkpoint must not be of a step that the log has lost
         state = self.session.state()
         saving = Saving(self.done, time.perf_counter())
-        beside = self.session.saves_beside
-        if beside:
-            self.session.hold()
+        holds = self.session if isinstance(self.session, HoldsState) else None
+        adds = self.session if isinstance(self.session, AddsToCheckpoint) else None
+        if holds:
+            holds.hold()
 
         def save() -> None:
             try:
@@ -346,16 +421,16 @@ class Run:
                     state,
                     evaluation=None if evaluation is None else events.plain(evaluation.figures()),
                     score=None if evaluation is None else evaluation.score,
-                    written=self.session.written if beside else None,
-                    beside=self.session.save_beside,
+                    written=holds.written if holds else None,
+                    beside=adds.save_beside if adds else None,
                 )
             except BaseException as error:  # raised by `_saved` in the thread that trains
                 saving.error = error
-            if beside:
-                self.session.written(None)  # also after an error: the next step waits for it
+            if holds:
+                holds.written(None)  # also after an error: the next step waits for it
             saving.end_s = time.perf_counter()
 
-        if not beside:
+        if holds is None:
             save()
             self._saved(saving)
             return
@@ -363,7 +438,7 @@ class Run:
         thread.start()
         self.saving = (thread, saving)
 
-    def end_saving(self) -> None:
+    def _end_saving(self) -> None:
         """Wait for a checkpoint that is being written, whatever happened since."""
         if self.saving is not None:
             self.saving[0].join()
@@ -390,78 +465,3 @@ class Run:
         self.log.write(event)
         if self.callbacks is not None:
             self.callbacks.call("on_checkpoint", event)
-
-
-def identity_of(start: events.Start) -> dict[str, Any]:
-    """Return the settings that a resume must have in common with the run, as JSON values."""
-    return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})
-
-
-def run_loop(
-    session: Session,
-    batches: BatchSource,
-    *,
-    start: events.Start,
-    steps: int,
-    learning_rate: float | Callable[[int], float],
-    out: Path,
-    resume: bool = False,
-    overwrite: bool = False,
-    accept_changes: bool = False,
-    checkpoint_every: int = 100,
-    eval_every: int = 0,
-    evaluate_fn: EvaluateFn | None = None,
-    sinks: Iterable[Sink] = (),
-    stop: StopRequest | None = None,
-    patience: int | None = None,
-    callbacks: Iterable[Callback] = (),
-    score: Callable[[int], float] | None = None,
-) -> RunResult:
-    """Train, or go on training, until `steps` steps are done.
-
-    A resumed run gives the bits of one that was never stopped. On SIGINT, SIGTERM or SIGHUP the running step
-    ends, a checkpoint is saved, and the result says `interrupted`; a second signal raises KeyboardInterrupt.
-
-    Args:
-        start: the head of the log. Its `identity`, seed and model hash must be those of the run that is
-            resumed; its backend and steps are set here.
-        learning_rate: a number, or a pure function of the step (`schedule.py`).
-        out: the run's folder, made if need be.
-        resume: go on from the newest intact checkpoint in `out`, or begin if there is none.
-        overwrite: delete the run that is in `out` and begin.
-        accept_changes: go on although the rows, the chat template or the tokenizer changed.
-        checkpoint_every: steps between two checkpoints; the end and a best evaluation save one too.
-        eval_every: steps between two evaluations; 0 for only one, at the end. Nothing without `evaluate_fn`.
-        sinks: called with every event.
-        stop: lets another thread stop the run.
-        patience: end after so many evaluations without a better one.
-        callbacks: called as the run goes; one that raises ends it like a signal, and `RunResult.raised` has the error.
-        score: of the session's weights as they are, on the rows of a step, in place of the loss.
-
-    Raises:
-        BusyError: another run holds `out`.
-        CheckpointError: `out` has a run and neither `resume` nor `overwrite` is set; or the run is another
-            one; or no checkpoint is whole.
-        TrainingError: the loss or a projected gradient is not a finite number; checkpoints stay.
-        StorageError: the disk is full; the last checkpoint is intact.
-    """
-    rate_at = learning_rate if callable(learning_rate) else constant(learning_rate)
-    start = replace(start, backend=session.backend, steps=steps)
-    # `is not None`: a StopRequest that nobody has used yet is false.
-    stop = stop if stop is not None else StopRequest()
-    with RunLock(out), stop:
-        given = tuple(callbacks)
-        called = Callbacks(given, stop) if given else None
-        run = Run(
-            session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score,
-            accept_changes,
-        )  # fmt: skip
-        first = run.open(resume, overwrite, sinks)
-        with run.log:
-            try:
-                return run.train(batches, rate_at, first)
-            except Exception as error:
-                run.failed(error)
-                raise
-            finally:
-                run.end_saving()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.core.session import Scoring, require
 from ondevice.data.tasks.scoring import first_line
 from ondevice.training.evaluate import evaluate_dataset
 
@@ -69,11 +70,13 @@ class Objective:
     def _write(self) -> Callable[[Sequence[int]], str]:
         from ondevice.generation.generator import continue_ids
 
-        return partial(continue_ids, self.session.whole_model(), max_new_tokens=ANSWER_TOKENS)
+        return partial(
+            continue_ids, require(self.session, Scoring).whole_model(), max_new_tokens=ANSWER_TOKENS
+        )
 
     def _run(self, part: Dataset) -> float:
         write, lines = self._write(), []
-        tokenizer: Any = self.session.whole_model().tokenizer
+        tokenizer: Any = require(self.session, Scoring).whole_model().tokenizer
         for item in part.items:
             prompt = item.example.ids[: item.prompt_tokens]
             right = item.example.ids[item.prompt_tokens :]

@@ -15,6 +15,7 @@ from ondevice.artifact.files import sha256_file
 from ondevice.core.capabilities import Replays
 from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.core.registry import methods
+from ondevice.core.session import Preparing, Replaying, require
 from ondevice.training import events
 from ondevice.training.events import FILE_NAME, read_log
 
@@ -41,7 +42,7 @@ class RunLog:
         steps: every step from 0 on, without a gap.
         backends: all backends that ran some of the steps, in order.
         unfinished: the last line was cut off; its step is not in `steps`.
-        prepared: step to the SHA-256 of the file that the run wrote before it (`Session.before_step`), in `folder`.
+        prepared: step to the SHA-256 of the file that the run wrote before it (`Preparing.before_step`), in `folder`.
     """
 
     header: events.Start
@@ -151,11 +152,13 @@ def replay(
             f"the run was on {' and '.join(log.backends)}, this is {session.backend}: "
             "the adapter may differ from the run's in the last bits"
         )
+    replaying = require(session, Replaying)
     for logged in log.steps[:count]:
         if logged.step in log.prepared:
             _check_prepared(log, logged.step)
-        session.before_replay(logged.step, log.folder)
-        session.apply_update(logged.projected_gradients, logged.step, logged.learning_rate)
+        if isinstance(session, Preparing):
+            session.before_replay(logged.step, log.folder)
+        replaying.apply_update(logged.projected_gradients, logged.step, logged.learning_rate)
         on_step(logged.step)
     return session.adapter()
 

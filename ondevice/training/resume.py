@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import CheckpointError
 from ondevice.training import events
 from ondevice.training.checkpoint import check_identity, flatten
-from ondevice.training.events import LogContent, cut_log, read_log
-from ondevice.training.identity import ENCODED, NAMES, changes
-from ondevice.training.loop import identity_of
+from ondevice.training.events import FILE_NAME, LogContent, cut_log, read_log
+from ondevice.training.identity import ENCODED, NAMES, changes, identity_of
 from ondevice.training.metrics import History
 
 if TYPE_CHECKING:
-    from ondevice.training.loop import Run
+    from ondevice.core.config import TrainConfig
+    from ondevice.core.session import Session
+    from ondevice.training.checkpoint import CheckpointStore
 
 ENVIRONMENT = "environment"
 CHANGEABLE = (
@@ -23,71 +25,100 @@ CHANGEABLE = (
 """Settings that a resumed run may have other values of than the run that it goes on with."""
 
 
-def restore(run: Run, path: Path, warnings: list[str]) -> tuple[LogContent, str]:
-    """Take the newest checkpoint into the run's session and cut its log back to it.
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on.
+
+    Attributes:
+        done: steps that are done.
+        saved: the checkpoint; None before the first one.
+        history: of the steps that are left in the log.
+        has_start: the log has its head.
+        changed: [before, now] of each setting that differs from the log's, by dotted key.
+        evaluated: steps after which the run was evaluated.
+        without_better: evaluations since the best one.
+    """
+
+    done: int
+    saved: Path | None
+    history: History
+    has_start: bool
+    changed: dict[str, Any]
+    evaluated: set[int]
+    without_better: int
+
+
+def restore(
+    store: CheckpointStore,
+    session: Session,
+    start: events.Start,
+    settings: TrainConfig,
+    warnings: list[str],
+) -> Restored:
+    """Load the newest checkpoint of a run into the session, and cut its log back to it.
 
     Args:
-        path: the log.
-        warnings: what is to be said of it is added to them.
-
-    Returns:
-        What is left of the log, and the checkpoint's name; the name is empty before the first one.
+        start: the head that the log of this run would have.
+        warnings: messages for the user are added to them.
     """
-    run.store.remove_leftovers()
+    path, identity, accept = settings.out / FILE_NAME, identity_of(start), settings.accept_changes
+    store.remove_leftovers()
     before = read_log(path)
     tolerated: dict[str, list[Any]] = {}
     if before.start is not None:
         stored = logged_identity(before)
-        tolerated = check_identity(
-            stored, run.identity, f"{path}: the log", accept=run.accept_changes
-        )
+        tolerated = check_identity(stored, identity, f"{path}: the log", accept=accept)
     # The log knows which changes were accepted since a checkpoint; without a log the checkpoint is compared itself.
-    loaded = run.store.newest(
-        warnings.append, accept=run.accept_changes or before.start is not None
-    )
+    loaded = store.newest(warnings.append, accept=accept or before.start is not None)
     if before.start is None and loaded is not None:
         where = f"{loaded.path}: the checkpoint"
-        tolerated = check_identity(
-            loaded.meta.identity, run.identity, where, accept=run.accept_changes
-        )
+        tolerated = check_identity(loaded.meta.identity, identity, where, accept=accept)
     warnings += _said(tolerated)
-    if loaded is not None and loaded.meta.step > run.steps:
+    if loaded is not None and loaded.meta.step > settings.steps:
         raise CheckpointError(
-            f"the run in {run.out} is beyond the steps that are asked for",
+            f"the run in {settings.out} is beyond the steps that are asked for",
             expected=f"--steps {loaded.meta.step} or more",
-            received=f"--steps {run.steps}",
+            received=f"--steps {settings.steps}",
             hint="`--steps` counts from the run's beginning; nothing was changed",
         )
+    done = 0
     if loaded is not None:
-        run.session.load_state(loaded.state)
-        run.done, run.saved = loaded.meta.step, loaded.path
-        if loaded.meta.backend != run.session.backend:
+        session.load_state(loaded.state)
+        done = loaded.meta.step
+        if loaded.meta.backend != session.backend:
             warnings.append(
-                f"the checkpoint is of {loaded.meta.backend}, this is {run.session.backend}: "
+                f"the checkpoint is of {loaded.meta.backend}, this is {session.backend}: "
                 "the run goes on, but not with the same bits"
             )
     # The steps after the checkpoint are run again: their lines go, so that the log has each step once.
-    content = cut_log(path, run.done)
+    content = cut_log(path, done)
     logged = content.steps()
-    if content.damaged or [step.step for step in logged] != list(range(run.done)):
-        warnings.append(f"{path.name} lacks steps before step {run.done}: it cannot be replayed")
-    run.history = History(logged)
+    if content.damaged or [step.step for step in logged] != list(range(done)):
+        warnings.append(f"{path.name} lacks steps before step {done}: it cannot be replayed")
     kept = [entry.event for entry in content.entries]
-    run.changed = _changed(kept, run)
+    changed = _changed(kept, start)
     differing = [
         f"{key.removeprefix(ENVIRONMENT + '.')} {before} -> {now}"
-        for key, (before, now) in run.changed.items()
+        for key, (before, now) in changed.items()
         if key.startswith(ENVIRONMENT) and before is not None
     ]
     if differing:
         warnings.append(
             f"the run goes on, but maybe not with the same bits: {', '.join(differing)}"
         )
-    for event in kept:
-        if isinstance(event, events.Evaluate):
-            run.evaluated.add(event.step)
-            run.without_better = 0 if event.best else run.without_better + 1
-    return content, loaded.path.name if loaded else ""
+    evaluations = [event for event in kept if isinstance(event, events.Evaluate)]
+    without_better = 0
+    for event in evaluations:
+        without_better = 0 if event.best else without_better + 1
+    return Restored(
+        done=done,
+        saved=loaded.path if loaded else None,
+        history=History(logged),
+        has_start=content.start is not None,
+        changed=changed,
+        evaluated={event.step for event in evaluations},
+        without_better=without_better,
+    )
 
 
 def logged_identity(content: LogContent) -> dict[str, Any]:
@@ -108,7 +139,7 @@ def _latest(logged: list[events.Event]) -> dict[str, Any]:
     return values
 
 
-def _changed(logged: list[events.Event], run: Run) -> dict[str, Any]:
+def _changed(logged: list[events.Event], now: events.Start) -> dict[str, Any]:
     """Return the settings, digests and parts of the environment that differ from those the log ends with.
 
     Each is [before, now] by its dotted key.
@@ -123,7 +154,7 @@ def _changed(logged: list[events.Event], run: Run) -> dict[str, Any]:
         digests = {key: value for key, value in flatten(identity_of(start)).items() if key in NAMES}
         return chosen | digests | flatten({ENVIRONMENT: events.plain(start.environment)})
 
-    return changes(values(head) | _latest(logged), values(run.start))
+    return changes(values(head) | _latest(logged), values(now))
 
 
 def _said(tolerated: dict[str, list[Any]]) -> list[str]:

@@ -69,8 +69,3 @@ class WarmupDecay:
             return self.peak
         left = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * left)
-
-
-def constant(learning_rate: float) -> Schedule:
-    """Build the schedule of one rate at every step (as the zeroth-order papers use)."""
-    return lambda step: learning_rate

@@ -22,7 +22,7 @@ try:
 except ondevice.OndeviceError as error:
     names = [error.message]
 import ondevice.training.loop, ondevice.training.events as events
-names += [ondevice.training.loop.run_loop.__name__, events.Step.kind]
+names += [ondevice.training.loop.Run.__name__, events.Step.kind]
 plan = ondevice.plan("tiny:llama", ondevice.method_config("prge"), batch_size=1, length_tokens=16)
 names += [plan.model]
 """
@@ -44,5 +44,5 @@ def test_a_function_with_the_name_of_a_package_can_be_called(warm: Warm, tmp_pat
     command = [str(warm.python), "-c", EACH, programs]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    expected = ["no data is given", "run_loop", "step", "tiny:llama"]
+    expected = ["no data is given", "Run", "step", "tiny:llama"]
     assert json.loads(done.stdout) == dict.fromkeys(ORDERS, expected)

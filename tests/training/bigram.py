@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
+from ondevice.core.config import TrainConfig
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.session import Session, StepResult
 from ondevice.data import Batch
 from ondevice.runtime_ops import generator
 from ondevice.training import events
 from ondevice.training.events import read_log
-from ondevice.training.loop import StopRequest, run_loop
+from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.schedule import WarmupDecay
 
 STOPPING = "stopping"
@@ -144,9 +145,16 @@ def train(out: Path, steps: int, session: BigramSession | None = None, **options
     schedule = options.pop(
         "learning_rate", WarmupDecay("cosine", 0.5, 60, warmup_steps=5, final_fraction=0.1)
     )
-    options.setdefault("start", head(session.seed))
-    batches = options.pop("batches", Cycles())
-    return run_loop(session, batches, steps=steps, learning_rate=schedule, out=out, **options)
+    rate_at = schedule if callable(schedule) else lambda step: schedule
+    start, batches = options.pop("start", head(session.seed)), options.pop("batches", Cycles())
+
+    def taken(*names: str) -> dict:
+        return {name: options.pop(name) for name in names if name in options}
+
+    loop = taken("checkpoint_every", "eval_every", "patience", "accept_changes")
+    settings = TrainConfig(steps=steps, out=out, **loop)
+    given = Options(**taken("resume", "overwrite", "sinks", "callbacks"))
+    return Run(session, settings, start, rate_at, given, **options).train(batches)
 
 
 def logged(out: Path, kind: type[events.Event] = events.Event) -> list:

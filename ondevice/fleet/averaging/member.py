@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import TrainingError
+from ondevice.core.session import Replaying, require
 from ondevice.fleet.averaging.arrays import arrays_of, put, to_bytes, trained_names
 from ondevice.fleet.averaging.rules import Arrays
 from ondevice.fleet.numbers import pack
@@ -96,7 +97,7 @@ class NumberMember:
         put(self.session, arrays)
         queries = len(numbers) // len(steps)
         for place, step in enumerate(steps):
-            self.session.apply_update(
+            require(self.session, Replaying).apply_update(
                 tuple(numbers[place * queries : (place + 1) * queries]), step, self.learning_rate
             )
         return {name: value for name, value in arrays_of(self.session).items() if name in arrays}

@@ -161,7 +161,7 @@ class MezoSession(PackingSession):
         return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
 
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
-        """Run algorithm 2 on a score in place of the loss; see `Session.score_step`."""
+        """Run algorithm 2 on a score in place of the loss; see `Scoring.score_step`."""
         return self._two_sided(lambda query: 1.0 - score(), step, learning_rate)
 
     def whole_model(self) -> LoadedModel:

@@ -58,14 +58,14 @@ class GraphedPrgeSession(PrgeSession):
             return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Take a new subspace where one is due; see `Session.before_step`."""
+        """Take a new subspace where one is due; see `Preparing.before_step`."""
         path = super().before_step(step, batch_at, folder)
         if path is not None:
             self._begin_anew()
         return path
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Take the subspace that the run took before this step; see `Session.before_replay`."""
+        """Take the subspace that the run took before this step; see `Preparing.before_replay`."""
         due = self.subspace is not None and self.subspace.due(step)
         super().before_replay(step, folder)
         if due:
@@ -74,7 +74,7 @@ class GraphedPrgeSession(PrgeSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Session.apply_update`."""
+        """Apply the update alone; see `Replaying.apply_update`."""
         super().apply_update(projected_gradients, step, learning_rate)
         self._keep()
 

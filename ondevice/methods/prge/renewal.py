@@ -80,7 +80,7 @@ class Renewal:
         )
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """See `Session.before_step`: the first subspace is written for the log, an offered one is taken, and a due one
+        """See `Preparing.before_step`: writes the first subspace for the log, takes an offered one, and a due one is
         computed.
 
         Raises:
@@ -115,7 +115,7 @@ class Renewal:
         return path
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """See `Session.before_replay`."""
+        """See `Preparing.before_replay`."""
         path = subspace_path(step, folder)
         if self.informed and path.is_file():
             self._take(read_tensors(path))

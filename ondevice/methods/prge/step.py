@@ -247,7 +247,7 @@ class PrgeProgram(nn.Module):
             adapter_P: float32 [layout.size].
             seed, step: int64 [1]; they key the noise.
             learning_rate: float32 [1].
-            position_ids_BT: int64 [batch, tokens], where a sequence has several rows: see `Session.packed_step`.
+            position_ids_BT: int64 [batch, tokens], where a sequence has several rows: see `Packing.packed_step`.
 
         Returns:
             losses float32 [copies], projected gradients float32 [q], the new adapter float32 [layout.size].

@@ -70,14 +70,14 @@ class PrgeSession(PackingSession):
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Take a new subspace from an exact gradient where one is due; see `Session.before_step`."""
+        """Take a new subspace from an exact gradient where one is due; see `Preparing.before_step`."""
         if self.subspace is None or not self.subspace.due(step):
             return None
         self._adapter = self.subspace.fold(self._adapter)
         return self.subspace.measure(step, batch_at, folder)
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Take the subspace that the run took before this step; see `Session.before_replay`."""
+        """Take the subspace that the run took before this step; see `Preparing.before_replay`."""
         if self.subspace is not None and self.subspace.due(step):
             self._adapter = self.subspace.fold(self._adapter)
             self.subspace.read(step, folder)
@@ -109,7 +109,7 @@ class PrgeSession(PackingSession):
 
     @torch.inference_mode()
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
-        """Run one step on a score of each copy, one after the other; see `Session.score_step`."""
+        """Run one step on a score of each copy, one after the other; see `Scoring.score_step`."""
         own, (number,) = self._adapter, self._tensors(np.array([step]))
         size = self.program.layout.size
         losses = []
@@ -143,7 +143,7 @@ class PrgeSession(PackingSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Session.apply_update`."""
+        """Apply the update alone; see `Replaying.apply_update`."""
         rate = np.array([learning_rate], dtype=np.float32)
         gradients = np.array(projected_gradients, dtype=np.float32)
         gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)

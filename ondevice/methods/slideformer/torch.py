@@ -12,7 +12,7 @@ import torch
 
 from ondevice.artifact.together import make, write_parts
 from ondevice.core.errors import CheckpointError, StorageError
-from ondevice.core.session import OPTIMIZER_STEP
+from ondevice.core.session import OPTIMIZER_STEP, HoldsState
 from ondevice.methods import ranked_session
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
 from ondevice.methods.slideformer.auto import agreed
@@ -31,12 +31,11 @@ WINDOW_HINT = "method.window: 2, method.loss_tiles: 4; `ondevice plan` lists wha
 STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevice plan` lists what each part needs"
 
 
-class SlideformerSession(EngineSession):
+class SlideformerSession(EngineSession, HoldsState):
     """AdamW over all parameters of a model that need not fit the accelerator; see `Session`."""
 
     engine: SlideformerEngine
     step_hint = STEP_HINT
-    saves_beside = True
 
     def __init__(
         self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE

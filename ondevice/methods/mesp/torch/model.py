@@ -214,7 +214,7 @@ class Model:
 
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
-            position_ids_BT: int64 [rows, tokens], where these are sequences of several rows: see `Session.packed_step`.
+            position_ids_BT: int64 [rows, tokens], where these are sequences of several rows: see `Packing.packed_step`.
         """
         x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, position_ids_BT)
         layers, rows = self.dims.layers, ids_BT.shape[0]
