@@ -58,14 +58,26 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_run_of_mesp_in_mlx_calls_few_files(warm: Warm, root: Path, folder: Path) -> None:
-    pytest.importorskip("mlx.core")
-    words = "train --model model --method mesp --backend mlx --data rows.jsonl --steps 2 --max-length 16 --out run"
-    files = executed(
-        warm, root, folder, f"from ondevice.cli.app import run; run({words.split()!r})"
-    )
-    assert "ondevice/methods/mesp/mlx/stages.py" in files and "ondevice/cli/app.py" in files
-    assert len(files) <= 53, "\n".join(files)
+@pytest.mark.parametrize(
+    ("method", "backend", "most"),
+    [
+        ("mesp", "torch", 73),
+        ("lora", "torch", 64),
+        ("mesp", "mlx", 65),
+        ("prge", "torch", 72),
+        ("slideformer", "torch", 84),
+    ],
+)
+def test_a_run_calls_few_files(
+    method: str, backend: str, most: int, warm: Warm, root: Path, folder: Path
+) -> None:
+    if backend == "mlx":
+        pytest.importorskip("mlx.core")
+    words = [*f"train --model model --method {method} --backend {backend}".split()]
+    words += [*f"--data rows.jsonl --steps 2 --max-length 16 --out {method}-{backend}".split()]
+    files = executed(warm, root, folder, f"from ondevice.cli.app import run; run({words!r})")
+    assert f"ondevice/methods/{method}/__init__.py" in files and "ondevice/cli/app.py" in files
+    assert len(files) <= most, "\n".join(files)
 
 
 def test_the_worker_of_a_job_calls_seventy_files(warm: Warm, root: Path, folder: Path) -> None:

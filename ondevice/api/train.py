@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
 from ondevice.core.config import path_of
-from ondevice.core.errors import ConfigError
-from ondevice.core.registry import methods, target
+from ondevice.core.errors import ConfigError, Need
+from ondevice.core.registry import naming_methods, target
 from ondevice.models import read_dims
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
@@ -19,14 +18,14 @@ from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, tra
 from ondevice.training.identity import date_of, iso
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import Manifest
+    from ondevice.core.method import Placement
     from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
 
 
+@naming_methods()
 def train(
     config: RunConfig | Path | str | dict[str, Any],
     *,
@@ -68,10 +67,8 @@ def train(
     compute with it, and return what it returns.
     """
     from ondevice.planning.fits import plan_within
-    from ondevice.planning.precision import with_precision
     from ondevice.training.decisions import (
         DATE,
-        LENGTH,
         METHOD_NAME,
         placement_of,
         recorded_decisions,
@@ -81,61 +78,94 @@ def train(
 
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config, loaded = _resolve(config, model, tokenizer)
-    kept, evaluated = _given(rows), _given(eval_rows)
-    config.check_data(
-        given=kept is not None, evaluates=evaluated is not None
-    )  # before the plan, which may fetch
-    if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
-        loop = config.train.model_copy(update={"batch_size": kept.batch_size})
-        config = config.model_copy(update={"train": loop})
+    train_rows, held_out = _python_rows(rows), _python_rows(eval_rows)
+    # Before the plan, which may fetch the model.
+    config.check_data(given=train_rows is not None, evaluates=held_out is not None)
     recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
     decided: dict[str, Any] = {METHOD_NAME: config.method.name} if config.chosen else {}
     decided[DATE] = recorded.get(DATE) or iso(time.time())
     config = with_decisions(config, recorded).for_training()
-    placement, notes = place(config), ()
-    if config.train.objective != "loss" and placement.spec.order != "zeroth":
-        names = ", ".join(spec.name for spec in methods() if spec.order == "zeroth")
-        raise ConfigError(
-            f"method {config.method.name} needs a gradient, and a score has none",
-            expected=f"a zeroth-order method ({names}) for train.objective {config.train.objective}",
-            received=f"method {config.method.name}",
-            hint="train.objective loss goes with every method",
-        )
-    if loaded is not None and (placement.spec.reads_files(config.method, placement.backend)):
-        raise ConfigError(
-            f"method {placement.spec.name} reads the weights from files here, and the model is in memory",
-            expected="--backend torch, method.weight_placement: resident",
-            received=f"{placement.backend}",
-            hint="save_pretrained it, and give the folder as model.source",
-        )
-    if config.data.packing:
-        dims = loaded.dims if loaded else read_dims(config.model.source, config.model.revision)
-        placement.spec.check_packing(placement.backend, dims.whole)
-        if dims.classes:
-            raise ConfigError(
-                "an encoder takes one row a sequence", received="data.packing", hint="leave it out"
-            )
-    said = placement.precision(config.model.dtype)
-    if own := placement.spec.capability(OwnPrecision):
-        key = own.setting
-        is_open = key not in config.method.model_fields_set
-        config, said = with_precision(config, placement)
-        decided |= {f"method.{key}": getattr(config.method, key)} if is_open else {}
-    said = [*([config.chosen] if config.chosen else []), *said]
-    if config.data.max_length_tokens is None:
-        config, notes = _with_length(config, kept, loaded, date_of(decided))
-        decided[LENGTH] = config.data.max_length_tokens
-    options = Options(
-        resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded
-    )
+    size = train_rows.batch_size if train_rows is not None else None
+    if size and "batch_size" not in config.train.model_fields_set:
+        loop = config.train.model_copy(update={"batch_size": size})
+        config = config.model_copy(update={"train": loop})
+    placement = place(config)
+    _check_method(config, placement, loaded)
+    config, messages = _with_precision(config, placement, decided)
+    config, notes = _with_length(config, train_rows, loaded, decided)
+    if config.chosen:
+        messages = [config.chosen, *messages]
     dims = loaded.dims if loaded else None
     with plan_within(config, placement, force, dims, with_placement(config, recorded)) as plan:
+        resolved = None
         if placement.spec.capability(DecidesFromMemory):
-            why = (plan.request.why,) if plan.request.why else ()
-            decided |= placement_of(config, plan.request.method)
-            options = replace(options, resolved=plan.request.method, said=(*options.said, *why))
-        options = replace(options, decided=decided)
+            resolved = plan.request.method
+            messages += [plan.request.why] if plan.request.why else []
+            decided |= placement_of(config, resolved)
+        options = Options(
+            resume=resume,
+            overwrite=overwrite,
+            adapter=adapter,
+            sinks=sinks,
+            callbacks=callbacks,
+            notes=notes,
+            said=tuple(messages),
+            rows=train_rows,
+            eval_rows=held_out,
+            loaded=loaded,
+            resolved=resolved,
+            decided=decided,
+        )
         return train_model(config, placement, options)
+
+
+def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel | None) -> None:
+    """Refuse what the run asks for and its method cannot do.
+
+    Raises:
+        ConfigError: a score without a zeroth-order method, a model in memory for a method that reads files, or packed
+            rows that would not be kept apart.
+    """
+    spec, objective = placement.spec, config.train.objective
+    if objective != "loss" and spec.order != "zeroth":
+        raise ConfigError(
+            f"method {spec.name} needs a gradient, and a score has none",
+            expected=f"a zeroth-order method for train.objective {objective}",
+            received=f"method {spec.name}",
+            hint="train.objective loss works with every method",
+            needs=Need.ZEROTH_ORDER,
+        )
+    if loaded is not None and spec.reads_files(config.method, placement.backend):
+        raise ConfigError(
+            f"method {spec.name} reads the weights from files here, and the model is in memory",
+            expected="--backend torch, method.weight_placement: resident",
+            received=placement.backend,
+            hint="save_pretrained it, and give the folder as model.source",
+        )
+    if not config.data.packing:
+        return
+    dims = loaded.dims if loaded else read_dims(config.model.source, config.model.revision)
+    spec.check_packing(placement.backend, dims.whole)
+    if dims.classes:
+        raise ConfigError(
+            "an encoder takes one row a sequence", received="data.packing", hint="leave it out"
+        )
+
+
+def _with_precision(
+    config: RunConfig, placement: Placement, decided: dict[str, Any]
+) -> tuple[RunConfig, list[str]]:
+    """Return the run file with its method's own precision, and messages; a choice is added to `decided`."""
+    own = placement.spec.capability(OwnPrecision)
+    if own is None:
+        return config, placement.precision(config.model.dtype)
+    from ondevice.planning.precision import with_precision
+
+    is_open = own.setting not in config.method.model_fields_set
+    config, messages = with_precision(config, placement)
+    if is_open:
+        decided[f"method.{own.setting}"] = getattr(config.method, own.setting)
+    return config, messages
 
 
 def _resolve(config: Any, model: Any, tokenizer: Any) -> tuple[RunConfig, LoadedModel | None]:
@@ -168,7 +198,7 @@ def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, An
     return {"model.source": loaded.source.source, "model.dtype": dtype, **settings}
 
 
-def _given(rows: Any) -> PythonRows | None:
+def _python_rows(rows: Any) -> PythonRows | None:
     if rows is None:
         return None
     from ondevice.data.readers.objects import take_rows
@@ -177,23 +207,33 @@ def _given(rows: Any) -> PythonRows | None:
 
 
 def _with_length(
-    config: RunConfig, given: PythonRows | None, loaded: LoadedModel | None, when: datetime | None
-) -> tuple[RunConfig, Any]:
-    """Return the run file with the maximum length that its rows need at a date, and what is to be said of it."""
+    config: RunConfig,
+    rows: PythonRows | None,
+    loaded: LoadedModel | None,
+    decided: dict[str, Any],
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the run file with the maximum length that its rows need, and notes; the length is added to `decided`."""
+    if config.data.max_length_tokens is not None:
+        return config, ()
+    from ondevice.training.decisions import LENGTH
     from ondevice.training.length import with_length
 
-    if given is None:
-        return with_length(config, loaded=loaded, when=when)
-    if given.tokenized:
+    when, notes = date_of(decided), ()
+    if rows is None:
+        config, notes = with_length(config, loaded=loaded, when=when)
+    elif rows.tokenized:
         from ondevice.data.token_rows import tokens
 
-        data = config.data.model_copy(
-            update={"max_length_tokens": tokens(given, None).max_length_tokens}
-        )
-        return config.model_copy(update={"data": data}), ()
-    from ondevice.data.reading import as_rows
+        longest = tokens(rows, None).max_length_tokens
+        data = config.data.model_copy(update={"max_length_tokens": longest})
+        config = config.model_copy(update={"data": data})
+    else:
+        from ondevice.data.reading import as_rows
 
-    return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded, when)
+        read = as_rows(rows, config.data.task, config.data.columns)
+        config, notes = with_length(config, read, loaded, when)
+    decided[LENGTH] = config.data.max_length_tokens
+    return config, notes
 
 
 def _checked(
