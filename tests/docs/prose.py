@@ -30,7 +30,7 @@ PAGES = (
 
 # Words after which "where" asks for a place or names one.
 PLACE_WORDS = re.compile(
-    "say|says|said|saying|tell|tells|know|knows|known|see|sees|show|shows|find|finds"
+    "say|says|said|saying|tell|tells|know|knows|known|see|sees|show|shows|find|finds|return"
     "|decide|decides|decided|choose|chooses|chosen|write|writes|record|records|exactly|directly"
     "|from|to|of|is|are|on|about|begin|begins|began|start|starts|end|ends|ended|stop|stops|stopped"
     "|stay|stays|stayed|lie|lies|lay|remain|remains|left|folder|folders|directory|directories"
