@@ -12,17 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.artifact.manifest import (
-    MANIFEST_NAME,
-    Counter,
-    Manifest,
-    ModelInfo,
-    ProgramSpec,
-    Share,
-    StateTensor,
-)
+from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.manifest import Counter, Manifest, ModelInfo, ProgramSpec, Share, StateTensor
 from ondevice.core.registry import methods, spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec

@@ -30,7 +30,7 @@ from benchmarks.mesp.arm_steps import LAST_BITS
 from benchmarks.mesp.arm_userland import EMULATOR, PROCESSORS, Userland, make
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import ProgramSpec
+    from ondevice.core.manifest import ProgramSpec
 
 NEEDS = ("executorch", "qemu-aarch64-static")
 NAME = "mesp/arm"

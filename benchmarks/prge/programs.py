@@ -154,7 +154,7 @@ def method_of(spec: Spec, program: Any) -> Any:
     """The one method to lower."""
     import torch
 
-    from ondevice.artifact.manifest import port, token_ports
+    from ondevice.core.manifest import port, token_ports
     from ondevice.core.program import ProgramModule
     from ondevice.methods.prge.modules import TrainStep
     from ondevice.methods.prge.program import ports

@@ -15,9 +15,9 @@ from ondevice.exporters.executorch.packed import ANSWERS, has_answers
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import Manifest
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered

@@ -15,7 +15,7 @@ from ondevice.exporters.executorch.blocks import BlocksSession
 from ondevice.exporters.executorch.session import ExecutorchSession
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.manifest import Manifest
 
 
 class _Simulated(ExecutorchSession):

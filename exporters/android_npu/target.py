@@ -20,9 +20,9 @@ from ondevice.exporters.executorch.blocks_model import can_generate, check_block
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import Manifest
     from ondevice.core.program import Agreement, BuiltProgram, GraphProgram
     from ondevice.exporters.android_npu.session import NpuBlocksSession, NpuSession
     from ondevice.exporters.base import ExportJob

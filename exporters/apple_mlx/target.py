@@ -13,14 +13,9 @@ import numpy as np
 
 from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import (
-    MANIFEST_NAME,
-    GeneratorInfo,
-    Manifest,
-    ProgramSpec,
-    write_manifest,
-)
+from ondevice.artifact.manifest import MANIFEST_NAME, write_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
+from ondevice.core.manifest import GeneratorInfo, Manifest, ProgramSpec
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.core.untrusted import read_object
 from ondevice.exporters.base import (

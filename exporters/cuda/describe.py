@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.manifest import (
+from ondevice.core.manifest import (
     GeneratorInfo,
     Manifest,
     ProgramMethod,

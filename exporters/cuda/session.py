@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.artifact.adapter import Adapter
-    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.manifest import Manifest
     from ondevice.core.session import StepResult
     from ondevice.models import LoadedModel
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory, sha256_file
-from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, write_manifest
+from ondevice.artifact.manifest import MANIFEST_NAME, write_manifest
 from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.core.manifest import Manifest
 from ondevice.core.registry import open_session
 from ondevice.data.batching import Batch as RowsOf
 from ondevice.exporters.base import (
@@ -32,8 +33,8 @@ from ondevice.exporters.base import (
 )
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import ProgramSpec
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import ProgramSpec
     from ondevice.core.program import Batch, TorchProgram
     from ondevice.exporters.cuda.session import TorchProgramSession
 

@@ -25,7 +25,7 @@ from ondevice.exporters.executorch.session import ExecutorchSession, load_runtim
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ondevice.artifact.manifest import Manifest, TensorPort
+    from ondevice.core.manifest import Manifest, TensorPort
 
 LOSS_SCALE = "loss_scale"
 LOWER_RATE = "resume from the last checkpoint with a lower learning rate"

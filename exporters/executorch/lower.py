@@ -25,7 +25,7 @@ from ondevice.exporters.executorch.shortcuts import shortcuts
 from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Share
+    from ondevice.core.manifest import Share
     from ondevice.core.program import ProgramModule
 
 ACCESS = ("get_", "set_")

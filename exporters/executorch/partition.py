@@ -7,7 +7,7 @@ from typing import Any
 from executorch.exir.lowered_backend_module import get_lowered_backend_modules
 from executorch.exir.schema import KernelCall
 
-from ondevice.artifact.manifest import Share
+from ondevice.core.manifest import Share
 
 PORTABLE = "portable"
 

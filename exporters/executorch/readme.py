@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ondevice.artifact.manifest import Manifest, TensorPort
+from ondevice.core.manifest import Manifest, TensorPort
 
 
 def readme(manifest: Manifest) -> str:

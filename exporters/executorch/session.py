@@ -19,8 +19,8 @@ import numpy as np
 from ondevice.artifact.adapter import Adapter
 from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
-from ondevice.artifact.manifest import Manifest
 from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, MissingPackageError
+from ondevice.core.manifest import Manifest
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
@@ -28,7 +28,7 @@ from ondevice.exporters.executorch.quiet import without_lines
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ondevice.artifact.manifest import AdapterEntry, StateTensor
+    from ondevice.core.manifest import AdapterEntry, StateTensor
     from ondevice.core.session import Preparing
 
 CHATTER = "[cpuinfo_utils.cpp"

@@ -15,17 +15,11 @@ import numpy as np
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import (
-    MANIFEST_NAME,
-    GeneratorInfo,
-    Manifest,
-    ProgramMethod,
-    ProgramSpec,
-    write_manifest,
-)
+from ondevice.artifact.manifest import MANIFEST_NAME, write_manifest
 from ondevice.artifact.weights import WEIGHTS_NAME, write_weights
 from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.core.manifest import GeneratorInfo, Manifest, ProgramMethod, ProgramSpec
 from ondevice.core.registry import method_config
 from ondevice.exporters.base import (
     Exporter,

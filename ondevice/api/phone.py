@@ -20,8 +20,9 @@ from typing import IO, Any
 
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, DeviceError, MissingPackageError
+from ondevice.core.manifest import Manifest
 
 APP = "org.ondevice.app"
 MODELS, ADAPTERS = "files/models", "files/adapters"

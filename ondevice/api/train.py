@@ -19,7 +19,7 @@ from ondevice.training.identity import date_of, iso
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
-    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
     from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel

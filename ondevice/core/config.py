@@ -359,7 +359,7 @@ class ExportConfig(StrictConfig):
     """The exported program: where it runs, its sizes, and how it is lowered."""
 
     REMOVED: ClassVar[dict[str, str]] = {
-        "program": "mesp exports functions of one block, prge a step in one function; leave the key out"
+        "program": "each method exports one form of program; leave the key out"
     }
 
     target: Annotated[str, Flag("--target")] = "android-cpu"

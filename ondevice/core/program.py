@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-    from ondevice.artifact.manifest import (
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import (
         AdapterEntry,
         Constant,
         Counter,
@@ -24,12 +26,10 @@ if TYPE_CHECKING:
         StateTensor,
         TensorPort,
     )
-    from ondevice.core.config import ExportConfig
-    from ondevice.core.dims import ModelDims
     from ondevice.core.session import Preparing, ProgramSession, Session
-    from ondevice.data.examples import Dataset
-    from ondevice.models import LoadedModel, ModelFiles
 
+M = TypeVar("M")
+"""A model: `LoadedModel`, or `ModelFiles` for MLX."""
 Batch = tuple["np.ndarray", "np.ndarray"]
 """Token ids and labels, int64 [rows, tokens] each."""
 Batches = Callable[[int], Iterable[Batch]]
@@ -122,7 +122,7 @@ class BuiltProgram:
     """
 
     eager: Any
-    loaded: LoadedModel
+    loaded: Any
     modules: tuple[ProgramModule, ...]
     state: tuple[StateTensor, ...]
     layout: tuple[AdapterEntry, ...]
@@ -155,7 +155,7 @@ class BuiltProgram:
 
 
 @dataclass(frozen=True)
-class GraphProgram:
+class GraphProgram(Generic[M]):
     """A step that `torch.export` takes, for ExecuTorch.
 
     Attributes:
@@ -174,7 +174,7 @@ class GraphProgram:
     """
 
     problems: Callable[[Any, ExportConfig, ModelDims], list[str]]
-    build: Callable[[LoadedModel, Any, ExportConfig, int], BuiltProgram]
+    build: Callable[[M, Any, ExportConfig, int], BuiltProgram]
     compare: Callable[[ProgramSession, BuiltProgram, Iterable[Batch], float], Agreement]
     rounding: (
         Callable[
@@ -185,15 +185,14 @@ class GraphProgram:
     ) = None
     rounded: tuple[str, ...] = ()
     uses_ops: Callable[[ExportConfig], bool] = lambda export: export.uses_ops
-    calibrate: (
-        Callable[[LoadedModel, Any, Dataset, int], tuple[Any, Mapping[str, np.ndarray]] | None]
-        | None
-    ) = None
+    calibrate: Callable[[M, Any, Any, int], tuple[Any, Mapping[str, np.ndarray]] | None] | None = (
+        None
+    )
     renewal: Callable[[ProgramSession], Preparing] | None = None
 
 
 @dataclass(frozen=True)
-class TorchProgram:
+class TorchProgram(Generic[M]):
     """A step that stays PyTorch's, over weights that were packed beforehand.
 
     Attributes:
@@ -204,11 +203,11 @@ class TorchProgram:
 
     problems: Callable[[Any], list[str]] = lambda config: []
     trains_a: Callable[[Any], bool] = lambda config: True
-    open_fixed: Callable[[LoadedModel, Any, int], Session] | None = None
+    open_fixed: Callable[[M, Any, int], Session] | None = None
 
 
 @dataclass(frozen=True)
-class StagesProgram:
+class StagesProgram(Generic[M]):
     """A step as stage functions that are called in an order which is data, for MLX.
 
     Attributes:
@@ -219,6 +218,6 @@ class StagesProgram:
         open: (folder, manifest, functions, streamed) to a session; `functions.call(stage, arrays)` runs a stage.
     """
 
-    problems: Callable[[ModelFiles | None, Any], list[str]]
-    write: Callable[[Any, ModelFiles, Any, ExportConfig, Path, Path], dict[str, ProgramMethod]]
+    problems: Callable[[M | None, Any], list[str]]
+    write: Callable[[Any, M, Any, ExportConfig, Path, Path], dict[str, ProgramMethod]]
     open: Callable[[Path, Any, Any, bool | None], ProgramSession]

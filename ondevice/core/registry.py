@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ondevice.core.session import Session
-    from ondevice.models import LoadedModel, ModelFiles
 
 log = logging.getLogger("ondevice.core")
 GROUP = "ondevice.methods"
@@ -255,7 +254,7 @@ def metal() -> bool:
 
 @naming_methods()
 def open_session(
-    loaded: LoadedModel | ModelFiles,
+    loaded: Any,
     config: Any,
     seed: int,
     device: str | None = None,

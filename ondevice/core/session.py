@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ondevice.artifact.adapter import Adapter
-    from ondevice.artifact.manifest import Manifest
-    from ondevice.models import LoadedModel
+    from ondevice.core.adapter import Adapter
+    from ondevice.core.manifest import Manifest
 
 
 T = TypeVar("T")
@@ -312,7 +311,7 @@ class OpenedNetwork:
     """
 
     session: Evaluator
-    loaded: LoadedModel
+    loaded: Any
     write: Callable[[Sequence[int], int], str]
 
 

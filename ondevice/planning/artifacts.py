@@ -13,7 +13,7 @@ from ondevice.core.untrusted import read_object, well_formed
 from ondevice.planning.estimate import Plan, plan
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.manifest import Manifest
 
 
 def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | None = None) -> Plan:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.errors import BusyError, ConfigError
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import Manifest
     from ondevice.models import LoadedModel
 
 MIB = 1 << 20

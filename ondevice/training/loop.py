@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
     from ondevice.core.session import Session
     from ondevice.data import Batch
-    from ondevice.data.readers.objects import Given
+    from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
     from ondevice.training.evaluate import EvalResult
 
@@ -129,8 +129,8 @@ class Options:
     callbacks: Sequence[Callback] = ()
     notes: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
-    rows: Given | None = None
-    eval_rows: Given | None = None
+    rows: PythonRows | None = None
+    eval_rows: PythonRows | None = None
     loaded: LoadedModel | None = None
     resolved: Any = None
     decided: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -184,3 +185,13 @@ def test_a_broken_method_elsewhere_breaks_nothing_else(tmp_path: Path) -> None:
     )
     told = run(folder, "-c", code, cwd=tmp_path)
     assert "RuntimeError: no such library" in told and "torn_method" in told
+
+
+def test_core_imports_no_other_room_not_even_for_types() -> None:
+    wrong = []
+    for path in sorted((ROOT / "ondevice" / "core").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ondevice."):
+                if not f"{node.module}.".startswith("ondevice.core."):
+                    wrong.append(f"{path.name}: {node.module}")
+    assert not wrong

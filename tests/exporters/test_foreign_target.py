@@ -35,8 +35,8 @@ TARGET = TargetSpec(name="notebook", summary="A weight file, PyTorch on the CPU"
 """
 EXPORTER = """
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import (GeneratorInfo, MANIFEST_NAME, ProgramMethod, ProgramSpec, port, token_ports,
-                                        write_manifest)
+from ondevice.artifact.manifest import MANIFEST_NAME, write_manifest
+from ondevice.core.manifest import GeneratorInfo, ProgramMethod, ProgramSpec, port, token_ports
 from ondevice.core.errors import ConfigError
 from ondevice.core.program import Agreement
 from ondevice.core.registry import method_config, open_session

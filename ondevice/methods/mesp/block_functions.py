@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.artifact.manifest import TensorPort
+from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, port
+from ondevice.core.manifest import AdapterEntry, Counter, StateTensor, port
 from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramModule
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp.block_functions import EMBEDDING, BlockFunctions

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.artifact.manifest import port
+from ondevice.core.manifest import port
 from ondevice.core.program import ProgramModule
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.blocks import Embed, OneBlock
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import TensorPort
+    from ondevice.core.manifest import TensorPort
 
 PREFILL_TOKENS = 32
 

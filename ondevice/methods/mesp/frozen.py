@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.artifact.manifest import TensorPort, port
+from ondevice.core.manifest import TensorPort, port
 from ondevice.methods.mesp.torch.weights import Dense
 from ondevice.runtime_ops.quantized import quantize_q8_rows
 

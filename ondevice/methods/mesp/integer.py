@@ -23,7 +23,7 @@ from ondevice.runtime_ops.quantized import quantize_q8_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ondevice.artifact.manifest import TensorPort
+    from ondevice.core.manifest import TensorPort
     from ondevice.methods.mesp.torch.stages import Matrix
 
 LEAST, LARGEST = -128, 127

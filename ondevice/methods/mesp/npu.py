@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ondevice.artifact.manifest import port
+from ondevice.core.manifest import port
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, NpuPart, ProgramModule
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import agreement, blocks, program

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ondevice.artifact.manifest import port
+from ondevice.core.manifest import port
 from ondevice.core.program import NpuPart, ProgramModule
 from ondevice.methods.mesp.cached import PREFILL_TOKENS
 from ondevice.methods.mesp.npu import LARGEST, MASKED, NpuKernels, _Body, _Finished, largest
@@ -21,7 +21,7 @@ from ondevice.methods.mesp.torch.stages import Stages
 from ondevice.methods.mesp.torch.weights import halves
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import TensorPort
+    from ondevice.core.manifest import TensorPort
     from ondevice.methods.mesp.block_functions import BlockFunctions
 
 PREFILL = "block_prefill"

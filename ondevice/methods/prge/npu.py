@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ondevice.artifact.manifest import Constant, port, row_ports, token_ports
+from ondevice.core.manifest import Constant, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
 from ondevice.methods.prge.modules import ApplyUpdate
 from ondevice.methods.prge.program import build_program, built, ports, state_of

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ondevice.artifact.manifest import (
+from ondevice.core.errors import ModelError
+from ondevice.core.manifest import (
     AdapterEntry,
     Counter,
     StateTensor,
@@ -19,7 +20,6 @@ from ondevice.artifact.manifest import (
     row_ports,
     token_ports,
 )
-from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.core.traits import check_traits
 from ondevice.methods.prge.informed import InformedProgram, Places

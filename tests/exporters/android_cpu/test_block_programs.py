@@ -307,7 +307,7 @@ def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
 
 def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
     torch = pytest.importorskip("torch")
-    from ondevice.artifact.manifest import port
+    from ondevice.core.manifest import port
     from ondevice.core.program import ProgramModule
     from ondevice.exporters.executorch.lower import lower_portable
 

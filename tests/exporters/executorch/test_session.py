@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.artifact.manifest import (
+from ondevice.artifact.manifest import read_manifest, write_manifest
+from ondevice.core.errors import ArtifactError, CheckpointError
+from ondevice.core.manifest import (
     AdapterEntry,
     Constant,
     Counter,
@@ -20,12 +22,9 @@ from ondevice.artifact.manifest import (
     ProgramSpec,
     StateTensor,
     port,
-    read_manifest,
     row_ports,
     token_ports,
-    write_manifest,
 )
-from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.exporters.executorch import session as sessions
 from ondevice.exporters.executorch.session import ExecutorchSession
 

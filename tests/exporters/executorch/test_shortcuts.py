@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("executorch.exir")
 torch = pytest.importorskip("torch")
 
-from ondevice.artifact.manifest import TensorPort  # noqa: E402
+from ondevice.core.manifest import TensorPort  # noqa: E402
 from ondevice.core.program import ProgramModule  # noqa: E402
 from ondevice.exporters.executorch import lower as lowering  # noqa: E402
 from ondevice.exporters.executorch import shortcuts  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.artifact.manifest import ProgramMethod, TensorPort
+from ondevice.core.manifest import ProgramMethod, TensorPort
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.mlx.model import Model, ModelStages
 from ondevice.methods.mesp.mlx.session import Optimizer

@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.manifest import Manifest, ProgramMethod
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ArtifactError
+from ondevice.core.manifest import Manifest, ProgramMethod
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
