@@ -262,7 +262,7 @@ def events() -> str:
 
 def manifest() -> str:
     """Every field of an artifact's manifest."""
-    from ondevice.artifact import manifest as module
+    from ondevice.core import manifest as module
     from ondevice.core.config import attribute_docstrings
 
     sections = [

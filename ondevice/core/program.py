@@ -107,7 +107,7 @@ class NpuPart:
 
 @dataclass(frozen=True)
 class BuiltProgram:
-    """A step as graphs, and the state that a host keeps for it (`artifact.manifest.ProgramSpec` has the meanings).
+    """A step as graphs, and the state that a host keeps for it (`core.manifest.ProgramSpec` has the meanings).
 
     Attributes:
         eager: the method's own program, for `GraphProgram.compare`.
