@@ -290,7 +290,7 @@ def manifest() -> str:
 
 def _short(annotation: Any) -> str:
     text = str(annotation) if typing.get_args(annotation) else annotation.__name__
-    return re.sub(r"\b(ondevice\.artifact\.manifest|typing)\.", "", text)
+    return re.sub(r"\b(ondevice\.core\.manifest|typing)\.", "", text)
 
 
 def interface() -> str:
