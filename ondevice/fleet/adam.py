@@ -1,4 +1,5 @@
-"""Adam of a fleet's adapter, in float64, operation by operation: each is rounded alone, so every machine has its bits.
+"""Adam of a fleet's adapter, in float64, operation by operation: each is rounded separately, so all
+machines have the same bits.
 
 Kingma and Ba, 2015, "Adam: A Method for Stochastic Optimization", algorithm 1.
 """
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
+BETA_1 = 0.9
+BETA_2 = 0.999
+EPSILON = 1e-8
 _COUNT = struct.Struct("<q")
 
 
@@ -43,7 +46,8 @@ class Moments:
         return cls(np.zeros(size), np.zeros(size), first_step)
 
     def stepped(self, estimate: np.ndarray, step: int) -> tuple[np.ndarray, Moments]:
-        """Return the change before the learning rate, float64 [size], and the moments after a step's estimate."""
+        """Return the change before the learning rate, float64 [size], and the moments after a
+        step's estimate."""
         count = step - self.first_step + 1
         mean = self.mean * BETA_1 + estimate * (1.0 - BETA_1)
         square = self.square * BETA_2 + (estimate * estimate) * (1.0 - BETA_2)

@@ -1,4 +1,4 @@
-"""How a fleet's server combines replies: the part of the charter that stays as the fleet was begun with."""
+"""How a fleet's server combines replies: the part of the charter that never changes."""
 
 from __future__ import annotations
 
@@ -12,38 +12,44 @@ from ondevice.core.flags import Flag
 
 Rule = Literal["mean", "trimmed_mean", "median"]
 MOST_ROWS = 1 << 24
-"""The most rows that a device of a secure fleet counts for: the sums of 65,535 devices stay below 2^63."""
+"""The most rows that a device of a secure fleet counts for: the sums of 65,535 devices stay below
+2^63."""
 
 
 class Agreement(StrictConfig):
-    """The settings by which a server combines answers: part of the charter, so they stay as they were begun."""
+    """The settings by which a server combines replies: part of the charter, so they never
+    change."""
 
     local_steps: Annotated[int, Flag("--local-steps")] = Field(default=1, ge=1, le=65535)
     """Steps of a device before it replies."""
 
     seeds: Literal["shared", "own"] = "shared"
-    """`shared`: all devices try the same directions, and an outcome is as large as one answer. `own`: each device has
-    its own, so that a round has more directions and an outcome grows with the devices."""
+    """`shared`: all devices try the same directions, and an outcome is as large as one reply.
+    `own`: each device has its own, so that a round has more directions and an outcome grows with
+    the devices."""
 
     combine: Rule = "mean"
-    """How the answers become one: a mean weighted by rows, a trimmed mean, or a median, of each number."""
+    """How replies are combined, for each number: a mean weighted by rows, a trimmed mean, or a
+    median."""
 
     trim: float = Field(default=0.2, ge=0, lt=0.5)
-    """Share of the answers that `trimmed_mean` drops at each end."""
+    """Fraction of the replies that `trimmed_mean` drops at each end."""
 
     clip_norm: float | None = Field(default=None, gt=0)
-    """Longest vector of numbers that a device may answer with; longer ones are shortened, by the device and again by
-    the server."""
+    """Longest vector of numbers that a device may send; the device, and again the server, shorten
+    longer ones."""
 
     noise_multiplier: float = Field(default=0.0, ge=0)
-    """Gaussian noise that a device adds to each of its clipped numbers, in multiples of `clip_norm`."""
+    """Gaussian noise that a device adds to each of its clipped numbers, in multiples of
+    `clip_norm`."""
 
     most_rows: int = Field(default=10_000, ge=1, lt=1 << 32)
     """A device counts for at most so many rows in a mean, whatever it claims."""
 
     batch_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of its own rows that a device's step reads, one row at least, so that devices with many rows measure more
-    exactly. None: every device reads as many as its owner says. A program reads what it was exported for."""
+    """Fraction of its own rows that a device's step reads, one row at least, so that devices with
+    many rows measure more exactly. None: every device reads as many as its owner says. A program
+    reads the number that it was exported for."""
 
     server_rate: float = Field(default=1.0, gt=0)
     """Factor of the learning rate that the server applies to the combined numbers."""
@@ -52,24 +58,28 @@ class Agreement(StrictConfig):
     """Momentum of the outcomes, rounded to a multiple of 1/256."""
 
     decay_rounds: int | None = Field(default=None, ge=1)
-    """Rounds over which the learning rate falls to zero, on a line; the fleet ends there. None: it stays."""
+    """Rounds over which the learning rate falls to zero, on a line; the fleet ends there. None: it
+    stays."""
 
     open_rounds: int = Field(default=1, ge=1, le=64)
-    """Rounds under way at once: a slow device may answer to an older one while it is open."""
+    """Rounds under way at once: a slow device may reply to an older one while it is open."""
 
     def batch_rows(self, held: int, otherwise: int) -> int:
-        """Return the rows of a step of a device that holds `held`; `otherwise` without `batch_share`."""
+        """Return the rows of a step of a device that holds `held`; `otherwise` without
+        `batch_share`."""
         return otherwise if self.batch_share is None else max(1, round(self.batch_share * held))
 
     secure: bool = False
-    """Secure aggregation (SecAgg+): the server learns the sum of the devices' numbers, losses and rows, and no device's
-    own. For `combine: mean` of `seeds: shared` with a `clip_norm`; a server over Flower, and three devices at least."""
+    """Secure aggregation (SecAgg+): the server learns the sum of the devices' numbers, losses and
+    rows, and no device's own. For `combine: mean` of `seeds: shared` with a `clip_norm`; a server
+    over Flower, and three devices at least."""
 
     def longest(self, count: int) -> float:
-        """Return the longest vector of `count` numbers that a device may send: noise makes a clipped one longer.
+        """Return the longest vector of `count` numbers that a device may send: noise makes a
+        clipped one longer.
 
-        Noise of a standard deviation s is longer than s (sqrt(count) + 4) once in more than a thousand vectors.
-        """
+        Noise of a standard deviation s is longer than s (sqrt(count) + 4) once in more than a
+        thousand vectors."""
         if self.clip_norm is None:
             return math.inf
         return self.clip_norm * (

@@ -1,8 +1,7 @@
 """Runs a fleet's rounds over Flower's grid. The device's end is `client`.
 
-Flower carries, authenticates and encrypts; what is in a message is the fleet's own (`messages`). A device needs nothing
-from the server but the charter, which comes with the first message.
-"""
+Flower carries, authenticates and encrypts; the content of messages is the fleet's own (`messages`).
+From the server a device needs only the charter, which comes with the first message."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ondevice.fleet")
 GREET_S = 10.0
-"""A device that could not say how far it is may have found its model by then."""
+"""A device that could not report its progress is asked again after so long."""
 EMPTY_ROUNDS = 3
-"""A server ends after so many rounds without an answer: more would only make the log longer."""
+"""A server ends after so many rounds without a reply: more would only make the log longer."""
 
 
 def run_rounds(grid: Grid, folder: Path, settings: dict[str, Any]) -> None:
@@ -55,7 +54,7 @@ def run_rounds(grid: Grid, folder: Path, settings: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """A task that a device has: of which round, and how many events came with it or before."""
+    """A task that a device has: its round, and the number of events that the device had with it."""
 
     round: int
     place: int
@@ -87,9 +86,9 @@ def _messages(contents: dict[int, dict[str, Any]]) -> list[Message]:
 class Server:
     """A fleet's server over Flower's grid.
 
-    A round ends when each device that it asked has replied, or after `wait_s`. Where the charter allows several at
-    once, the next one begins as soon as most devices of the newest have answered, without those that have not. They
-    end in the order in which they began.
+    A round ends when each device that it asked has replied, or after `wait_s`. If the charter
+    allows several at once, the next one begins as soon as most devices of the newest have replied,
+    without the others. They end in the order in which they began.
 
     Args:
         grid: reaches the devices.
@@ -104,7 +103,7 @@ class Server:
         if store.charter.fleet.secure and not store.charter.device_keys:
             raise FleetError(
                 "this secure fleet was begun without its devices' keys, so no device would trust another's",
-                hint="begin it anew: ondevice fleet begin --device-keys DIR",
+                hint="begin a new one: ondevice fleet begin --device-keys DIR",
             )
         self.grid, self.store, self.settings = grid, store, settings
         self.post = post or Post(grid, settings["wait_s"])
@@ -119,16 +118,18 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.barred: set[int] = set()
-        """Devices whose lies cost a secure sum: they are not asked again while this server runs."""
+        """Devices whose lies spoiled a secure sum: they are not asked again while this server
+        runs."""
         self.suspects = Suspects()
         if self.rounds.state.round and store.charter.fleet.open_rounds > 1:
-            # Devices may have answered to rounds that were open when a server before this one ended. Each answers a
-            # round once, and these would begin from another state now.
+            # Devices may have replied to rounds that were open when the last server ended. Each
+            # replies to a round once, and these would begin from another state now.
             self.rounds.next += store.charter.fleet.open_rounds - 1
 
     def run(self) -> None:
         """Run every round that is missing, then ask each device for its hash."""
-        empty, until = 0, time.monotonic() + self.settings["wait_s"]
+        empty = 0
+        until = time.monotonic() + self.settings["wait_s"]
         while self.rounds.open or self.rounds.next < self.settings["rounds"]:
             self._greet()
             if devices := self._ready():
@@ -151,7 +152,7 @@ class Server:
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
                 raise FleetError(
-                    f"no device has answered in {empty} rounds",
+                    f"no device has replied in {empty} rounds",
                     received=", ".join(
                         f"{code} {count} times" for code, count in self.failed.items()
                     )
@@ -161,7 +162,7 @@ class Server:
         self._last()
 
     def _last(self) -> None:
-        """Give each device what it lacks, and ask for its hash."""
+        """Send each device the events that it lacks, and ask for its hash."""
         digest = self.rounds.state.digest()
         charter = self.store.charter.to_bytes()
         new = [node for node in self.grid.get_node_ids() if node not in self.places]
@@ -169,7 +170,7 @@ class Server:
             if isinstance(reply, Greeted):
                 self.places[node] = reply.place
         replies = self._exchange({node: self._content(node, {}) for node in self.places})
-        self._take()  # answers that came too late are refused, and counted
+        self._take()  # late replies are refused, and counted
         equal = {
             node: isinstance(reply, Followed) and reply.digest == digest
             for node, reply in replies.items()
@@ -187,7 +188,7 @@ class Server:
         nodes = set(self.grid.get_node_ids())
         if self.store.charter.due(self.rounds.state) and not self.givers & nodes:
             return FleetError(
-                "a new subspace is due, and no device gives one",
+                "a new subspace is due, but no device computes one",
                 expected="a device that computes gradients, of rows whose gradient all may know",
                 hint="ondevice fleet device --gives-subspace",
             )
@@ -199,9 +200,10 @@ class Server:
         )
 
     def _greet(self) -> None:
-        """Ask new devices how far they are; they get the charter, which before the first round comes with their task.
-        One that makes a mistake is asked again later."""
-        now, busy = time.monotonic(), self.post.busy
+        """Ask new devices for their progress and send the charter; before the first round it comes
+        with their task. A device that fails is asked again later."""
+        now = time.monotonic()
+        busy = self.post.busy
         new = [
             node
             for node in self.grid.get_node_ids()
@@ -212,15 +214,16 @@ class Server:
         self.greeted.update(dict.fromkeys(new, now))
         if (
             not self.store.count() and self.store.charter.subspace == "seed"
-        ):  # there is nothing that they could lack
+        ):  # they cannot lack anything
             self.places.update(dict.fromkeys(new, 0))
             self.new.update(new)
             return
         self._send({node: {"charter": self.store.charter.to_bytes()} for node in new})
 
     def _ready(self) -> list[int]:
-        """Draw the devices of the next round; none where it is not yet time for one."""
-        number, open_rounds = self.rounds.next, self.rounds.open
+        """Draw the devices of the next round; empty if it is not yet time for one."""
+        number = self.rounds.next
+        open_rounds = self.rounds.open
         if (
             number >= self.settings["rounds"]
             or len(open_rounds) >= self.store.charter.fleet.open_rounds
@@ -243,7 +246,8 @@ class Server:
         return self.suspects.asked(chosen, draw) if self.suspects.devices else sorted(chosen)
 
     def _refresh(self, free: set[int]) -> bool:
-        """Take a new subspace from a device that gives one, if there is one and no round is open."""
+        """Take a new subspace from a device that gives one, if there is one and no round is
+        open."""
         givers = sorted(self.givers & free)
         if not givers or self.rounds.open:
             return False
@@ -302,7 +306,7 @@ class Server:
         return found
 
     def _reply(self, node: int, message: Message | None) -> Reply | None:
-        """Return a device's reply; None where nothing came of it."""
+        """Return a device's reply; None without a usable one."""
         if message is None:
             return None
         if message.has_error():
@@ -341,7 +345,8 @@ class Server:
         """Take what devices have replied."""
         for sent, reply in self.post.take():
             node, late = sent.node, sent.overdue  # of a late reply the wait was over before
-            asked, taken = None if late else self.asked.pop(node, None), self._reply(node, reply)
+            asked = None if late else self.asked.pop(node, None)
+            taken = self._reply(node, reply)
             if isinstance(taken, Greeted) and asked is None:
                 self.places[node] = taken.place
                 if taken.gives_subspace:
@@ -360,18 +365,19 @@ class Server:
                 self._refuse(node, error.code)
 
     def _close(self, number: int) -> int:
-        """End a round; returns how many answers it had."""
+        """End a round; return the number of its replies."""
         current = self.rounds.open[number]
-        loss, answers = current.loss, list(current.answers.values())
+        loss = current.loss
+        answers = list(current.answers.values())
         outcome = self.rounds.close(number)
         sent = sum(size + len(outcome.to_bytes()) for size in self.sizes.pop(number))
         self.store.add(
             outcome, self.rounds.state, answers=answers, refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - self.began.pop(number),
         )  # fmt: skip
-        shown = "no answers" if loss is None else f"loss {loss:.4f}"
+        shown = "no replies" if loss is None else f"loss {loss:.4f}"
         print(
-            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers",
+            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
             flush=True,
         )
         return len(answers)
@@ -384,8 +390,10 @@ class Server:
             self._refuse(liar, Code.NUMBERS)
 
     def _secure_round(self, current: OpenRound, began: float) -> int:
-        """Run a round whose answers only their sum is known of; returns 0 if nothing came of it."""
-        place, fleet, sent = self.store.count(), self.store.charter.fleet, 0
+        """Run a round of which only the sum of the replies is known; return 0 if it failed."""
+        place = self.store.count()
+        fleet = self.store.charter.fleet
+        sent = 0
 
         task = next(
             iter(current.tasks.values())
@@ -408,7 +416,10 @@ class Server:
             self.barred.add(node)
             self._refuse(node, code)
 
-        means, loss, devices, narrowed = None, None, [], False
+        means = None
+        loss = None
+        devices = []
+        narrowed = False
         try:
             first = {node: self._content(node, {}) for node in current.tasks}
             sums = SecureSum(send, task, self.store.charter.device_keys, blame)
@@ -416,7 +427,7 @@ class Server:
             means, loss = means_of(total, fleet, len(devices))
             self._saw(devices, plausible=True)
         except FleetError as error:
-            if devices:  # there was a sum, and honest devices have no such one
+            if devices:  # there was a sum, but not one of honest devices
                 before = len(self.suspects.devices) or len(devices) + 1
                 self._saw(devices, plausible=False)
                 narrowed = len(self.suspects.devices) < before

@@ -1,7 +1,4 @@
-"""Asks the process of a device (`device.answering`) over its socket.
-
-A process of its own for each message, as Flower starts them, imports this and little else.
-"""
+"""Ask the process of a device (`device.answering`) over its socket."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ def ask(file: Path, content: dict[str, Any], number: int) -> dict[str, Any]:
             connection.send_bytes(encoded(number, content))
             return received(connection)[1]
     except Exception:
-        return {
-            "error": "no_process"
-        }  # no more than a code leaves a device: see `codes`, which takes long to import
+        return {"error": "no_process"}  # only a code leaves a device: see `codes`
 
 
 def encoded(number: int, content: dict[str, Any]) -> bytes:

@@ -1,11 +1,12 @@
-"""A round as a file below 2 kB, for a device without a network: through a share sheet, on a stick, as a QR code.
+"""A round as a file below 2 kB, for a device without a network: through a share sheet, on a stick,
+as a QR code.
 
     "ODCARRY1"  then for each entry: its kind, u16 its bytes, the entry; at the end the CRC-32 of all before
-    kinds: C charter (zlib), N device u64, E outcome or refresh, T task, A answer, K and S of a signed answer: its
+    kinds: C charter (zlib), N device u64, E outcome or refresh, T task, A reply, K and S of a signed reply: its
     signer's public key and the signature
 
-A `Desk` is a server that waits for nobody: its open round is in the store, so each call is a process of its own.
-"""
+A `Desk` is a server that waits for nobody: its open round is in the store, so each call is a
+process of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ MAGIC = b"ODCARRY1"
 SUFFIX = ".odfleet"
 MOST_BYTES = 2000
 MOST_CHARTER_BYTES = 1 << 16
-_ENTRY, _CRC = struct.Struct("<cH"), struct.Struct("<I")
+_ENTRY = struct.Struct("<cH")
+_CRC = struct.Struct("<I")
 
 
 @dataclass
@@ -42,13 +44,14 @@ class Parcel:
 
 
 def files_of(parcel: Parcel) -> list[bytes]:
-    """Return the files of a parcel, each below 2 kB, to be taken in order; one, unless a device was long away.
+    """Return the files of a parcel, each below 2 kB, to be taken in order; usually one.
 
     Raises:
-        FleetError: one entry alone is larger, as an outcome of many devices' own seeds is.
+        FleetError: a single entry is larger, as an outcome of many devices' own seeds is.
     """
     entries = list(_entries(parcel))
-    files, current = [], MAGIC
+    files = []
+    current = MAGIC
     for kind, data in entries:
         entry = _ENTRY.pack(kind, len(data)) + data if len(data) < 1 << 16 else b""
         if not entry or len(MAGIC) + len(entry) + _CRC.size > MOST_BYTES:
@@ -56,7 +59,7 @@ def files_of(parcel: Parcel) -> list[bytes]:
                 "a message is too large to be carried as a file",
                 expected=f"{MOST_BYTES} bytes",
                 received=f"{len(data)} bytes",
-                hint="seeds: shared keeps an outcome as small as one answer",
+                hint="seeds: shared keeps an outcome as small as one reply",
             )
         if len(current) + len(entry) + _CRC.size > MOST_BYTES:
             files.append(current)
@@ -85,14 +88,17 @@ def parcel_of(data: bytes, name: str = "the file") -> Parcel:
     """Read a file.
 
     Raises:
-        FleetError: it is none, or damaged.
+        FleetError: it is not a fleet's file, or damaged.
     """
     if not data.startswith(MAGIC) or len(data) < len(MAGIC) + _CRC.size:
-        raise FleetError(f"{name} carries no round of a fleet", expected=f"a *{SUFFIX} file")
+        raise FleetError(f"{name} is not a round of a fleet", expected=f"a *{SUFFIX} file")
     body = data[: -_CRC.size]
     if zlib.crc32(body) != _CRC.unpack_from(data, len(body))[0]:
         raise FleetError(f"{name} is damaged", hint="send it again")
-    parcel, at, signer, signature = Parcel(), len(MAGIC), b"", b""
+    parcel = Parcel()
+    at = len(MAGIC)
+    signer = b""
+    signature = b""
     while at < len(body):
         kind, size = _ENTRY.unpack_from(body, at) if at + _ENTRY.size <= len(body) else (b"", 0)
         entry = body[at + _ENTRY.size : at + _ENTRY.size + size]
@@ -158,13 +164,14 @@ class Desk:
             self.rounds.next = max(self.rounds.next, number + 1)
 
     def out(self, device: int, last: bool = False) -> list[bytes]:
-        """Return the files for a device: the charter at first, what it lacks, and its task of the open round.
+        """Return the files for a device: the charter at first, what it lacks, and its task of the
+        open round.
 
         Args:
             last: only what it lacks.
 
         Raises:
-            FleetError: the device has its task, and has answered.
+            FleetError: the device has already replied to its task.
         """
         known = self.store.fact(f"carried {device}")
         place = int(known or 0)
@@ -183,22 +190,22 @@ class Desk:
             self.rounds.invite(current.number, device)
         elif device in current.answers:
             raise FleetError(
-                f"device {device} has answered in round {current.number}",
+                f"device {device} has replied in round {current.number}",
                 hint="`ondevice fleet carry in FLEET --close` ends the round",
             )
         self.store.ask(current.begin, current.tasks[device], device, self.store.count())
         return current.tasks[device]
 
     def take(self, data: bytes, name: str = "the file") -> Answer:
-        """Take a device's answer from its file.
+        """Take a device's reply from its file.
 
         Raises:
-            FleetError: it is refused; the reason is said.
+            FleetError: it is refused, with the reason.
         """
         parcel = parcel_of(data, name)
         if parcel.answer is None:
             raise FleetError(
-                f"{name} carries no answer", hint="it is a round on its way to a device"
+                f"{name} carries no reply", hint="it is a round on its way to a device"
             )
         key = self._signer(parcel, name)
         answer = self.rounds.receive(parcel.answer, parcel.device)
@@ -208,12 +215,14 @@ class Desk:
         return answer
 
     def _signer(self, parcel: Parcel, name: str) -> str | None:
-        """Return whose key signed an answer; None where the charter names no devices.
+        """Return the key that signed a reply; None if the charter names no devices.
 
         Raises:
-            Refusal: it is not signed by a device of the charter, or by another one than this device's answers before.
+            Refusal: it is not signed by a device of the charter, or by another one than this
+                device's earlier replies.
         """
-        allowed, signed = self.store.charter.device_keys, parcel.signed
+        allowed = self.store.charter.device_keys
+        signed = parcel.signed
         if not allowed:
             return None
         if signed is None or signed.fingerprint() not in allowed:
@@ -226,17 +235,18 @@ class Desk:
             )
         verify(signed, ANSWER_DOMAIN + (parcel.answer or b""))
         known = {fact.removeprefix("key "): value for fact, value in self.store.facts("key ")}
-        number, key = str(parcel.device), signed.fingerprint()
+        number = str(parcel.device)
+        key = signed.fingerprint()
         if known.get(number, key) != key or any(
             value == key for other, value in known.items() if other != number
         ):
             raise Refusal(
-                Code.SIGNATURE, f"{name} is signed by another device's key than its answers before"
+                Code.SIGNATURE, f"{name} is signed by another key than the device's earlier replies"
             )
         return key
 
     def close(self) -> Outcome:
-        """End the open round with the answers that have come.
+        """End the open round with the replies so far.
 
         Raises:
             FleetError: no round is open.
@@ -247,7 +257,8 @@ class Desk:
             )
         number = min(self.rounds.open)
         current = self.rounds.open[number]
-        loss, answers = current.loss, list(current.answers.values())
+        loss = current.loss
+        answers = list(current.answers.values())
         outcome = self.rounds.close(number)
         sent = sum(
             len(current.tasks[answer.device].to_bytes()) + len(answer.to_bytes())

@@ -1,6 +1,7 @@
-"""Keys for a fleet over Flower: a certificate authority, the server's certificate, and a key pair for each device.
+"""Keys for a fleet over Flower: a certificate authority, the server's certificate, and a key pair
+for each device.
 
-For a fleet of one's own. Who has certificates already puts them under the same names.
+For a new fleet. Existing certificates can be used under the same names.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from ondevice.artifact.files import atomic_write, private
 from ondevice.core.errors import ConfigError, MissingPackageError
 
 CERTIFICATES = ("ca.crt", "server.pem", "server.key")
-"""Files of a folder of certificates; a device needs the first alone."""
+"""Files of a folder of certificates; a device needs only the first."""
 DEVICES = "devices"
-"""Folder of the devices' keys beside them: NAME.key stays with its device, NAME.pub is what the server admits."""
+"""Folder of the devices' keys next to them: NAME.key stays with its device, the server admits
+NAME.pub."""
 DAYS = 825
 
 
 def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
-    """Write certificates for a server under `hosts`, and keys for `devices` devices; return the files.
+    """Write certificates for a server under `hosts`, and keys for `devices` devices; return the
+    files.
 
     Raises:
         ConfigError: the folder has certificates already.
@@ -78,10 +81,12 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(root, hashes.SHA256())
     )
-    # The authority's own key is not kept: nobody can make a second server that the devices would trust.
+    # The authority's own key is not stored: nobody can make a second server that devices would
+    # trust.
     formats = serialization.PrivateFormat
     plain = serialization.NoEncryption()
-    pem, ssh = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
+    pem = serialization.Encoding.PEM
+    ssh = serialization.Encoding.OpenSSH
     files = {
         "ca.crt": authority.public_bytes(pem),
         "server.pem": certificate.public_bytes(pem),

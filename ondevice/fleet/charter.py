@@ -24,25 +24,26 @@ MOST_CHARTER_BYTES = 1 << 20
 LANE = 1 << 40
 """Distance between the steps of devices that have their own seeds."""
 ADDED = ("batch_share", "secure", "decay_rounds")
-"""Settings that came after the first charters; left out where they are the default, so a fleet keeps its number."""
+"""Settings newer than the first charters; left out if they are the default, so a fleet keeps its
+number."""
 ADDED_HERE = ("optimizer", "subspace", "refresh_steps", "device_keys")
 """The same of the charter itself."""
 
 
 class FleetConfig(Agreement):
-    """A fleet's rounds, and what its server makes of answers."""
+    """A fleet's rounds, and how its server combines replies."""
 
     rounds: Annotated[int, Flag("--rounds")] = Field(default=100, ge=1)
     """Rounds of the fleet. A fleet that has ended can get more."""
 
     sample: float = Field(default=1.0, gt=0, le=1)
-    """Share of the devices that are asked in a round, drawn anew for each."""
+    """Fraction of the devices that are asked in a round, drawn for each round."""
 
     least_devices: int = Field(default=1, ge=1)
     """A server waits for so many devices before a round."""
 
     wait_s: float = Field(default=600.0, gt=0)
-    """Longest wait for the answers of a round, seconds."""
+    """Longest wait for the replies of a round, seconds."""
 
     def agreement(self) -> Agreement:
         """Return the part that the charter has."""
@@ -71,7 +72,8 @@ class CommonCharter(StrictConfig):
     """How rows become tokens: task and longest row. The rows themselves stay where they are."""
 
     seed: int = Field(ge=0, lt=2**63)
-    """Of what the adapter begins with, and of the noise (zeroth order) or the order of rows (first order)."""
+    """Of what the adapter begins with, and of the noise (zeroth order) or the order of rows (first
+    order)."""
 
     learning_rate: float = Field(gt=0)
     """Of the local steps; messages of a zeroth-order fleet round it to float32."""
@@ -95,24 +97,26 @@ class CommonCharter(StrictConfig):
         """Read what `to_bytes` gave.
 
         Raises:
-            FleetError: it is no charter, or of another version.
+            FleetError: it is not a charter, or of another version.
         """
         try:
             return cls.parse(parse_json(data, most_bytes=MOST_CHARTER_BYTES), "charter")
         except (ValueError, ConfigError) as error:
             said = getattr(error, "message", str(error))
             raise FleetError(
-                f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]
+                f"not a valid charter of a {cls.kind_of_fleet}", received=said[:500]
             ) from None
 
     @property
     def id(self) -> int:
-        """Number of the fleet in messages: the first four bytes of the charter's SHA-256, little-endian."""
+        """Number of the fleet in messages: the first four bytes of the charter's SHA-256,
+        little-endian."""
         return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:4], "little")
 
 
 class Charter(CommonCharter):
-    """The head of a zeroth-order fleet's log; all devices try the same directions of the same size."""
+    """The head of a zeroth-order fleet's log; all devices try the same directions of the same
+    size."""
 
     kind_of_fleet = "fleet"
 
@@ -126,22 +130,24 @@ class Charter(CommonCharter):
     """Directions a step."""
 
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """The optimizer that takes the combined numbers: plain steps, or Adam over each local step's sum."""
+    """The optimizer that takes the combined numbers: plain steps, or Adam over each local step's
+    sum."""
 
     subspace: Literal["seed", "given"] = "seed"
-    """Where the frozen tensors come from: of the seed, or of a device's gradient, which refreshes bring."""
+    """Source of the frozen tensors: the seed, or a device's gradient, which refreshes bring."""
 
     refresh_steps: int | None = Field(default=None, ge=1)
     """Local steps between two refreshes; None keeps the first one's tensors."""
 
     fleet: Agreement
-    """The settings by which the server combines answers."""
+    """The settings by which the server combines replies."""
 
     device_keys: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
         default=(), max_length=10_000
     )
-    """SHA-256 of the public key of each device that may take part. Devices of a secure sum trust no other key, and
-    answers by file are taken with a signature of one of them only. Empty: answers by file are not signed."""
+    """SHA-256 of the public key of each device that may take part. Devices of a secure sum trust no
+    other key, and replies by file must be signed by one of them. Empty: replies by file are not
+    signed."""
 
     @model_validator(mode="after")
     def _sizes(self) -> Charter:
@@ -151,7 +157,7 @@ class Charter(CommonCharter):
             )
         if self.refresh_steps and self.refresh_steps % self.fleet.local_steps:
             raise ValueError(
-                f"a subspace is taken every {self.refresh_steps} steps, which are no whole rounds of "
+                f"a subspace is taken every {self.refresh_steps} steps, which is not a multiple of "
                 f"{self.fleet.local_steps} local steps: set method.refresh_every to a multiple of them"
             )
         odd = [name for name, value in (("momentum", 0.0), ("open_rounds", 1), ("seeds", "shared"))
@@ -175,11 +181,12 @@ class Charter(CommonCharter):
 
     @property
     def numbers(self) -> int:
-        """Numbers of an answer."""
+        """Numbers of a reply."""
         return self.fleet.local_steps * self.queries
 
     def check_task(self, task: Task) -> None:
-        """Check that a task is the one that this charter has for its round, so that no round can be asked twice.
+        """Check that a task is the one that this charter has for its round, so that no round can be
+        asked twice.
 
         Raises:
             Refusal: another fleet, other steps, or another rate.
@@ -191,7 +198,8 @@ class Charter(CommonCharter):
                 expected=f"{self.id:08x}",
                 received=f"{task.fleet:08x}",
             )
-        first, lanes = self.first_step(task.round, 0), LANE if self.fleet.seeds == "own" else 0
+        first = self.first_step(task.round, 0)
+        lanes = LANE if self.fleet.seeds == "own" else 0
         ahead = task.first_step - first
         if (
             task.local_steps != self.fleet.local_steps
@@ -227,14 +235,13 @@ class Charter(CommonCharter):
     def rate(self, number: int) -> float:
         """Return the learning rate of a round's local steps."""
         decay = self.fleet.decay_rounds
-        return (
-            self.learning_rate
-            if decay is None
-            else self.learning_rate * max(0.0, 1.0 - number / decay)
-        )
+        if decay is None:
+            return self.learning_rate
+        return self.learning_rate * max(0.0, 1.0 - number / decay)
 
     def factor(self, number: int) -> float:
-        """Return what a round's combined numbers are multiplied by; Adam's rate is applied after its moments."""
+        """Return what a round's combined numbers are multiplied by; Adam's rate is applied after
+        its moments."""
         if self.optimizer == "adam":
             return self.learning_rate / self.queries
         return self.fleet.server_rate * self.rate(number) / self.queries
@@ -257,7 +264,7 @@ class Charter(CommonCharter):
         """Return the generator's step number of a round's first local step.
 
         Args:
-            lane: the device's place in the round, from 0; used where devices have their own seeds.
+            lane: the device's index in the round, from 0; used if devices have their own seeds.
         """
         step = number * self.fleet.local_steps
         return step + (lane + 1) * LANE if self.fleet.seeds == "own" else step

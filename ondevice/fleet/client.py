@@ -1,6 +1,6 @@
-"""A device's answer to a message of Flower: asks the process that has the device's model and rows.
+"""A device's reply to a message of Flower: asks the process that has the device's model and rows.
 
-This runs in the process that talks to the network (`node`), so it imports little.
+This runs in the process that talks to the network (`node`).
 """
 
 from __future__ import annotations

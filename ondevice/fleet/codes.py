@@ -1,8 +1,7 @@
 """Codes for everything that a device or a server refuses: a closed list.
 
-A code is all that a device says of an error. Its message may quote rows, paths or settings of the device, so it stays
-in the device's own log.
-"""
+Of an error, only its code leaves a device. The message may quote rows, paths or settings of the
+device, so it stays in the device's own log."""
 
 from __future__ import annotations
 
@@ -36,13 +35,15 @@ class Code(StrEnum):
     OTHER_STATE = "other_state"
     """It begins from another state."""
     OTHER_TASK = "other_task"
-    """The device has answered this round to another task, or the task is not one of the charter's."""
+    """The device has replied to another task of this round, or the task is not one of the
+    charter's."""
     ANSWERED = "answered"
-    """The device has answered this task, and no longer keeps the answer."""
+    """The device has replied to this task, and no longer has the reply."""
     BUDGET = "budget"
-    """One more answer would exceed the device's privacy budget."""
+    """One more reply would exceed the device's privacy budget."""
     NAME = "name"
-    """The charter names a task or a model that a device does not open: a path, or an unknown name."""
+    """The charter names a task or a model that a device does not open: a path, or an unknown
+    name."""
     DATA = "data"
     """The device's rows cannot be used."""
     MODEL = "model"
@@ -54,7 +55,7 @@ class Code(StrEnum):
     PACKAGE = "package"
     """The device lacks an optional package."""
     SUBSPACE = "subspace"
-    """The device gives no subspace."""
+    """The device does not compute subspaces."""
     KEYS = "keys"
     """A device's keys are not signed by one of the devices that the charter names."""
     UNSAFE = "unsafe"
@@ -66,17 +67,17 @@ class Code(StrEnum):
     NOT_ASKED = "not_asked"
     """The device has no task in this round."""
     TWICE = "twice"
-    """The device has answered already."""
+    """The device has already replied."""
     OTHER_DEVICE = "other_device"
-    """The answer is in another device's name."""
+    """The reply is in another device's name."""
     NUMBERS = "numbers"
     """The numbers, tensors or vectors are of another count, shape or unit."""
     NOT_FINITE = "not_finite"
     """NaN or infinity."""
     SIGNATURE = "signature"
-    """An answer by file is not signed by its device's key."""
+    """A reply by file is not signed by its device's key."""
     NO_PROCESS = "no_process"
-    """The device's process does not answer."""
+    """The device's process does not respond."""
     FAILED = "failed"
     """Anything else; the device's own log has it."""
 
@@ -97,13 +98,14 @@ class Refusal(FleetError):
     """A refused message.
 
     Args:
-        code: all that another machine gets to know.
+        code: all that another machine learns.
         about: the number of the device that the code is about, if it is not the sender.
     """
 
     def __init__(self, code: Code, message: str, *, about: int | None = None, **more: Any) -> None:
         super().__init__(message, **more)
-        self.code, self.about = code, about
+        self.code = code
+        self.about = about
 
 
 def code_of(error: Exception) -> Code:

@@ -1,6 +1,6 @@
-"""Combine a round's answers: a pure function of their set, the same in every order.
+"""Combine a round's replies: a pure function of their set, the same in every order.
 
-Sums are rounded once (`math.fsum`), so the order of the answers does not matter, nor does the machine.
+Sums are rounded once (`math.fsum`), so neither the order of the replies nor the machine matters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ondevice.fleet.messages import LARGEST_UNIT, UNIT, Answer, Group
 from ondevice.fleet.numbers import pack
 
 LEAST = 3
-"""Answers that can be held against each other."""
+"""Replies that can be compared with each other."""
 
 
 def length_of(values: Sequence[float]) -> float:
@@ -31,23 +31,22 @@ def clip(values: Sequence[float], norm: float | None) -> list[float]:
 
 
 def weights_of(rows: Sequence[int], most: int | None = None) -> list[int]:
-    """Return each answer's weight in a mean: its rows, but at most `most` and at most the median of all.
+    """Return each reply's weight in a mean: its rows, but at most `most` and at most the median of
+    all.
 
-    Rows are what a device claims. With the median, one that lies counts no more than an honest device, as long as most
-    are honest.
-    """
+    Rows are what a device claims. With the median, one that lies counts no more than an honest
+    device, as long as most are honest."""
     middle = median_low(rows)
     most = middle if most is None else min(most, middle)
     return [min(each, most) for each in rows]
 
 
 def longest_of(lengths: Sequence[float]) -> float:
-    """Return the length that one answer of a mean may have, in view of the others.
+    """Return the length that one reply of a mean may have, in view of the others.
 
-    It is the longest that is left without the longest quarter, one answer at least: so where a quarter of the devices
-    lie, none of them moves the mean further than an honest device does. Fewer than three answers say nothing of each
-    other.
-    """
+    It is the longest one without the longest quarter, one reply at least: so if a quarter of the
+    devices lie, none of them moves the mean further than an honest device does. Fewer than three
+    replies cannot be compared."""
     count = len(lengths)
     return sorted(lengths)[count - 1 - max(1, count // 4)] if count >= LEAST else math.inf
 
@@ -79,28 +78,26 @@ def median(columns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]:
-    """Return the answers' numbers, shortened where no honest device's would be longer.
+    """Return the replies' numbers, shortened to the length of honest devices'.
 
-    Those of a secure fleet are left: its sum is made without anybody looking at one of them.
+    Those of a secure fleet are not shortened: nobody sees a single one of them.
     """
     given = [answer.numbers.values() for answer in answers]
     if config.secure:
         return given
     given = [clip(values, config.longest(len(values))) for values in given]
     if config.combine == "median":
-        return given  # which does not look at the length; a trimmed mean of few answers trims none
+        return given  # ignores lengths; a trimmed mean of few replies trims none
     most = longest_of([length_of(values) for values in given])
     return [clip(values, most) for values in given]
 
 
 def weighted(answers: Sequence[Answer], config: Agreement) -> list[int]:
-    """Return the answers' weights; of a secure fleet those that its devices multiply by."""
+    """Return the replies' weights; of a secure fleet those that its devices multiply by."""
     rows = [answer.rows for answer in answers]
-    return (
-        [min(each, config.most_rows) for each in rows]
-        if config.secure
-        else weights_of(rows, config.most_rows)
-    )
+    if config.secure:
+        return [min(each, config.most_rows) for each in rows]
+    return weights_of(rows, config.most_rows)
 
 
 def combined(answers: Sequence[Answer], config: Agreement) -> list[float]:
@@ -124,7 +121,7 @@ def coefficients_of(
     """Return a round's groups: shared directions in one, own directions in one for each device.
 
     Args:
-        answers: (first step, answer) of every device that answered, in any order.
+        answers: (first step, reply) of every device that replied, in any order.
         factor: `Charter.factor` of the round; coefficients are it times a number.
     """
     if not answers:
@@ -133,7 +130,7 @@ def coefficients_of(
     if config.seeds == "shared":
         values = combined([answer for _, answer in ordered], config)
         return (shared_group(ordered[0][0], values, factor),)
-    # A device's own directions have nothing to be compared with, except for the length of its numbers.
+    # A device's own directions can be compared only by the length of its numbers.
     given = [answer for _, answer in ordered]
     weights = weighted(given, config)
     total = sum(weights)

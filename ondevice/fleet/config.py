@@ -1,4 +1,5 @@
-"""The run file of a fleet: an ordinary one, and a section each for the fleet and for its simulation."""
+"""The run file of a fleet: an ordinary one, and a section each for the fleet and for its
+simulation."""
 
 from __future__ import annotations
 
@@ -41,32 +42,34 @@ class SimulationConfig(StrictConfig):
     devices one label."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the devices that do not answer in a round, drawn anew for each."""
+    """Fraction of the devices that do not reply in a round, drawn for each round."""
 
     late: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the answers that come after their round has ended, and are refused."""
+    """Fraction of the replies that come after their round has ended, and are refused."""
 
     hostile: float = Field(default=0.0, ge=0, le=1)
-    """Share of the devices that lie: the same ones in every round."""
+    """Fraction of the devices that lie: the same ones in every round."""
 
     attack: Attack = "flip"
-    """The answers of hostile devices: their numbers negated and ten times as large, noise, or numbers and rows as large
-    as a message holds."""
+    """The replies of hostile devices: their numbers negated and ten times as large, noise, or
+    numbers and rows as large as a message holds."""
 
     weak: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the devices of a first-order fleet that are too weak for a backward pass: they answer with a
-    zeroth-order method's numbers, which the server makes an adapter of. For methods that freeze A."""
+    """Fraction of the devices of a first-order fleet that are too weak for a backward pass: they
+    reply with a zeroth-order method's numbers, which the server makes an adapter of. For methods
+    that freeze A."""
 
     weak_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of the weak devices."""
 
     eval_every: int | None = Field(default=None, ge=1)
-    """Rounds between two evaluations, for `curve` and plots; the first and the last round are always evaluated."""
+    """Rounds between two evaluations, for `curve` and plots; the first and the last round are
+    always evaluated."""
 
     @model_validator(mode="after")
     def _somebody(self) -> SimulationConfig:
         if self.hostile and round(self.hostile * self.devices) == 0:
-            raise ValueError(f"hostile: {self.hostile:g} of {self.devices} devices is none")
+            raise ValueError(f"hostile: {self.hostile:g} of {self.devices} devices rounds to 0")
         return self
 
 
@@ -95,9 +98,8 @@ class FleetRun(RunConfig):
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file with `overrides` on top; see `RunConfig.load`.
 
-        Where the method is not named, it is the one whose answers are numbers. Where its noise is not named, it is
-        signs: they replay several times faster than Gaussians.
-        """
+        Without a method it is the one whose replies are numbers. Without its noise it is signs:
+        they replay several times faster than Gaussians."""
         values = read_yaml(path) if path is not None else {}
         section = values.get("method")
         named = section if isinstance(section, str) else (section or {}).get("name")
@@ -120,27 +122,29 @@ class FleetRun(RunConfig):
         return config
 
     def decided(self) -> Self:
-        """Return the run file with what is `auto` of a method whose subspaces are given."""
+        """Return the run file with every `auto` of a method with given subspaces decided."""
         if not self.gives_subspaces:
             return self
         return self.model_copy(update={"method": spec_of(self.method).for_training(self.method)})
 
     @property
     def gives_subspaces(self) -> bool:
-        """True where the method moves what a gradient gives, rather than what the seed gives: only if it is asked for,
-        because a subspace is megabytes, and a device without PyTorch cannot give one."""
+        """True if the subspace is a gradient's rather than the seed's: only on request, because a
+        subspace is megabytes, and a device without PyTorch cannot compute one."""
         return getattr(self.method, "subspace", None) == "gradient"
 
     @property
     def averages(self) -> bool:
-        """True where devices answer with adapters, which the server averages, rather than with numbers."""
+        """True if devices reply with adapters, which the server averages, rather than with
+        numbers."""
         return spec_of(self.method).order == "first"
 
     def check_method(self) -> None:
         """Refuse a method that a fleet cannot share.
 
         Raises:
-            ConfigError: the method trains the whole model; or a setting is of the other kind of fleet.
+            ConfigError: the method trains the whole model; or a setting is of the other kind of
+                fleet.
         """
         spec = spec_of(self.method)
         if spec.trains != "adapter" or not (self.averages or spec.capability(Replays)):
@@ -151,7 +155,7 @@ class FleetRun(RunConfig):
                 and (other.capability(Replays) or other.order == "first")
             ]
             raise ConfigError(
-                f"method {spec.name} has nothing that a fleet could share",
+                f"a fleet cannot share what method {spec.name} trains",
                 expected=f"a method that trains an adapter: {', '.join(capable)}",
                 received=spec.name,
             )
@@ -164,19 +168,19 @@ class FleetRun(RunConfig):
             )
             if odd:
                 raise ConfigError(
-                    f"fleet.{odd[0]} is about devices that answer with numbers, and {spec.name} answers with adapters",
+                    f"fleet.{odd[0]} is for devices that reply with numbers, but {spec.name} replies with adapters",
                     expected="averaging.strategy, such as fedtrimmedavg",
                     received=", ".join(odd),
                 )
         elif self.simulation.weak:
             raise ConfigError(
-                "simulation.weak is the share of zeroth-order devices in a first-order fleet",
+                "simulation.weak is the fraction of zeroth-order devices in a first-order fleet",
                 expected="a first-order method such as lora-fa",
                 received=spec.name,
             )
 
     def check_device_keys(self, device_keys: Path | None) -> None:
-        """Check that a charter names its devices' keys where they are needed, and only where they are used.
+        """Check that a charter names its devices' keys if and only if they are used.
 
         Raises:
             ConfigError: a secure fleet without keys, or a first-order one with them.
@@ -189,7 +193,7 @@ class FleetRun(RunConfig):
             )
         if self.averages and device_keys is not None:
             raise ConfigError(
-                f"{self.method.name} answers with adapters, which devices do not sign: --device-keys"
+                f"{self.method.name} replies with adapters, which devices do not sign: --device-keys"
             )
 
     def adapter_charter(self, model: Any) -> AdapterCharter:
@@ -210,7 +214,8 @@ class FleetRun(RunConfig):
         )
 
     def shared_data(self) -> dict[str, Any]:
-        """Return the settings of the data that all devices share: how rows become tokens, and no path."""
+        """Return the settings of the data that all devices share: how rows become tokens, and no
+        path."""
         hidden = {"path", "eval_path", "validation_split", "columns"}
         return self.data.model_dump(mode="json", exclude=hidden)
 
@@ -235,7 +240,7 @@ class FleetRun(RunConfig):
         given = self.gives_subspaces
         if optimizer == "adam" and not given:
             raise ConfigError(
-                "a fleet has Adam where its subspaces are given: method.optimizer",
+                "a fleet has Adam only with given subspaces: method.optimizer",
                 expected="sgd, or method.subspace gradient",
                 received="adam",
             )
@@ -264,18 +269,20 @@ def _default(name: str) -> Any:
 
 
 def check_update(session: Session, charter: Charter) -> None:
-    """Refuse a method whose update is another than the fleet's own of the same numbers.
+    """Refuse a method whose update differs from the fleet's own for the same numbers.
 
-    The session is asked, whatever the method's settings say: two steps, and the second knows the first one's moments.
+    The session is tried, whatever the method's settings say: the second step knows the first one's
+    moments.
 
     Raises:
         ConfigError: the update is another.
     """
-    name, before = vector_name(session, charter.session_size), session.state()
+    name = vector_name(session, charter.session_size)
+    before = session.state()
     if charter.subspace == "seed" and (more := sorted(set(before) - {name, "seed"})):
         raise ConfigError(
-            "the method keeps more than the vector that a fleet shares",
-            expected="plain steps in a space that the seed alone decides",
+            "the method has more state than the vector that a fleet shares",
+            expected="plain steps in a space that only the seed decides",
             received=", ".join(more),
             hint="leave out settings that fit a subspace to the rows, or name it: method.subspace gradient",
         )
@@ -283,10 +290,11 @@ def check_update(session: Session, charter: Charter) -> None:
         update={"server_rate": 1.0, "momentum": 0.0, "decay_rounds": None}
     )
     state = charter.model_copy(update={"fleet": agreed}).state()
-    rate, start = charter.learning_rate, before[name][: charter.size].astype(np.float64)
+    rate = charter.learning_rate
+    start = before[name][: charter.size].astype(np.float64)
     try:
         load_vector(session, before[name], name)
-        for step in range(2):  # the second knows the first one's moments, if there are any
+        for step in range(2):  # the second knows the first one's moments, if any
             given = np.random.default_rng(step).normal(0.0, 1.0, charter.queries).tolist()
             require(session, Replaying).apply_update(tuple(given), step, rate)
             group = shared_group(step, given, rate / charter.queries)
@@ -300,7 +308,7 @@ def check_update(session: Session, charter: Charter) -> None:
     expected = state.vector * 2.0**UNIT
     if not np.allclose(moved, expected, rtol=0, atol=1e-2 * float(np.abs(expected).max())):
         raise ConfigError(
-            "the method's update is not the one that a fleet makes of its numbers",
+            "the method's update differs from a fleet's update by the same numbers",
             expected="a sum of random directions times numbers, or Adam of it in a gradient's subspace",
             hint="leave out settings that add an optimizer's moments",
         )

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger("ondevice.fleet")
-DATA_BYTES, FILE_BYTES, FILES = 2 << 30, 64 << 20, 1024
+DATA_BYTES = 2 << 30
+FILE_BYTES = 64 << 20
+FILES = 1024
 """Most memory, longest file (its log) and most open files of the process for the network."""
 RESOLVING = (
     "/etc/hosts",
@@ -31,10 +33,14 @@ DNS_PORT = 53
 
 _NO_NEW_PRIVILEGES = 38  # prctl
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # Landlock's system calls, the same on every architecture
-_PATH, _PORT = 1, 2
-_WRITE_FILE, _READ_FILE, _READ_FOLDER = 1 << 1, 1 << 2, 1 << 3
+_PATH = 1
+_PORT = 2
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_FOLDER = 1 << 3
 _FILE_RIGHTS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}  # by Landlock's version; 16 from version 5 on
-_BIND_OR_CONNECT, _CONNECT = 3, 2
+_BIND_OR_CONNECT = 3
+_CONNECT = 2
 _OTHERS_SOCKETS_AND_SIGNALS = 3
 
 

@@ -1,7 +1,8 @@
-"""A device's end: its copy of the fleet, its rows and its open session, in one process that answers many messages.
+"""A device's end: its copy of the fleet, its rows and its session, in one process for many
+messages.
 
-What carries the messages (Flower's process for each, or a file) asks it over a socket that only its user can open.
-"""
+The carrier of messages (Flower's process, or a file) asks it over a socket that only its user can
+open."""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ SETTINGS_FILE = "device.json"
 TRAFFIC = "bytes.txt"
 """Bytes to and from this device, transport apart, so far."""
 METRICS = "metrics"
-"""Rows and loss, beside a first-order answer's tensors in the ledger."""
+"""Rows and loss, which the ledger stores with a first-order reply's tensors."""
 
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """The settings of a device, which its owner gives and nobody else.
+    """The settings of a device, which only its owner sets.
 
     Attributes:
         folder: of its own copy of the fleet.
@@ -63,10 +64,10 @@ class DeviceSettings:
         task, columns, strict_columns: how they are read; the charter's task by default.
         model: the base model under this device's name for it; the charter's by default.
         artifact: an exported program instead of the model.
-        batch_size: rows a step, where the program does not decide it.
+        batch_size: rows a step, unless the program decides it.
         gives_subspace: this device may be asked for the subspace of its rows' gradient.
         key: file of the device's private key, which signs what a server could say in its name.
-        epsilon: privacy budget of all answers from this folder; see `ledger.Ledger.check_budget`.
+        epsilon: privacy budget of all replies from this folder; see `ledger.Ledger.check_budget`.
     """
 
     folder: str
@@ -92,7 +93,7 @@ class Device:
         self._secrets: tuple[bytes, Secrets] | None = None
 
     def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
-        """Answer one message; a mistake is a reply too, of a code: what it says of this device stays here.
+        """Reply to one message; to an error with its code only: the message stays on this device.
 
         Args:
             number: the device's, as the transport has it.
@@ -103,11 +104,12 @@ class Device:
             log.warning("%s", error)
             return failed(error)
         except Exception as error:
-            log.exception("a message could not be answered")
+            log.exception("a message could not be processed")
             return failed(error)
 
     def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
-        """Take one message: the charter, or events and maybe a task; see `reply`. Its bytes and the answer's are kept.
+        """Take one message: the charter, or events and maybe a task; see `reply`. Counts the bytes
+        of both.
 
         Raises:
             OndeviceError: the message cannot be taken.
@@ -139,7 +141,7 @@ class Device:
                 if not self.settings.gives_subspace:
                     raise Refusal(
                         Code.SUBSPACE,
-                        "this device gives no subspace",
+                        "this device does not compute subspaces",
                         hint="its owner says --gives-subspace",
                     )
                 file = self._entered(store, state, number).subspace()
@@ -149,7 +151,8 @@ class Device:
             store.charter.check_task(task)
             with Ledger(folder) as ledger:
                 once = partial(ledger.once, task.fleet, task.round, task.begin)
-                cost, budget = cost_of(store.charter.fleet.noise_multiplier), self.settings.epsilon
+                cost = cost_of(store.charter.fleet.noise_multiplier)
+                budget = self.settings.epsilon
                 if store.charter.fleet.secure:
                     return self._secure(
                         store, state, content, number, partial(once, budget=budget), cost
@@ -163,7 +166,8 @@ class Device:
 
     def _follow(self, store: Store, content: dict[str, Any]) -> State:
         """Apply the events of a message that this device lacks."""
-        state, given = self._state(store), content.get("events", [])
+        state = self._state(store)
+        given = content.get("events", [])
         known = set(store.events()) if given else set()
         # A file may be taken twice, and a server may not know what a device has.
         with refusing(Code.MALFORMED):
@@ -180,7 +184,8 @@ class Device:
     def _entered(self, store: Store, state: State, number: int) -> Member:
         """The member in the fleet's state, and in its subspace."""
         member = self._open(store.charter, number)
-        member.state, member.device = state, number
+        member.state = state
+        member.device = number
         if member.space is not None:
             member.space.enter(
                 [read_event(data) for data in store.events(member.space.place)], store.file_of
@@ -188,7 +193,7 @@ class Device:
         return member
 
     def _state(self, store: Store) -> State:
-        """Where this device is: what the member has, or else what the file says."""
+        """This device's state: the member's, or else the stored one."""
         last = store.connection.execute(
             "SELECT event FROM events ORDER BY place DESC LIMIT 1"
         ).fetchone()
@@ -209,7 +214,7 @@ class Device:
         once: Callable[..., bytes],
         cost: float,
     ) -> dict[str, Any]:
-        """Answer a stage of a secure sum; nothing else leaves a device of such a fleet.
+        """Reply to a stage of a secure sum; nothing else leaves a device of such a fleet.
 
         Args:
             once: the ledger's, for the task's round.
@@ -220,10 +225,11 @@ class Device:
         if "secure" not in content:
             raise Refusal(
                 Code.UNSAFE,
-                "a secure fleet's devices answer with masked sums alone",
+                "a secure fleet's devices reply only with masked sums",
                 hint="run the server over Flower",
             )
-        task, data = Task.from_bytes(content["task"]), content["secure"]
+        task = Task.from_bytes(content["task"])
+        data = content["secure"]
         stage = read_request(data).stage
 
         def vector() -> np.ndarray:
@@ -261,7 +267,8 @@ class Device:
         return DeviceKey(Path(self.settings.key))
 
     def signed(self, answer: bytes) -> Signed | None:
-        """Return the signature of an answer that travels as a file; None where the charter names no devices.
+        """Return the signature of a reply that travels as a file; None if the charter names no
+        devices.
 
         Raises:
             Refusal: this device has no key.
@@ -270,13 +277,12 @@ class Device:
             return self._key().sign(ANSWER_DOMAIN + answer) if store.charter.device_keys else None
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
+        """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say
+        its hash."""
         number = content.get("round", 0)
         with refusing(Code.MALFORMED):
-            charter, arrays = (
-                AdapterCharter.from_bytes(content["charter"]),
-                from_bytes(content["adapter"]),
-            )
+            charter = AdapterCharter.from_bytes(content["charter"])
+            arrays = from_bytes(content["adapter"])
         with refusing(Code.OTHER_FLEET), AdapterStore.create(folder, charter, arrays) as store:
             store.keep(arrays)
             if content.get("last"):
@@ -307,7 +313,8 @@ class Device:
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """Return the reply that stands for an error: a code, and a device's number where it is about one."""
+    """Return the reply for an error: its code, and the number of the device that it is about, if
+    any."""
     about = getattr(error, "about", None)
     return {"error": str(code_of(error)), **({} if about is None else {"about": about})}
 
@@ -374,11 +381,10 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
 
 @contextmanager
 def answering(settings: DeviceSettings) -> Iterator[Path]:
-    """Answer over a socket in a thread of this process; gives the file that names the socket.
+    """Reply over a socket in a thread of this process; yield the file that names the socket.
 
-    The socket is in a folder of its own below the system's temporary one, which only this user can enter: a path of
-    the user's may be longer than a socket's name can be.
-    """
+    The socket is in a folder of its own below the system's temporary one, which only this user can
+    enter: a path of the user's may be longer than a socket's name can be."""
     device = Device(settings)
     with tempfile.TemporaryDirectory(prefix="ondevice-") as folder:
         address = str(Path(folder) / "device")
@@ -404,4 +410,4 @@ def _listen(listener: Listener, device: Device) -> None:
         except OSError:
             return  # the listener was closed
         except Exception:
-            log.exception("a message could not be answered")
+            log.exception("a message could not be processed")

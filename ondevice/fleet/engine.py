@@ -1,9 +1,9 @@
-"""A simulated fleet in Flower's own engine (Ray): the ServerApp of `apps`, and devices in Ray's actors.
+"""A simulated fleet in Flower's own engine (Ray): the ServerApp of `apps`, and devices in Ray's
+actors.
 
-`simulate` needs neither and is what a test can follow; this is the same server and the same devices under Flower's
-scheduling, on as many processes as Ray starts. Each device keeps its copy of the fleet in a folder, because its next
-message may meet another actor.
-"""
+`simulate` needs neither and is what a test can follow; this is the same server and the same devices
+under Flower's scheduling, on as many processes as Ray starts. Each device keeps its copy of the
+fleet in a folder, because its next message may meet another actor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ log = logging.getLogger("ondevice.fleet")
 
 
 class SlowPost(Post):
-    """A post in whose fleet some replies are late: the wait for them is over, and they come with the next message.
+    """A post in whose fleet some replies are late: the wait for them is over, and they come with
+    the next message.
 
     Nobody waits in truth, so that a simulated round with slow devices is as short as one without.
     """
@@ -59,7 +60,8 @@ class SlowPost(Post):
     def take(self, numbers: Iterable[str] | None = None) -> list[tuple[Sent, Message | None]]:
         came: list[tuple[Sent, Message | None]] = []
         if numbers is None:
-            came, self.released = self.released, []
+            came = self.released
+            self.released = []
         for sent, reply in super().take(numbers):
             fate: Any = {} if reply is None or reply.has_error() else reply.content["fleet"]
             if reply is not None and "late" in fate:
@@ -114,7 +116,8 @@ def simulate_with_flower(
 
     from ondevice.fleet.apps import Server
 
-    out, given = config.train.out.absolute(), config.model_dump_json()
+    out = config.train.out.absolute()
+    given = config.model_dump_json()
     with RunLock(out):
         make_room(out, FILE_NAME, resume, overwrite)
         if not (out / FILE_NAME).exists():  # devices of a fleet that was replaced
@@ -122,7 +125,8 @@ def simulate_with_flower(
                 shutil.rmtree(file.parent)
         world = _world(given)
         Store.create(out, world.charter).close()
-        server_app, errors = ServerApp(), []
+        server_app = ServerApp()
+        errors = []
 
         @server_app.main()
         def serve(grid: Any, context: Context) -> None:
@@ -164,16 +168,14 @@ def simulate_with_flower(
     with Store.open(out) as store:
         said = json.loads(store.fact("devices") or "{}")
         refused = json.loads(store.fact("refused") or "{}")
-    done = world.run(
-        True, False, lambda done: None
-    )  # no round is missing: what is left is to evaluate
+    done = world.run(True, False, lambda done: None)  # no round is missing: only evaluate
     return replace(
         done, hashes_equal=bool(said) and all(said.values()), devices=len(said), refused=refused
     )
 
 
 def _client_app(given: str, out: str) -> Any:
-    """The app that Ray's actors run; what it closes over is text, so that it can be sent."""
+    """The app that Ray's actors run; it closes over text only, so that it can be sent."""
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
@@ -198,14 +200,16 @@ def _client_app(given: str, out: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _world(given: str) -> Any:
-    """The simulated devices of a run file, opened once in a process: one session computes for all."""
+    """The simulated devices of a run file, opened once in a process: one session computes for
+    all."""
     return Simulation(*open_run(FleetRun.model_validate(json.loads(given))))
 
 
 def reply(
     given: str, out: str, number: int, content: dict[str, Any], context: Context
 ) -> dict[str, Any]:
-    """Answer a message as device `number`: where the run file says so, not at all, late, or with a lie."""
+    """Reply to a message as device `number`: if the run file says so, not at all, late, or with a
+    lie."""
     world = _world(given)
     own: Member = world.members[number]
     folder = str(Path(out) / f"device-{number}")

@@ -1,4 +1,5 @@
-"""The SQLite file of a fleet of any kind: how it is begun, opened and closed, its charter, and values by name."""
+"""The SQLite file of a fleet of any kind: how it is begun, opened and closed, its charter, and
+values by name."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 
 class FleetFile:
-    """A fleet's file; a context manager. A kind of fleet says the name, the tables, their version and the charter's
-    type, and has a `create` and an `open`."""
+    """A fleet's file; a context manager. A kind of fleet defines the name, the tables, their
+    version and the charter's type, a `create` and an `open`."""
 
     file_name: ClassVar[str]
     schema: ClassVar[str]
-    """Tables beside the common ones."""
+    """Tables in addition to the common ones."""
     version: ClassVar[int]
     charter_type: ClassVar[Any]
     none_here: ClassVar[str]
-    """The content of a folder without the file, in a word: 'no fleet'."""
+    """The description of a folder without the file: 'no fleet'."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, charter: Any) -> None:
         self.folder, self.connection, self.charter = folder, connection, charter
 
     @classmethod
     def _create(cls, folder: Path, charter: Any, *first: tuple[str, tuple[Any, ...]]) -> Self:
-        """Open the fleet of this charter in `folder`; if there is none, begin it, and run the statements `first`.
+        """Open the fleet of this charter in `folder`, or begin it with the statements `first`.
 
         Raises:
             FleetError: another fleet is there.
@@ -46,7 +47,7 @@ class FleetFile:
                 connection = connect(path)
             with (
                 connection
-            ):  # one transaction: a fleet is whole or not there, whenever the process is killed
+            ):  # one transaction: a fleet is complete or absent, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     for statement in filter(str.strip, (COMMON + cls.schema).split(";")):
@@ -61,7 +62,8 @@ class FleetFile:
         store = cls.open(folder)
         if store.charter != charter:
             store.close()
-            ours, theirs = charter.model_dump(mode="json"), store.charter.model_dump(mode="json")
+            ours = charter.model_dump(mode="json")
+            theirs = store.charter.model_dump(mode="json")
             names = sorted(name for name in ours if ours[name] != theirs[name])
             raise FleetError(
                 f"{folder} holds another fleet: {', '.join(names)}",
@@ -76,7 +78,7 @@ class FleetFile:
         """Open the fleet in `folder`.
 
         Raises:
-            FleetError: there is none, or a newer version wrote it.
+            FleetError: the folder has none, or a newer version wrote it.
             StorageError: the file is damaged.
         """
         path = Path(folder) / (name or cls.file_name)
@@ -115,12 +117,12 @@ class FleetFile:
         self.close()
 
     def set_fact(self, name: str, value: str) -> None:
-        """Keep a value by name, such as a device's number."""
+        """Store a value by name, such as a device's number."""
         with self.connection:
             self.connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     def fact(self, name: str) -> str | None:
-        """Return a value that was kept."""
+        """Return a stored value."""
         row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 

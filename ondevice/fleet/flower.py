@@ -31,7 +31,7 @@ RETRY_S = 3.0
 POLL_S = 0.5
 LOG_BYTES = 1 << 20
 SAID = "fleet: "
-"""What a server says to its user begins so."""
+"""Prefix of a server's messages to its user."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -60,7 +60,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let a termination end what is inside as Ctrl-C does, so that no process stays behind."""
+    """Let a termination end the context as Ctrl-C does, so that no process stays behind."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -115,7 +115,8 @@ class _Lines(io.TextIOBase):
     """Standard output of the rounds: what they say to the user goes to `say`, without the mark."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.rest = say, ""
+        self.say = say
+        self.rest = ""
 
     def write(self, text: str) -> int:
         *lines, self.rest = (self.rest + text).split("\n")
@@ -137,7 +138,8 @@ def join(
     network (`node`).
 
     Args:
-        key: the device's private key, whose public one the server admits; not needed if the link is insecure.
+        key: the device's private key, whose public one the server admits; not needed if the link is
+            insecure.
         say: called with what the device waits for.
 
     Raises:
@@ -147,7 +149,7 @@ def join(
     link.check(CERTIFICATES[:1])
     if not link.insecure and (key is None or not key.is_file()):
         raise ConfigError(
-            "a device proves who it is", expected="--key FILE, its private key", received=key
+            "a device must prove its identity", expected="--key FILE, its private key", received=key
         )
     shed()
     log = Path(settings.folder).absolute() / "network.log"
@@ -160,7 +162,8 @@ def join(
             key=None if link.insecure or key is None else str(key.absolute()),
         )
         command = python_command("-m", "ondevice.fleet.node", node.to_json())
-        # The process ends if no server admits it; the server may not have begun. A device waits for its server.
+        # The process ends if no server admits it; the server may not have begun. A device waits for
+        # its server.
         while True:
             while not _listens(link):  # the process takes seconds to find that out
                 time.sleep(POLL_S)
@@ -192,13 +195,14 @@ def _running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def _proxy_ports() -> list[int]:
-    """Return the ports of the proxies that the environment names; they stand between a device and its server."""
+    """Return the ports of the proxies that the environment names; they stand between a device and
+    its server."""
     named = {value for name, value in os.environ.items() if name.lower() in PROXIES[:3]}
     return sorted({port for value in named if (port := urlsplit(value).port)})
 
 
 def _listens(link: Link) -> bool:
-    """Return True if somebody listens where the server is."""
+    """Return True if somebody listens at the server's address."""
     host = "127.0.0.1" if link.host in ("0.0.0.0", "::") else link.host
     try:
         socket.create_connection((host, link.port), 1).close()

@@ -1,7 +1,8 @@
-"""A fleet's frozen tensors where a gradient gives them: the file of a subspace, and a session that goes through all.
+"""A fleet's frozen tensors of a gradient: the file of a subspace, and a session that goes through
+all.
 
-A refresh in the log names the file by its SHA-256, and the file goes beside it: to each device once, and in a log.
-"""
+A refresh in the log names the file by its SHA-256. The file travels once to each device, and in a
+log."""
 
 from __future__ import annotations
 
@@ -67,14 +68,15 @@ class Frozen:
         """Read what `to_bytes` gave.
 
         Raises:
-            FleetError: it is none, or its name is no file's of a subspace.
+            FleetError: it is not a subspace's file, or has another name.
         """
-        name, found, rest = (
-            data[len(MAGIC) :].partition(b"\0") if data.startswith(MAGIC) else (b"", b"", b"")
-        )
+        if data.startswith(MAGIC):
+            name, found, rest = data[len(MAGIC) :].partition(b"\0")
+        else:
+            name, found, rest = (b"", b"", b"")
         if not found or not NAME.fullmatch(name):
             raise FleetError(
-                "these are no frozen tensors of a fleet",
+                "not frozen tensors of a fleet",
                 received=name[:40].decode(errors="replace"),
             )
         return cls(name.decode(), rest)
@@ -84,7 +86,7 @@ def matched(events: Sequence[Event], given: Sequence[Frozen]) -> dict[bytes, Fro
     """Return the files by digest.
 
     Raises:
-        FleetError: a refresh has none.
+        FleetError: a refresh has no file.
     """
     files = {file.digest: file for file in given}
     for event in events:
@@ -108,13 +110,15 @@ class Space:
 
     def __init__(self, charter: Charter, session: Session, name: str, folder: Path) -> None:
         self.charter, self.session, self.name, self.folder = charter, session, name, folder
-        self.state, self.place = charter.state(), 0
+        self.state = charter.state()
+        self.place = 0
 
     def enter(self, events: Sequence[Event], file_of: Callable[[bytes], Frozen]) -> None:
-        """Go on through the events from `place`, which are given; the session is then in the last subspace.
+        """Go on through the events from `place`, which are given; the session is then in the last
+        subspace.
 
         Raises:
-            FleetError: a refresh comes where the charter has none.
+            FleetError: a refresh is not due by the charter.
         """
         for event in events:
             if isinstance(event, Refresh):
@@ -131,7 +135,8 @@ class Space:
         self.place += len(events)
 
     def measure(self, batch_at: Callable[[int], Any]) -> Frozen:
-        """Return the subspace of an exact gradient of this device's rows; the session stays as it was.
+        """Return the subspace of an exact gradient of this device's rows; the session stays as it
+        was.
 
         Raises:
             FleetError: the session gives none.

@@ -45,7 +45,7 @@ log = logging.getLogger("ondevice.fleet")
 
 
 def in_memory() -> LinkStateFactory:
-    """Return an empty place for messages.
+    """Return an empty store for messages.
 
     A restarted server begins with another: what counts is in the fleet's store.
     """
@@ -56,7 +56,7 @@ def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
     """Register the devices whose public keys lie next to the certificates; return them, PEM.
 
     Raises:
-        ConfigError: there is none, or one cannot be used.
+        ConfigError: the folder has none, or one cannot be used.
     """
     files = sorted((certificates / DEVICES).glob("*.pub"))
     if not files:
@@ -92,11 +92,9 @@ def open_grid(state: LinkState) -> Iterator[HttpGrid]:
     task = state.get_task_by_token(state.claim_task(run.primary_task_id) or "")
     assert task is not None  # noqa: S101
     state.activate_task(task.task_id)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
-        task.task_id,
-        number,
-        SUPERLINK_NODE_ID,
-    )
+    TaskIdentity.task_id = task.task_id
+    TaskIdentity.run_id = number
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
     heartbeat = HeartbeatSender(partial(state.acknowledge_task_heartbeat, task.task_id))
     heartbeat.start()
     try:
@@ -115,7 +113,7 @@ class OwnGrid(HttpGrid):
     """
 
     def __init__(self, state: LinkState, task: Task) -> None:
-        super().__init__(token="unused: there is no API between")
+        super().__init__(token="unused: the API is in this process")
         handlers = {
             "GetNodes": runtime_handlers.get_nodes,
             "PushMessages": runtime_handlers.push_messages,
@@ -142,9 +140,7 @@ class OwnGrid(HttpGrid):
     def _take(self, number: str) -> Message | None:
         metadata, parts = self._coming[number]
         contents = {part: self._state.get_object(metadata.run_id, part) for part in parts}
-        if (
-            b"" in contents.values()
-        ):  # its device is still sending; what is late is deleted by Flower
+        if b"" in contents.values():  # its device is still sending; Flower deletes late content
             return None
         del self._coming[number]
         self._state.object_store.delete(number)

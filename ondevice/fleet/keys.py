@@ -1,8 +1,8 @@
-"""A device's key: it signs what a server could otherwise say in the device's name.
+"""A device's key: it signs what a server could otherwise forge in the device's name.
 
-The key is the one that Flower's server admits (`certificates`): ECDSA on P-384, in OpenSSH's form. A charter names the
-devices of a fleet by the SHA-256 of their public keys, so a device knows its fellows without asking the server.
-"""
+The key is the one that Flower's server admits (`certificates`): ECDSA on P-384, in OpenSSH's form.
+A charter names the devices of a fleet by the SHA-256 of their public keys, so a device knows its
+fellows without asking the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.fleet.codes import Code, Refusal
 
 ANSWER_DOMAIN = b"ondevice-fleet-answer-1\0"
-"""Begins what a device signs of an answer by file."""
+"""Prefix of the bytes that a device signs of a reply by file."""
 MOST_KEY_BYTES = 256
 MOST_SIGNATURE_BYTES = 128
 EXPECTED = "an ECDSA key on P-384: devices/NAME.key of `ondevice fleet certificates`"
@@ -88,7 +88,8 @@ def verify(signed: Signed, data: bytes) -> None:
 
 
 def fingerprint(public: bytes) -> str:
-    """Return a public key's name in a charter: the SHA-256 of its DER form, 64 hexadecimal digits."""
+    """Return a public key's name in a charter: the SHA-256 of its DER form, 64 hexadecimal
+    digits."""
     return hashlib.sha256(public).hexdigest()
 
 
@@ -96,7 +97,7 @@ def fingerprints(folder: Path) -> tuple[str, ...]:
     """Return the names of the public keys (`*.pub`) in a folder, sorted.
 
     Raises:
-        ConfigError: there are none, or a file is not a public key.
+        ConfigError: the folder has none, or a file is not a public key.
         MissingPackageError: `cryptography` is not installed.
     """
     _, _, serialization = _cryptography()

@@ -1,8 +1,7 @@
-"""The tasks that a device has answered: each once, so that no repetition averages its noise away.
+"""The tasks that a device has replied to: each once, so that no repetition averages its noise away.
 
-A device that is asked again for the same gives the same bytes; for another task of the same round it gives nothing. The
-record outlives the process, and it is written before an answer leaves.
-"""
+A device that is asked the same again sends the same bytes; to another task of the same round it
+sends nothing. The record outlives the process, and is written before a reply leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ CREATE TABLE IF NOT EXISTS answered (
 ) WITHOUT ROWID
 """
 KEEP_ROUNDS = 64
-"""Rounds whose answers are kept as bytes: as many as a fleet may have open."""
+"""Rounds whose replies are stored as bytes: as many as a fleet may have open."""
 BUDGET = 8.0
 """Epsilon at which a device stops, if its owner names none."""
 
@@ -77,22 +76,24 @@ class Ledger:
         self, fleet: int, number: int, begin: bytes, stage: str, request: bytes, answer: Callable[[], bytes],
         cost: float = 0.0, budget: float | None = None, keep: int = KEEP_ROUNDS,
     ) -> bytes:  # fmt: skip
-        """Return the answer to a request: the one that was given, or else a new one, which is kept first.
+        """Return the reply to a request: the stored one, or else a new one, which is stored
+        first.
 
         Args:
             number: of the round.
             begin: hash of the state that the round begins from.
-            request: all that the answer depends on, as the server sent it.
+            request: all inputs of the reply, as the server sent it.
             answer: makes a new one.
-            cost: of it, where it has the device's numbers; see `cost_of`.
+            cost: of it, if it has the device's numbers; see `cost_of`.
             budget: see `check_budget`.
-            keep: rounds whose answers are kept as bytes.
+            keep: rounds whose replies are stored as bytes.
 
         Raises:
-            Refusal: this round and stage were answered to another request, the bytes are no longer kept, or the
-                budget is spent.
+            Refusal: the device has replied to another request of this round and stage, the bytes
+                are no longer kept, or the budget is spent.
         """
-        digest, key = hashlib.sha256(begin + request).digest(), (fleet, number, stage)
+        digest = hashlib.sha256(begin + request).digest()
+        key = (fleet, number, stage)
         row = self.connection.execute(
             "SELECT begin, request, answer FROM answered WHERE (fleet, round, stage) = (?, ?, ?)",
             key,
@@ -101,13 +102,14 @@ class Ledger:
             if row[1] != digest:
                 raise Refusal(
                     Code.OTHER_TASK,
-                    f"round {number} was answered to another task ({stage})",
+                    f"the device has replied to another task of round {number} ({stage})",
                     expected=f"the task that began from {row[0].hex()}",
                     received=f"another one, from {begin.hex()}",
                 )
             if row[2] is None:
                 raise Refusal(
-                    Code.ANSWERED, f"round {number} was answered, and the answer is no longer kept"
+                    Code.ANSWERED,
+                    f"the device has replied in round {number}, and no longer has the reply",
                 )
             return row[2]
         if cost:
@@ -129,11 +131,13 @@ class Ledger:
         return new
 
     def check_budget(self, cost: float, budget: float | None) -> None:
-        """Check that one more answer stays within a privacy budget, whatever fleets the others went to.
+        """Check that one more reply stays within a privacy budget, whatever fleets the others went
+        to.
 
         Args:
-            cost: of the answer.
-            budget: epsilon at delta 1e-5. None: `BUDGET` in a fleet with noise, no limit in one without.
+            cost: of the reply.
+            budget: epsilon at delta 1e-5. None: `BUDGET` in a fleet with noise, no limit in one
+                without.
 
         Raises:
             Refusal: it does not.
@@ -142,11 +146,12 @@ class Ledger:
             return
         (before,) = self.connection.execute("SELECT TOTAL(cost) FROM answered").fetchone()
         # Gaussian mechanisms of multipliers z compose to one of 1 / sqrt(sum of 1 / z^2).
-        most, spent = BUDGET if budget is None else budget, bound(1 / math.sqrt(before + cost), 1)
+        most = BUDGET if budget is None else budget
+        spent = bound(1 / math.sqrt(before + cost), 1)
         if spent > most:
             raise Refusal(
                 Code.BUDGET,
-                "one more answer would exceed this device's privacy budget",
+                "one more reply would exceed this device's privacy budget",
                 expected=f"epsilon of at most {most:g} at delta {DELTA:g}",
                 received=f"epsilon {spent:.3g}",
                 hint="--epsilon sets this device's budget; more noise in the charter makes it last longer",
@@ -154,5 +159,5 @@ class Ledger:
 
 
 def cost_of(noise_multiplier: float) -> float:
-    """Return what an answer with a device's numbers costs: 1 / z^2, which adds up over answers."""
+    """Return what a reply with a device's numbers costs: 1 / z^2, which adds up over replies."""
     return 1 / noise_multiplier**2 if noise_multiplier else math.inf

@@ -17,7 +17,7 @@ class Link:
     Attributes:
         host, port: of the server.
         certificates: folder with TLS certificates; None only if `insecure`.
-        insecure: without TLS, for one machine or a network that is private otherwise.
+        insecure: without TLS, for one machine or an otherwise private network.
     """
 
     host: str
@@ -26,7 +26,7 @@ class Link:
     insecure: bool = False
 
     def check(self, names: tuple[str, ...]) -> None:
-        """Check that there is TLS, or that nobody wants it.
+        """Check that TLS is set up, or explicitly off.
 
         Raises:
             ConfigError: neither, or a certificate is missing.
@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """All that a device's process for the network is told.
+    """The settings of a device's process for the network.
 
     Attributes:
         address: the server's, `host:port`.

@@ -1,9 +1,10 @@
-"""A fleet's log: its charter and every outcome. It is the whole run; an adapter is rebuilt from it without a model.
+"""A fleet's log: its charter and every outcome. It is the whole run; an adapter is rebuilt from it
+without a model.
 
     "ODFLEET1"  u32 bytes of the charter, the charter (JSON), its CRC-32
     then for each event: u32 its bytes, the event, its CRC-32; before a refresh, in the same way, the file that it names
 
-A last event that is cut off is a server that was killed while it wrote: it is left out, and said.
+If the last event is cut off, the server was killed while writing: it is left out and reported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ondevice.fleet.state import State
 
 MAGIC = b"ODFLEET1"
 SUFFIX = ".fleetlog"
-_HEAD, _LENGTH, _CRC = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<I")
+_HEAD = struct.Struct("<I")
+_LENGTH = struct.Struct("<I")
+_CRC = struct.Struct("<I")
 CHECK_EVERY = 100
 """A replay checks the state's hash after so many events, and after the last."""
 
@@ -36,7 +39,7 @@ class FleetLog:
     Attributes:
         charter: its head.
         events: outcomes and refreshes, in the order in which they are applied.
-        unfinished: bytes of a last event that is not whole.
+        unfinished: bytes of an incomplete last event.
         frozen: files that refreshes name, by digest.
     """
 
@@ -49,7 +52,7 @@ class FleetLog:
         """Return the events of the first so many rounds; None for all.
 
         Raises:
-            FleetError: there are not so many.
+            FleetError: the log has fewer.
         """
         outcomes = [
             place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)
@@ -57,7 +60,9 @@ class FleetLog:
         count = len(outcomes) if rounds is None else rounds
         if not 0 <= count <= len(outcomes):
             raise FleetError(
-                f"the log has no {count} rounds", expected=f"0 to {len(outcomes)}", received=count
+                f"the log has fewer than {count} rounds",
+                expected=f"0 to {len(outcomes)}",
+                received=count,
             )
         return self.events if rounds is None else self.events[: outcomes[count - 1] if count else 0]
 
@@ -65,7 +70,8 @@ class FleetLog:
 def log_bytes(
     charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None
 ) -> bytes:
-    """Return a log of events that are encoded already, and of the files that refreshes among them name."""
+    """Return a log of events that are encoded already, and of the files that refreshes among them
+    name."""
     files = [] if not frozen else [read_event(event) for event in events]
     before = {place: frozen[event.digest].to_bytes() for place, event in enumerate(files)
               if frozen and isinstance(event, Refresh)}  # fmt: skip
@@ -91,11 +97,11 @@ def read_log(data: bytes, name: str = "the log") -> FleetLog:
     """Read a log.
 
     Raises:
-        FleetError: it is none, of another version, or damaged before its end.
+        FleetError: it is not a log, of another version, or damaged before its end.
     """
     if not data.startswith(MAGIC):
         raise FleetError(
-            f"{name} is no log of a fleet", expected=f"a file that begins with {MAGIC.decode()}"
+            f"{name} is not a log of a fleet", expected=f"a file that begins with {MAGIC.decode()}"
         )
     at = len(MAGIC)
     if len(data) < at + _HEAD.size:
@@ -111,7 +117,9 @@ def read_log(data: bytes, name: str = "the log") -> FleetLog:
     if zlib.crc32(head) != _CRC.unpack_from(data, at)[0]:
         raise FleetError(f"{name}: the charter is damaged", hint="copy the log again")
     at += _CRC.size
-    charter, events, frozen = Charter.from_bytes(head), [], {}
+    charter = Charter.from_bytes(head)
+    events = []
+    frozen = {}
     while at < len(data):
         rest = len(data) - at
         size = _LENGTH.unpack_from(data, at)[0] if rest >= _LENGTH.size else 0
@@ -154,9 +162,10 @@ def replay(
         on_round: called with the number of events applied.
 
     Raises:
-        FleetError: the log has not so many, or a state differs from what the server had.
+        FleetError: the log has fewer rounds, or a state differs from the server's.
     """
-    state, events = log.charter.state(), log.events_until(rounds)
+    state = log.charter.state()
+    events = log.events_until(rounds)
     for place, event in enumerate(events, 1):
         state.apply(event, check=place % CHECK_EVERY == 0 or place == len(events))
         on_round(place)

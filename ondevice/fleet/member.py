@@ -1,4 +1,4 @@
-"""A device of a fleet, over any session: it follows the log, and answers a task with numbers."""
+"""A device of a fleet, over any session: it follows the log, and replies to a task with numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 def vector_name(session: Session, size: int) -> str:
-    """Return the name of the trained vector in a session's state: its one float32 array of `size` elements.
+    """Return the name of the trained vector in a session's state: its one float32 array of `size`
+    elements.
 
     Raises:
-        ArtifactError: there is none, or there are several.
+        ArtifactError: the state has none, or several.
     """
     names = [
         name
@@ -57,7 +58,8 @@ def load_vector(session: Session, flat: np.ndarray, name: str) -> None:
 def private(
     numbers: Sequence[float], agreement: Agreement, draw: np.random.Generator
 ) -> list[float]:
-    """Clip a device's numbers, and add noise where the charter says so: before anything leaves the device."""
+    """Clip a device's numbers, and add noise if the charter says so, before anything leaves the
+    device."""
     clipped = clip(numbers, agreement.clip_norm)
     if not agreement.noise_multiplier or agreement.clip_norm is None:
         return clipped
@@ -66,16 +68,17 @@ def private(
 
 
 class Member:
-    """One device: its state, and how it answers. Several members may share a session, one after the other.
+    """One device: its state, and how it replies. Several members may share a session, one after the
+    other.
 
     Args:
         charter: the fleet's.
         session: opened with the fleet's model, method and seed; any runtime.
         batches: the device's own rows.
         device: the device's number.
-        state: where it is in the log; the beginning by default.
+        state: its position in the log; the beginning by default.
         noise: draws the privacy noise; the operating system's entropy by default.
-        space: of the session, where the fleet's subspaces are given; members of one session have one.
+        space: of the session, if the fleet's subspaces are given; members of one session share it.
 
     Raises:
         ArtifactError: the session trains another vector, or was made with another seed.
@@ -116,14 +119,15 @@ class Member:
                 self.state.apply(event)
                 applied.append(event)
             elif event.round >= self.state.round and event.after != self.state.hash:
-                self.state.apply(event)  # says what is missing
+                self.state.apply(event)  # reports the missing rounds
         return applied
 
     def answer(self, task: Task) -> Answer:
-        """Do a task's local steps, and answer; the state stays as it was.
+        """Do a task's local steps, and reply; the state does not change.
 
         Raises:
-            Refusal: the task is of another fleet, not the charter's, or of a state that this device does not have.
+            Refusal: the task is of another fleet, not the charter's, or of a state that this device
+                does not have.
             TrainingError: a loss or a number is not finite.
         """
         self.charter.check_task(task)
@@ -150,18 +154,20 @@ class Member:
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss) or not all(map(math.isfinite, numbers)):
             raise TrainingError(
-                f"the loss of round {task.round} is not a finite number",
+                f"the loss of round {task.round} is not finite",
                 received=loss,
                 hint="use a smaller learning rate or perturbation scale",
             )
         if len(numbers) != self.charter.numbers:
             raise FleetError(
-                "the session gives other numbers than the fleet's",
+                "the session computes other numbers than the fleet's",
                 expected=f"{self.charter.numbers}: one a query and step",
                 received=len(numbers),
             )
         sent = private(numbers, self.charter.fleet, self.noise)
-        rows = min(self.batches.rows, self.charter.fleet.most_rows)  # no more is said than counts
+        rows = min(
+            self.batches.rows, self.charter.fleet.most_rows
+        )  # only as many as count are reported
         return Answer(
             task.fleet,
             task.round,
@@ -188,7 +194,7 @@ class Member:
         """
         if self.space is None or self.space.state.frozen != self.state.frozen:
             raise FleetError(
-                "this fleet's directions come of its seed",
+                "this fleet's directions come from its seed",
                 expected="a charter with subspace: given",
             )
         return self.space.measure(self.batches.at)

@@ -1,7 +1,8 @@
-"""The messages of a fleet, as bytes: little-endian, versioned, and refused with a reason where they are not whole.
+"""The messages of a fleet, as bytes: little-endian, versioned, and refused with a reason if
+incomplete.
 
-docs/reference/fleet.md has the tables; `VECTORS` in tests/fleet has bytes that every implementation must give.
-"""
+docs/reference/fleet.md has the tables; `VECTORS` in tests/fleet has bytes that every implementation
+must give."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ MARK = 0xD7
 HEADER = struct.Struct("<BBBII")
 """Mark, version, kind, fleet, round."""
 HASH_BYTES = 8
-"""Of a state's SHA-256 in a message: they name a state among a fleet's, and prove nothing against its makers."""
+"""Of a state's SHA-256 in a message: they name a state among a fleet's, and prove nothing against
+its makers."""
 UNIT = -32
 """An adapter's elements are whole numbers of 2^-32."""
 LARGEST_UNIT = -17
-"""Highest exponent of a coefficient: its magnitude stays below 1/4, and every sum below fits 64 bits."""
+"""Highest exponent of a coefficient: its magnitude stays below 1/4, and every sum below fits 64
+bits."""
 MOST_NUMBERS = 4096
 MOST_DIRECTIONS = 1 << 20
-"""In one outcome: beyond any fleet that answers with directions of its own, and it bounds what is read."""
+"""In one outcome: beyond any fleet whose devices have their own directions; it bounds the memory of
+a reader."""
 
 
 class Reader:
@@ -37,7 +41,9 @@ class Reader:
     """
 
     def __init__(self, data: bytes, what: str) -> None:
-        self.data, self.what, self.at = bytes(data), what, 0
+        self.data = bytes(data)
+        self.what = what
+        self.at = 0
 
     def take(self, fields: struct.Struct) -> tuple:
         """Return the next fields."""
@@ -110,7 +116,7 @@ class Message:
         mark, version, kind, fleet, number = reader.take(HEADER)
         if mark != MARK:
             raise FleetError(
-                f"this is no message of a fleet: {what}",
+                f"not a message of a fleet: {what}",
                 expected=f"first byte {MARK}",
                 received=mark,
             )
@@ -123,7 +129,7 @@ class Message:
             )
         if kind != cls.KIND:
             raise FleetError(
-                f"this message is no {what.split()[-1]}", expected=f"kind {cls.KIND}", received=kind
+                f"the message is not {what}", expected=f"kind {cls.KIND}", received=kind
             )
         return reader, fleet, number
 
@@ -134,9 +140,9 @@ class Task(Message):
 
     Attributes:
         begin: hash of the state to begin from.
-        first_step: the generator's step number of the first local step; the next ones follow. Devices that share their
-            seeds have the same, others each its own.
-        local_steps: steps before the answer.
+        first_step: the generator's step number of the first local step; the next ones follow.
+            Devices that share their seeds have the same, others each its own.
+        local_steps: steps before the reply.
         learning_rate: of those steps; float32.
     """
 
@@ -158,7 +164,7 @@ class Task(Message):
         """Read a task.
 
         Raises:
-            FleetError: it is none, or of another version.
+            FleetError: it is not a task, or of another version.
         """
         reader, fleet, number = cls._open(data, "a task")
         begin, first_step, local_steps, rate = reader.take(cls._FIELDS)
@@ -174,12 +180,13 @@ class Task(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """A device's answer on its local steps: one number a query and step, whatever the estimator.
+    """A device's reply after its local steps: one number per query and step, whatever the
+    estimator.
 
     Attributes:
         begin: hash of the state that it began from.
         device: the device's number.
-        rows: of data that it has, which is what it counts by; no more than count.
+        rows: of its data, its weight in a mean; not more than count.
         loss: mean of its steps' losses, nats a labelled token; float32.
         numbers: projected gradients, local step by local step, query by query.
     """
@@ -199,18 +206,18 @@ class Answer(Message):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read an answer.
+        """Read a reply.
 
         Raises:
-            FleetError: it is none, or says something that no device can mean.
+            FleetError: it is not a reply, or has values that no device can send.
         """
-        reader, fleet, number = cls._open(data, "an answer")
+        reader, fleet, number = cls._open(data, "a reply")
         begin, device, rows, loss = reader.take(cls._FIELDS)
         numbers = _read_numbers(reader, LOWEST, HIGHEST)
         reader.end()
         if rows < 1 or not math.isfinite(loss):
             raise FleetError(
-                "the answer is of no training",
+                "the reply is not of a training step",
                 expected="one row or more, and a finite loss",
                 received=f"{rows} rows, loss {loss}",
             )
@@ -219,11 +226,13 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class Group:
-    """Coefficients of the directions of consecutive steps, all queries of a step before the next step's.
+    """Coefficients of the directions of consecutive steps, all queries of a step before the next
+    step's.
 
     Attributes:
         first_step: the generator's step number of the first.
-        coefficients: w becomes w - sum of coefficient times direction; exponent in UNIT .. LARGEST_UNIT.
+        coefficients: w becomes w - sum of coefficient times direction; exponent in UNIT ..
+            LARGEST_UNIT.
     """
 
     first_step: int
@@ -237,7 +246,7 @@ class Outcome(Message):
     Attributes:
         before: hash of the state that it is applied to.
         after: hash of the state that comes out.
-        groups: one where the seeds are shared, else one a device; none where nobody answered.
+        groups: one if the seeds are shared, else one per device; empty if nobody replied.
     """
 
     KIND: ClassVar[int] = 3
@@ -258,11 +267,12 @@ class Outcome(Message):
         """Read an outcome.
 
         Raises:
-            FleetError: it is none.
+            FleetError: it is not an outcome.
         """
         reader, fleet, number = cls._open(data, "an outcome")
         before, after, count = reader.take(cls._FIELDS)
-        groups, directions = [], 0
+        groups = []
+        directions = 0
         for _ in range(count):
             (first_step,) = reader.take(struct.Struct("<Q"))
             numbers = _read_numbers(reader, UNIT, LARGEST_UNIT)
@@ -278,11 +288,12 @@ class Outcome(Message):
 
 @dataclass(frozen=True)
 class Refresh(Message):
-    """New frozen tensors, such as a subspace that was fitted anew: the trained vector begins again at zero in them.
+    """New frozen tensors, such as a refreshed subspace: the trained vector begins again at zero in
+    them.
 
     Attributes:
         before, after: hashes of the states around it.
-        digest: SHA-256 of the frozen tensors, which travel beside the fleet and once.
+        digest: SHA-256 of the frozen tensors, which travel separately and once.
     """
 
     KIND: ClassVar[int] = 4
@@ -300,7 +311,7 @@ class Refresh(Message):
         """Read a refresh.
 
         Raises:
-            FleetError: it is none.
+            FleetError: it is not a refresh.
         """
         reader, fleet, number = cls._open(data, "a refresh")
         before, after, digest = reader.take(cls._FIELDS)

@@ -46,7 +46,7 @@ def fleet_api(messages: LinkStateFactory, keys: frozenset[bytes] | None) -> Gate
     """Return the ASGI app: Flower's Fleet routes behind the gate.
 
     Args:
-        messages: gives the place where they wait.
+        messages: gives the store in which they wait.
         keys: public keys of the devices that may connect, PEM; None if anybody may, with any key.
     """
     middleware = [
@@ -69,7 +69,8 @@ class Gate:
     """
 
     def __init__(self, app: Any, keys: frozenset[bytes] | None) -> None:
-        self.app, self.keys = app, keys
+        self.app = app
+        self.keys = keys
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._refusal(scope)
@@ -84,7 +85,7 @@ class Gate:
             return _refused(401, "this device is not registered")
         length = headers.get("content-length", b"")
         if not length.isdigit():
-            return _refused(411, "a request says how long it is")
+            return _refused(411, "the request has no content length")
         if len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
             return _refused(413, f"expected at most {MOST_BYTES} bytes")
         return None
@@ -114,7 +115,7 @@ async def _own_replies(request: Request, call_next: RequestResponseEndpoint) -> 
     if isinstance(pushed, PushMessagesRequest):
         senders = {message.metadata.src_node_id for message in pushed.messages_list}
         if senders != {pushed.node.node_id}:
-            raise HTTPException(403, "a device replies in its own name")
+            raise HTTPException(403, "a device must reply in its own name")
     return await call_next(request)
 
 
@@ -123,7 +124,7 @@ def listening(link: Link, app: Gate) -> Iterator[None]:
     """Serve devices at the link's address, in a thread, until the context ends.
 
     Raises:
-        FleetError: nobody can listen there.
+        FleetError: the address cannot be used.
     """
     config = uvicorn.Config(
         app,

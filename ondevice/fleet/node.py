@@ -1,4 +1,5 @@
-"""A device's process for the network: `-m ondevice.fleet.node SETTINGS`, JSON of `link.NodeSettings`.
+"""A device's process for the network: `-m ondevice.fleet.node SETTINGS`, JSON of
+`link.NodeSettings`.
 
 It fetches the server's messages through Flower's Fleet API, and hands them to the process with the
 model (`device`). Flower's SuperNode would also fetch an app from the server and start it. This
@@ -37,7 +38,7 @@ from ondevice.fleet.link import NodeSettings
 
 log = logging.getLogger("ondevice.fleet")
 POLL_S = (0.2, 3.0)
-"""First and longest wait between two looks for a message; it grows while there is none."""
+"""First and longest wait between two polls; it grows while no message comes."""
 ENDED = 1
 
 
@@ -63,7 +64,7 @@ def main(settings: NodeSettings) -> int:
 
 
 def exchange(connection: Any, device: Path) -> bool:
-    """Take a message and push the reply to it; returns False if there is no message."""
+    """Take a message and push the reply to it; return False without a message."""
     number, receive, send, _run, _app, pull, push, confirm = connection
     received = receive()
     if received is None:
@@ -71,15 +72,12 @@ def exchange(connection: Any, device: Path) -> bool:
     head, tree = received
     run = head.metadata.run_id
     message = pull_and_inflate_object_from_tree(
-        tree,
-        partial(pull, run),
-        partial(confirm, run),
-        return_type=Message,
+        tree, partial(pull, run), partial(confirm, run), return_type=Message
     )
     message.metadata.__dict__["_message_id"] = tree.object_id
     try:
         reply = answer(message, device, number)
-    except Exception:  # a server can send anything; what is wrong with it stays in this log
+    except Exception:  # a server can send anything; the error stays in this log
         log.exception("a message could not be read")
         error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "not a message of a fleet")
         reply = Message(error, reply_to=message)
@@ -99,8 +97,5 @@ def _end_with_the_device() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_the_device, daemon=True).start()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     sys.exit(main(NodeSettings.from_json(sys.argv[1])))

@@ -1,9 +1,10 @@
-"""Sums of directions in whole numbers: the same bits on every machine, whatever the order of the sum.
+"""Sums of directions in whole numbers: the same bits on every machine, whatever the order of the
+sum.
 
-Directions are the generator's (`ondevice.runtime_ops.generator`). Signs are exact everywhere. Gaussians of different
-forms may differ in a last bit, so a fleet's are defined: the form of single float32 operations that the compiled
-kernels have (`runtime_ops/csrc/generator.cpp`), here in numpy, rounded to multiples of 2^-16.
-"""
+Directions are the generator's (`ondevice.runtime_ops.generator`). Signs are exact everywhere.
+Gaussians of different forms may differ in a last bit, so a fleet's are defined: the form of single
+float32 operations that the compiled kernels have (`runtime_ops/csrc/generator.cpp`), here in numpy,
+rounded to multiples of 2^-16."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STREAM = 0
 GAUSSIAN_BITS = 16
 """A Gaussian is a whole number of 2^-16."""
 _BLOCK_WORDS = 1 << 13
-"""Words a pass: what it needs stays in a processor's cache."""
+"""Words a pass: its working set stays in a processor's cache."""
 _TRANSPOSE = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
 
 Directions = Sequence[tuple[int, int, int]]
@@ -50,7 +51,8 @@ def weighted_sum(kind: str, seed: int, directions: Directions, size: int) -> np.
 
 
 def _add_signs(directions: Sequence[tuple[int, int]], total: np.ndarray) -> None:
-    """Add signs sixteen directions at a time: the signs of an element are an index into a table of their sums."""
+    """Add signs sixteen directions at a time: the signs of an element are an index into a table of
+    their sums."""
     tables = [
         _table([c for _, c in directions[first : first + 16]])
         for first in range(0, len(directions), 16)
@@ -75,7 +77,8 @@ def _add_signs(directions: Sequence[tuple[int, int]], total: np.ndarray) -> None
 
 
 def _table(coefficients: Sequence[int]) -> np.ndarray:
-    """Return, for every choice of minus signs (bit i is direction i's), the sum: int64 [2^n or 256]."""
+    """Return, for every choice of minus signs (bit i is direction i's), the sum: int64 [2^n or
+    256]."""
     sums = np.zeros(1, dtype=np.int64)
     width = 8 if len(coefficients) <= 8 else 16
     for c in [*coefficients, *[0] * (width - len(coefficients))]:
@@ -84,10 +87,12 @@ def _table(coefficients: Sequence[int]) -> np.ndarray:
 
 
 def _element_bits(words_DW: np.ndarray) -> np.ndarray:
-    """Return uint8 [64 words]: for each element its bit of every direction (at most 8), direction i in bit i."""
+    """Return uint8 [64 words]: for each element its bit of every direction (at most 8), direction i
+    in bit i."""
     count, words = words_DW.shape
     rows = np.zeros((words * 8, 8), dtype=np.uint8)
-    # Element e is bit 63 - (e & 63) of its word: bytes from the most significant, in each the highest bit first.
+    # Element e is bit 63 - (e & 63) of its word: bytes from the most significant, in each the
+    # highest bit first.
     rows[:, :count] = words_DW.astype(">u8").view(np.uint8).reshape(count, words * 8).T
     x = rows.view("<u8").reshape(-1)
     for (
@@ -101,7 +106,8 @@ def _element_bits(words_DW: np.ndarray) -> np.ndarray:
 
 def _add_gaussians(seed: int, directions: Directions, total: np.ndarray) -> None:
     """Add Gaussians step by step: the compiled kernel draws all queries of a step at once."""
-    library, scale = _compiled(), np.float32(1 << GAUSSIAN_BITS)
+    library = _compiled()
+    scale = np.float32(1 << GAUSSIAN_BITS)
     steps: dict[int, dict[int, int]] = {}
     for step, query, coefficient in directions:
         chosen = steps.setdefault(step, {})
@@ -125,7 +131,8 @@ def _add_gaussians(seed: int, directions: Directions, total: np.ndarray) -> None
 
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
-    """The compiled kernel, which has the bits of `gaussians`; None without a compiler or with `ONDEVICE_NATIVE=0`."""
+    """The compiled kernel, which has the bits of `gaussians`; None without a compiler or with
+    `ONDEVICE_NATIVE=0`."""
     if os.environ.get("ONDEVICE_NATIVE") == "0":
         return None
     try:
@@ -147,7 +154,8 @@ def whole_gaussians(key: int, first_word: int, words: int) -> np.ndarray:
 
 
 def gaussians(key: int, first_word: int, words: int) -> np.ndarray:
-    """Return elements 2 first_word onwards as the compiled kernels have them, bit for bit: float32 [2 words]."""
+    """Return elements 2 first_word onwards as the compiled kernels have them, bit for bit: float32
+    [2 words]."""
     f32 = np.float32
     word = generator.words(key, first_word, words)
     uniform = ((word >> np.uint64(32)).astype(f32) + f32(0.5)) * f32(2.0**-32)
@@ -158,7 +166,8 @@ def gaussians(key: int, first_word: int, words: int) -> np.ndarray:
 
 
 def _log_unit(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of floats in (0, 1], by Cephes' polynomial; each operation is rounded on its own."""
+    """Natural logarithm of floats in (0, 1], by Cephes' polynomial; each operation is rounded on
+    its own."""
     f32 = np.float32
     shifted = x.view(np.int32) - np.int32(0x3F3504F3)
     exponent = (shifted >> np.int32(23)).astype(f32)
@@ -174,7 +183,8 @@ def _log_unit(x: np.ndarray) -> np.ndarray:
 
 
 def _sin_cos(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sine and cosine of angles in [-pi, pi], by Cephes' polynomials after reduction by multiples of pi/2."""
+    """Sine and cosine of angles in [-pi, pi], by Cephes' polynomials after reduction by multiples
+    of pi/2."""
     f32 = np.float32
     turns = (a * f32(0.636619772367581343) + f32(12582912.0)) - f32(12582912.0)
     quadrant = turns.astype(np.int32)
@@ -193,7 +203,8 @@ def _sin_cos(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     )
     c = c - f32(0.5) * z + f32(1.0)
     odd = (quadrant & 1).astype(bool)
-    sine, cosine = np.where(odd, c, s), np.where(odd, s, c)
+    sine = np.where(odd, c, s)
+    cosine = np.where(odd, s, c)
     return (
         np.where((quadrant & 2) != 0, -sine, sine),
         np.where(((quadrant + 1) & 2) != 0, -cosine, cosine),

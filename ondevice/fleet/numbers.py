@@ -1,4 +1,5 @@
-"""Numbers as they travel: 16-bit integers that share one power of two, so that every reader has the same values."""
+"""Numbers as they travel: 16-bit integers that share one power of two, so that every reader has the
+same values."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from ondevice.core.errors import FleetError
 
 LIMIT = 32767
 """The largest mantissa; -32768 is not used, so that a number and its negative are alike."""
-LOWEST, HIGHEST = -126, 126
-"""Exponents that an answer may have; every value is then an ordinary float64, and exact in it."""
+LOWEST = -126
+HIGHEST = 126
+"""Exponents that a reply may have; every value is then an ordinary float64, and exact in it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Numbers:
 def pack(values: Iterable[float], lowest: int = LOWEST, highest: int = HIGHEST) -> Numbers:
     """Round `values` to 15 bits of the largest among them, halves to even.
 
-    The exponent is the smallest from `lowest` that holds the largest value; beyond `highest` values are clamped.
+    The exponent is the smallest from `lowest` that holds the largest value; beyond `highest` values
+    are clamped.
 
     Raises:
         FleetError: a value is not finite.
@@ -47,7 +50,8 @@ def pack(values: Iterable[float], lowest: int = LOWEST, highest: int = HIGHEST) 
     largest = max((abs(value) for value in given), default=0.0)
     exponent = lowest
     if largest > 0:
-        # frexp: largest = m * 2^e with m in [1/2, 1), so 2^(e - 15) gives a mantissa below 2^15; rounding may reach it.
+        # frexp: largest = m * 2^e with m in [1/2, 1), so 2^(e - 15) gives a mantissa below 2^15;
+        # rounding may reach it.
         exponent = min(max(math.frexp(largest)[1] - 15, lowest), highest)
         if round(math.ldexp(largest, -exponent)) > LIMIT and exponent < highest:
             exponent += 1

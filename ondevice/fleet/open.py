@@ -1,4 +1,5 @@
-"""A fleet's run file, opened: the session, the rows and what names the model; the same for servers and devices."""
+"""Open a fleet's run file: the session, the rows and the model's source; for servers and
+devices."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     """Load the model, read the rows and open the session of a run file.
 
     Returns:
-        the run file with a maximum length, the session, the rows, and what names the base model.
+        the run file with a maximum length, the session, the rows, and the base model's source.
 
     Raises:
-        ConfigError: no rows are named, or the method is none of a fleet's.
+        ConfigError: no rows are named, or a fleet cannot use the method.
         DataError: no row can be used.
     """
     config.check_data()
@@ -46,7 +47,8 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
         config = config.model_copy(update={"data": with_tokens.data})
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
-    length, vocabulary = config.data.max_length_tokens, vocabulary_of(loaded)
+    length = config.data.max_length_tokens
+    vocabulary = vocabulary_of(loaded)
     rows = read_rows_of(config, loaded.tokenizer, length, vocabulary=vocabulary)
     config = config.model_copy(
         update={"method": config.method.with_answers(lambda: label_tokens_of_rows(rows.train))}
@@ -55,10 +57,11 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
 
 
 def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
-    """Open the session of a run file without rows: the answers that a loss is over are those of its task.
+    """Open the session of a run file without rows: the label tokens of a loss are those of its
+    task.
 
     Returns:
-        the run file, the session, and what names the base model.
+        the run file, the session, and the base model's source.
     """
     loaded, placement = _load(config)
     task = config.data.task
@@ -75,7 +78,7 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
 
 
 def _load(config: FleetRun) -> tuple[Any, Placement]:
-    """Load the model of a run file where it will be computed."""
+    """Load the model of a run file on its device."""
     placement = place(config)
     device = placement.spec.load_device(config.method, placement.device)
     source = config.model
@@ -95,7 +98,7 @@ def _session(config: FleetRun, loaded: Any, placement: Placement) -> Session:
 def open_for(
     charter: Charter | AdapterCharter, model: str | None = None, artifact: Path | None = None
 ) -> tuple[Session, Any]:
-    """Open a session for a fleet that is known by its charter alone; also the tokenizer.
+    """Open a session for a fleet from its charter; also return the tokenizer.
 
     Args:
         model: the base model under this device's own name for it; the charter's by default.
@@ -152,7 +155,8 @@ def check_method(charter: Charter | AdapterCharter) -> None:
 def public_source(charter: Charter | AdapterCharter) -> str:
     """Return the base model that a charter names, for a device whose owner names none.
 
-    A charter comes from another machine, so it may name what is public, and no folder or file of this one.
+    A charter comes from another machine, so it may name only public models, not a folder or file
+    here.
 
     Raises:
         Refusal: it names a path.
@@ -163,10 +167,10 @@ def public_source(charter: Charter | AdapterCharter) -> str:
     if hub.HUB_ID.fullmatch(source):
         return str(
             hub.fetch_snapshot(source, None)
-        )  # also where a folder of this device has the same name
+        )  # even if a folder of this device has the same name
     raise Refusal(
         Code.NAME,
-        "the charter's base model is not one that a device opens by itself",
+        "a device does not open the charter's base model by itself",
         expected="a hub id, package:NAME or tiny:FAMILY",
         received=source[:200],
         hint="--model names the fleet's model on this device",
@@ -174,7 +178,8 @@ def public_source(charter: Charter | AdapterCharter) -> str:
 
 
 def task_of(charter: Charter | AdapterCharter, own: str | None) -> str | None:
-    """Return the task that a device reads its rows by: its owner's, or else the charter's, which is a known name.
+    """Return the task of a device's rows: its owner's, or else the charter's, which is a known
+    name.
 
     Raises:
         Refusal: the charter's is a file, or unknown.
@@ -185,7 +190,7 @@ def task_of(charter: Charter | AdapterCharter, own: str | None) -> str | None:
     if not isinstance(task, str) or plain_name(task) not in TASKS:
         raise Refusal(
             Code.NAME,
-            "the charter's task is not one that a device reads its rows by",
+            "a device does not read its rows by the charter's task",
             expected=", ".join(TASKS),
             received=str(task)[:200],
             hint="--task names this device's task, or a template of its own",

@@ -14,10 +14,11 @@ from ondevice.fleet.store import Store
 
 
 def curve_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a simulated fleet: `round`, `bytes` to and from a device, `loss`, `accuracy`.
+    """Return the evaluations of a simulated fleet: `round`, `bytes` to and from a device, `loss`,
+    `accuracy`.
 
     Raises:
-        FleetError: the folder holds no fleet, or one that was not evaluated.
+        FleetError: the folder has no fleet, or one that was not evaluated.
     """
     store = AdapterStore.open(folder) if (folder / ADAPTERS).is_file() else Store.open(folder)
     with store:
@@ -30,7 +31,8 @@ def curve_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def plot(folders: Sequence[Path], out: Path) -> None:
-    """Draw accuracy (loss where one has none) by round and by bytes; the suffix of `out` says the format.
+    """Draw accuracy, or loss if a fleet has none, by round and by bytes; `out`'s suffix is the
+    format.
 
     Raises:
         FleetError: as `curve_of`.
@@ -61,7 +63,8 @@ def plot(folders: Sequence[Path], out: Path) -> None:
                 label=name,
             )
         axes.set_xlabel(label)
-    # Kinds of fleets differ by powers of ten in what they send; a linear range near zero keeps the first point.
+    # Kinds of fleets differ by powers of ten in what they send; a linear range near zero keeps the
+    # first point.
     both[1].set_xscale("symlog", linthresh=100)
     both[0].set_ylabel(value)
     both[0].legend()

@@ -1,6 +1,7 @@
-"""Messages on their way over Flower's grid: sent together, and their replies taken one by one as they come.
+"""Messages on their way over Flower's grid: sent together, and their replies taken one by one as
+they come.
 
-Flower's own `send_and_receive` waits for the slowest device, and looks for replies every three seconds.
+Flower's own `send_and_receive` waits for the slowest device, and polls every three seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Sent:
 
 
 class Post:
-    """Messages that were sent and not answered; a device has one message at a time.
+    """Messages without a reply so far; a device has one message at a time.
 
     Args:
         grid: Flower's.
@@ -41,7 +42,8 @@ class Post:
     """
 
     def __init__(self, grid: Grid, wait_s: float) -> None:
-        self.grid, self.wait_s = grid, wait_s
+        self.grid = grid
+        self.wait_s = wait_s
         self.sent: dict[str, Sent] = {}
 
     @property
@@ -54,14 +56,16 @@ class Post:
         given = list(messages)
         if not given:
             return
-        accepted, now = set(self.grid.push_messages(given)), time.monotonic()
+        accepted = set(self.grid.push_messages(given))
+        now = time.monotonic()
         for message in given:  # a grid gives each message its number when it is pushed
             number = message.metadata.message_id
             until = now + self.wait_s if number in accepted else now
             self.sent[number] = Sent(message.metadata.dst_node_id, until)
 
     def take(self, numbers: Iterable[str] | None = None) -> list[tuple[Sent, Message | None]]:
-        """Return (what was sent, its reply) of what has come, and (what was sent, None) once where the wait is over.
+        """Return (sent, reply) for each new reply, and (sent, None) once for each whose wait is
+        over.
 
         Args:
             numbers: of messages; all by default.
@@ -86,8 +90,10 @@ class Post:
         return came
 
     def exchange(self, messages: Iterable[Message]) -> list[tuple[int, Message]]:
-        """Send messages, wait for the replies to them, and return (device, reply) of those that came."""
-        given, replies = list(messages), []
+        """Send messages, wait for the replies to them, and return (device, reply) of those that
+        came."""
+        given = list(messages)
+        replies = []
         self.send(given)
         waiting = {message.metadata.message_id for message in given}
         while waiting := {

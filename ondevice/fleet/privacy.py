@@ -1,4 +1,4 @@
-"""The privacy cost of a device's noisy answers, by a kept accountant (Google's dp-accounting)."""
+"""The privacy cost of a device's noisy replies, by Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ DELTA = 1e-5
 
 
 def epsilon(noise_multiplier: float, answers: int, delta: float = DELTA) -> float:
-    """Return epsilon of all of a device's answers together, against everybody, the server included.
+    """Return epsilon of all of a device's replies together, against everybody, the server included.
 
-    Two data sets that a device might hold differ in anything; its clipped vectors are then at most twice `clip_norm`
-    apart, so an answer is a Gaussian mechanism of half the multiplier. No subsampling is counted on, and no other
-    device.
+    Two data sets that a device might hold differ in anything; its clipped vectors are then at most
+    twice `clip_norm` apart, so a reply is a Gaussian mechanism of half the multiplier. Neither
+    subsampling nor other devices are assumed.
 
     Args:
         noise_multiplier: of the charter, in multiples of `clip_norm`.
@@ -41,11 +41,10 @@ def epsilon(noise_multiplier: float, answers: int, delta: float = DELTA) -> floa
 
 
 def bound(noise_multiplier: float, answers: int, delta: float = DELTA) -> float:
-    """Return `epsilon`, or where its accountant is not installed a bound above it.
+    """Return `epsilon`, or an upper bound if its accountant is not installed.
 
-    A Gaussian mechanism of a multiplier z has 1/(2 z^2) of zero-concentrated differential privacy, and answers add
-    up; the bound in epsilon is Bun and Steinke, 2016, proposition 1.3.
-    """
+    A Gaussian mechanism of a multiplier z has 1/(2 z^2) of zero-concentrated differential privacy,
+    and replies add up; the bound in epsilon is Bun and Steinke, 2016, proposition 1.3."""
     try:
         return epsilon(noise_multiplier, answers, delta)
     except MissingPackageError:

@@ -24,7 +24,8 @@ def write(data: bytes, file: Path) -> None:
 
 
 def shown(data: bytes) -> str:
-    """Return a QR code of `data` as text for a terminal, two rows of squares a line; raises as `write`."""
+    """Return a QR code of `data` as text for a terminal, two rows of squares a line; raises as
+    `write`."""
     out = io.StringIO()
     _code(data).terminal(out, compact=True)
     return out.getvalue()
@@ -56,11 +57,11 @@ def read(file: Path) -> bytes:
     try:
         picture = np.asarray(Image.open(file).convert("L"))
     except (OSError, Image.DecompressionBombError) as error:
-        raise FleetError(f"{file} is no picture", received=str(error)) from None
+        raise FleetError(f"{file} is not a picture", received=str(error)) from None
     found = zxingcpp.read_barcodes(picture, formats=zxingcpp.BarcodeFormat.QRCode)
     if len(found) != 1:
         raise FleetError(
-            f"{file} shows {len(found)} QR codes that can be read",
+            f"{file} shows {len(found)} readable QR codes",
             expected="one",
             hint="take a sharper picture of one",
         )

@@ -1,8 +1,7 @@
-"""The boundary for replies: what a device may say, in closed shapes of numbers and codes.
+"""The boundary for replies: closed shapes of numbers and codes.
 
-A device checks its reply here before it leaves, so no text of its own can; a server checks the same shapes before it
-uses a field, so no reply can end it.
-"""
+A device checks its reply here before it leaves, so none of its text can leave. A server checks the
+same shapes before it uses a field, so no reply can crash it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Reply(BaseModel):
 
 
 class Request(Reply):
-    """A message of a server, whichever of its fields there are; an adapter never comes without the others."""
+    """A message of a server, with any of its fields; an adapter always comes with a charter."""
 
     charter: bytes | None = Field(default=None, max_length=MOST_CHARTER_BYTES)
     events: list[bytes] = []
@@ -57,7 +56,7 @@ class Request(Reply):
 
 
 class Failed(Reply):
-    """The device did not do it; see `codes`."""
+    """The device refused or failed; see `codes`."""
 
     error: Code = Field(strict=False)
     about: Device | None = None
@@ -142,16 +141,15 @@ def checked(kind: type[Shape], record: Mapping[str, Any]) -> Shape:
     """Return a message of a shape.
 
     Raises:
-        Refusal: with the fields that are wrong, and not with what they hold.
+        Refusal: with the names of wrong fields, not their values.
     """
     try:
         return kind.model_validate(record)
     except (ValidationError, RecursionError) as error:
-        places = (
-            error.errors(include_input=False, include_url=False)
-            if isinstance(error, ValidationError)
-            else []
-        )
+        if isinstance(error, ValidationError):
+            places = error.errors(include_input=False, include_url=False)
+        else:
+            places = []
         fields = sorted(
             {
                 str(place["loc"][0])

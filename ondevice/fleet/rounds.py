@@ -1,6 +1,7 @@
-"""A server's decisions as plain objects: which tasks a round has, which answers it takes, and what comes of them.
+"""A server's decisions as plain objects: the tasks of a round, the replies it takes, and the
+outcome.
 
-Nothing here waits, sends or writes; `store.Store` keeps what must survive and `apps` or `simulate` carry it.
+Nothing here waits, sends or writes; `store.Store` saves a round, and `apps` or `simulate` carry it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ondevice.fleet.state import State
 
 @dataclass
 class OpenRound:
-    """A round under way: the tasks by device, and the answers so far."""
+    """A round under way: the tasks by device, and the replies so far."""
 
     number: int
     begin: bytes
@@ -28,7 +29,7 @@ class OpenRound:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the answers' losses, weighted as their numbers are; None without answers."""
+        """Mean of the replies' losses, weighted as their numbers are; None without replies."""
         answers = list(self.answers.values())
         if not answers:
             return None
@@ -56,8 +57,8 @@ class Rounds:
         """Open the next round for `devices`, each of which gets a task.
 
         Raises:
-            FleetError: as many rounds as the charter allows are open, its learning rate is zero by now, or new frozen
-                tensors are due.
+            FleetError: as many rounds as the charter allows are open, its learning rate is zero by
+                now, or new frozen tensors are due.
         """
         if not self.charter.rate(self.next) > 0:
             raise FleetError(
@@ -79,7 +80,8 @@ class Rounds:
 
     def invite(self, number: int, device: int) -> Task:
         """Ask one more device in an open round; its lane is the next one."""
-        current, charter = self.open[number], self.charter
+        current = self.open[number]
+        charter = self.charter
         first_step = charter.first_step(number, len(current.tasks))
         rate = charter.rate(number)
         task = Task(charter.id, number, current.begin, first_step, charter.fleet.local_steps, rate)
@@ -87,10 +89,10 @@ class Rounds:
         return task
 
     def receive(self, data: bytes | Answer, sender: int | None = None) -> Answer:
-        """Take a device's answer into its round.
+        """Take a device's reply into its round.
 
         Args:
-            sender: the device that the transport names; an answer in another's name is refused.
+            sender: the device that the transport names; a reply in another's name is refused.
 
         Raises:
             Refusal: malformed, of another fleet, late, twice, of a stranger, or of another state.
@@ -100,14 +102,14 @@ class Rounds:
         if answer.fleet != self.charter.id:
             raise Refusal(
                 Code.OTHER_FLEET,
-                "the answer is of another fleet",
+                "the reply is of another fleet",
                 expected=f"{self.charter.id:08x}",
                 received=f"{answer.fleet:08x}",
             )
         if sender is not None and answer.device != sender:
             raise Refusal(
                 Code.OTHER_DEVICE,
-                "the answer is in another device's name",
+                "the reply is in another device's name",
                 expected=sender,
                 received=answer.device,
             )
@@ -116,14 +118,14 @@ class Rounds:
             where = f"open rounds: {', '.join(map(str, self.open)) or 'none'}"
             raise Refusal(
                 Code.LATE,
-                "the answer is late: its round is not open",
+                "the reply is late: its round is not open",
                 expected=where,
                 received=answer.round,
             )
         if answer.begin != current.begin:
             raise Refusal(
                 Code.OTHER_STATE,
-                "the answer began from another state",
+                "the reply began from another state",
                 expected=current.begin.hex(),
                 received=answer.begin.hex(),
                 hint="apply the fleet's log first",
@@ -133,13 +135,11 @@ class Rounds:
                 Code.NOT_ASKED, f"device {answer.device} was not asked in round {answer.round}"
             )
         if answer.device in current.answers:
-            raise Refusal(
-                Code.TWICE, f"device {answer.device} has answered in round {answer.round}"
-            )
+            raise Refusal(Code.TWICE, f"device {answer.device} has replied in round {answer.round}")
         if len(answer.numbers.mantissas) != self.charter.numbers:
             raise Refusal(
                 Code.NUMBERS,
-                "the answer has not one number a query and step",
+                "the reply does not have one number per query and step",
                 expected=self.charter.numbers,
                 received=len(answer.numbers.mantissas),
             )
@@ -149,10 +149,11 @@ class Rounds:
         return answer
 
     def close(self, number: int, means: Sequence[float] | None = None) -> Outcome:
-        """End a round: its answers become its outcome, which is applied; without answers nothing changes.
+        """End a round: its replies become its outcome, which is applied; without replies nothing
+        changes.
 
         Args:
-            means: of the devices' numbers, where a secure sum gave them and there are no answers.
+            means: of the devices' numbers, if a secure sum gave them instead of replies.
 
         Raises:
             FleetError: the round is not open.

@@ -1,18 +1,20 @@
-"""Secure aggregation: a server learns the sum of the devices' numbers and no device's own (SecAgg+).
+"""Secure aggregation: a server learns the sum of the devices' numbers and no device's own
+(SecAgg+).
 
-This is a device's end; `sums` is the server's. Each device adds masks to its vector of whole numbers modulo 2^64: one
-of its own, and one with each of its neighbours, which cancel in the sum. Secrets of a device that goes away are rebuilt
-from shares that its neighbours hold. Bonawitz et al., 2017, "Practical Secure Aggregation for Privacy-Preserving
-Machine Learning", figure 4; neighbours in a ring as in Bell et al., 2020, "Secure Single-Server Aggregation with
+This is a device's end; `sums` is the server's. Each device adds masks to its vector of whole
+numbers modulo 2^64: one of its own, and one with each of its neighbours, which cancel in the sum.
+Secrets of a device that goes away are rebuilt from shares that its neighbours hold. Bonawitz et
+al., 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", figure 4;
+neighbours in a ring as in Bell et al., 2020, "Secure Single-Server Aggregation with
 (Poly)Logarithmic Overhead".
 
-Key agreement, shares and their encryption are Flower's (`flwr.common.secure_aggregation`). Its masks are not used: they
-come of 32 bits of a key and of a generator that is not for secrets. Here they are ChaCha20's. Nor is its rounding,
-which draws numbers: a fleet's sum must be the plain sum to the bit.
+Key agreement, shares and their encryption are Flower's (`flwr.common.secure_aggregation`). Its
+masks are not used: they come of 32 bits of a key and of a generator that is not for secrets. Here
+they are ChaCha20's. Nor is its rounding, which draws numbers: a fleet's sum must be the plain sum
+to the bit.
 
-A device signs its keys of a round with its own key, and takes a neighbour's only with the signature of a device that
-the charter names: otherwise a server could be all of a device's neighbours.
-"""
+A device signs its keys of a round with its own key, and takes a neighbour's only with the signature
+of a device that the charter names: otherwise a server could be all of a device's neighbours."""
 
 from __future__ import annotations
 
@@ -59,12 +61,13 @@ DOMAIN = b"ondevice-fleet-keys-1\0"
 
 
 def exponent_of(config: Agreement, count: int) -> int:
-    """Return the exponent that all answers of a secure fleet have: their numbers fit 15 bits of it."""
+    """Return the exponent of all replies of a secure fleet: their numbers fit 15 bits of it."""
     return math.frexp(config.longest(count))[1] - 15
 
 
 def vector_of(answer: Answer, most_rows: int) -> np.ndarray:
-    """Return what is summed: uint64 [numbers + 2]: weight times each mantissa, weight times loss, weight."""
+    """Return a reply's summand, uint64 [numbers + 2]: weight times each mantissa and loss, and
+    weight."""
     rows = min(answer.rows, most_rows)
     loss = max(-MOST_LOSS, min(MOST_LOSS, round(math.ldexp(answer.loss, -LOSS_UNIT))))
     return np.array(
@@ -79,7 +82,7 @@ def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[f
         devices: how many are in the sum.
 
     Raises:
-        FleetError: no fleet's answers have this sum.
+        FleetError: no replies of a fleet have this sum.
     """
     *sums, loss, rows = (int(value) for value in total.view(np.int64))
     if (
@@ -88,7 +91,7 @@ def means_of(total: np.ndarray, config: Agreement, devices: int) -> tuple[list[f
         or any(abs(value) > rows * LIMIT for value in sums)
     ):
         raise FleetError(
-            "the sum of the answers is none of numbers that devices may send",
+            "not a sum of numbers that devices may send",
             received=f"{rows} rows",
         )
     exponent = exponent_of(config, len(sums))
@@ -107,7 +110,7 @@ def check_exponent(numbers: Numbers, config: Agreement) -> None:
     if numbers.exponent != expected:
         raise Refusal(
             Code.NUMBERS,
-            "the answer's numbers have another exponent",
+            "the reply's numbers have another exponent",
             expected=expected,
             received=numbers.exponent,
         )
@@ -130,7 +133,8 @@ def primitives() -> Any:
 
 
 def mask(key: bytes, size: int) -> np.ndarray:
-    """Return a mask, uint64 [size], of a key of 32 bytes that is used once: ChaCha20's key stream."""
+    """Return a mask, uint64 [size], of a key of 32 bytes that is used once: ChaCha20's key
+    stream."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
@@ -153,7 +157,8 @@ def threshold(neighbours: int) -> int:
 
 
 def statement(task: bytes, device: int, keys: Keys) -> bytes:
-    """Return what a device signs: its number, its keys, and the task, which names fleet, round and state."""
+    """Return what a device signs: its number, its keys, and the task, which names fleet, round and
+    state."""
     parts = (task, device.to_bytes(8, "little"), keys.mask_key, keys.share_key, keys.promise)
     return DOMAIN + b"".join(hashlib.sha256(part).digest() for part in parts)
 
@@ -173,11 +178,10 @@ def check_keys(task: bytes, device: int, keys: Keys, allowed: Collection[str]) -
             if asymmetric.bytes_to_public_key(key).curve.name != "secp384r1":
                 raise ValueError
     except Exception as error:
-        message = (
-            error.message
-            if isinstance(error, Refusal)
-            else f"a key of device {device} is not valid"
-        )
+        if isinstance(error, Refusal):
+            message = error.message
+        else:
+            message = f"a key of device {device} is not valid"
         raise Refusal(Code.KEYS, message, about=device) from None
 
 
@@ -189,7 +193,7 @@ def mask_of_pair(private: Any, public: bytes, size: int) -> np.ndarray:
 
 
 class Secrets:
-    """A device's secrets in one round; they are in memory alone and used once.
+    """A device's secrets in one round; they stay in memory and are used once.
 
     Args:
         device: the device's number, as its neighbours see it.
@@ -238,8 +242,8 @@ class Secrets:
         """Return a share of this device's secrets for each neighbour, encrypted for it.
 
         Raises:
-            Refusal: too few neighbours, keys that are not unique or not signed by devices of the charter, or other
-                keys than this device's in its place.
+            Refusal: too few neighbours, keys that are not unique or not signed by devices of the
+                charter, or other keys than this device's in its place.
         """
         shamir, symmetric, asymmetric = primitives()
         if len(peers) < LEAST or self._peers:
@@ -254,7 +258,8 @@ class Secrets:
         for peer, keys in peers.items():
             check_keys(self.task, peer, keys, self.allowed)
         self._peers = peers
-        needed, count = threshold(len(peers)), len(peers)
+        needed = threshold(len(peers))
+        count = len(peers)
         private = asymmetric.private_key_to_bytes(self._mask_pair[0])
         shares = zip(
             *(shamir.create_shares(each, needed, count) for each in (self._seed, private)),
@@ -270,16 +275,18 @@ class Secrets:
         return Shares(shares=sealed)
 
     def masked(self, vector: np.ndarray, sealed: Mapping[int, bytes]) -> Masked:
-        """Return the vector, uint64 [size], under this device's mask and those with the neighbours that sent shares.
+        """Return the vector, uint64 [size], under this device's mask and those with the neighbours
+        that sent shares.
 
-        A neighbour whose shares cannot be read is left out, and named: it could stop every sum otherwise.
+        A neighbour whose shares cannot be read is left out, and named: it could stop every sum
+        otherwise.
 
         Raises:
             Refusal: too few are left, or a vector was masked before.
         """
         if self._summed is not None or not sealed.keys() <= self._peers.keys() - {self.device}:
             raise Refusal(
-                Code.UNSAFE, "this device has masked its vector, or has no such neighbours"
+                Code.UNSAFE, "this device has masked its vector already, or lacks these neighbours"
             )
         for peer, data in sealed.items():
             opened = self._opened(peer, data)
@@ -312,12 +319,15 @@ class Secrets:
         return shares if (source, target) == (peer, self.device) and all(shares) else None
 
     def reveal(self, alive: Collection[int], gone: Collection[int]) -> Revealed:
-        """Return the shares of the masks of neighbours whose vectors came, and of the keys of those that went away.
+        """Return the shares of the masks of neighbours whose vectors came, and of the keys of those
+        that went away.
 
         Raises:
-            Refusal: both would be revealed of one device, which would show its vector, or too few are there.
+            Refusal: both would be revealed of one device, which would show its vector, or too few
+                are there.
         """
-        living, lost = frozenset(alive), frozenset(gone)
+        living = frozenset(alive)
+        lost = frozenset(gone)
         if (
             self._summed is None
             or self._revealed
@@ -325,7 +335,7 @@ class Secrets:
             or (living | lost) != self._summed
         ):
             raise Refusal(
-                Code.UNSAFE, "the server asks for shares that would show a device's own numbers"
+                Code.UNSAFE, "the server asks for shares that would reveal a device's own numbers"
             )
         if len(living) < max(LEAST, threshold(len(self._peers))):
             raise Refusal(
@@ -341,10 +351,10 @@ class Secrets:
         )
 
     def reply(self, request: bytes, vector: Callable[[], np.ndarray]) -> bytes:
-        """Answer a server's message of a round; `vector` is asked for when it is to be masked.
+        """Reply to a server's message of a round; `vector` is called when it is to be masked.
 
         Raises:
-            Refusal: the message is of no stage, or would show this device's own numbers.
+            Refusal: the message is not of a stage, or would reveal this device's own numbers.
         """
         asked = read_request(request)
         done: Stage

@@ -1,4 +1,5 @@
-"""A whole fleet in one process: every device has its own rows and its own state, and one session computes for all."""
+"""A whole fleet in one process: every device has its own rows and its own state, and one session
+computes for all."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fate:
-    """The faults of a device in a round: it is away, or late; `draw` is for what a hostile one says."""
+    """The faults of a device in a round: it is away, or late; `draw` is for a hostile one's
+    reply."""
 
     away: bool
     late: bool
@@ -74,14 +76,15 @@ class Simulation:
     Args:
         config: the run file, with a maximum length.
         session: computes for every device in turn.
-        rows: those of all devices, and those to evaluate on.
+        rows: those of all devices, and held-out ones.
         model: names the base model, by `source` and `sha256`.
     """
 
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
         self.config, self.session, self.rows = config, session, rows
         self.charter = config.charter(session, model)
-        simulated, seed = config.simulation, config.train.seed
+        simulated = config.simulation
+        seed = config.train.seed
         parts = split(rows.train, simulated.devices, simulated.dirichlet, seed)
         self.row_counts = [len(part) for part in parts]
         sizes = [
@@ -90,11 +93,10 @@ class Simulation:
         ]
         self.name = vector_name(session, self.charter.session_size)
         given = self.charter.subspace == "given"
-        self.space = (
-            Space(self.charter, session, self.name, config.train.out / "subspaces")
-            if given
-            else None
-        )
+        if given:
+            self.space = Space(self.charter, session, self.name, config.train.out / "subspaces")
+        else:
+            self.space = None
         self.members = [
             Member(
                 self.charter,
@@ -115,14 +117,15 @@ class Simulation:
 
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing, and compare all devices."""
-        out, rounds = self.config.train.out, self.config.fleet.rounds
+        out = self.config.train.out
+        rounds = self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:
             make_room(out, FILE_NAME, resume, overwrite)
             with Store.create(out, self.charter) as store:
                 server = Rounds(self.charter, store.state())
                 curve = Curve(store, self.config.simulation.eval_every)
                 events = store.log().events
-                for member in self.members:  # what a device that was away does: it takes the log
+                for member in self.members:  # as a device that was away, it takes the log
                     member.follow(events)
                 first = self._catch_up(store, events, curve)
                 while server.next < rounds and not stop:
@@ -160,7 +163,7 @@ class Simulation:
         )
 
     def _catch_up(self, store: Store, events: Sequence[Event], curve: Curve) -> Any:
-        """Evaluate the beginning, and what another engine left out, or a run with another `eval_every`."""
+        """Evaluate the beginning, and rounds that another engine or `eval_every` left out."""
         state = self.charter.state()
         first = curve.add(0, self._evaluate(state))
         for event in events:
@@ -178,7 +181,7 @@ class Simulation:
         return Fate(away < self.config.simulation.dropout, late < self.config.simulation.late, draw)
 
     def _round(self, server: Rounds, store: Store, on_round: Callable[[Round], None]) -> None:
-        """Open rounds as the charter allows, answer and close the oldest; every device follows."""
+        """Open rounds as the charter allows, reply and close the oldest; every device follows."""
         began = time.time()
         config = self.config.fleet
         if self.charter.due(server.state):
@@ -202,7 +205,8 @@ class Simulation:
                     self._give(server, answer)
         number = min(server.open)
         current = server.open[number]
-        loss, answers = current.loss, list(current.answers.values())
+        loss = current.loss
+        answers = list(current.answers.values())
         task = next(iter(current.tasks.values()))
         outcome = server.close(number)
         sent = sum(
@@ -238,7 +242,8 @@ class Simulation:
             self.refused[error.code] = self.refused.get(error.code, 0) + 1
 
     def _give_late(self, server: Rounds) -> None:
-        late, self._late = self._late, []
+        late = self._late
+        self._late = []
         for answer in late:
             self._give(server, answer)
 
@@ -252,7 +257,7 @@ class Simulation:
 
 
 def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:
-    """Return what a hostile device sends instead of its answer."""
+    """Return a hostile device's reply instead of its own."""
     values = answer.numbers.values()
     if attack == "flip":
         return replace(answer, numbers=pack([-10 * value for value in values]))

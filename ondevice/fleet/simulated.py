@@ -1,4 +1,4 @@
-"""What a simulated fleet of any kind has: its folder, its progress, its evaluations and its result."""
+"""A simulated fleet of any kind: its folder, its progress, its evaluations and its result."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class Simulated:
     Attributes:
         hashes_equal: every device that followed the log has the server's hash.
         final_hash: SHA-256 of the state, 64 hexadecimal digits.
-        bytes_per_device_round: mean bytes of a task, an answer and an outcome, for a device that answered.
+        bytes_per_device_round: mean bytes of a task, a reply and an outcome, for a device that
+            replied.
         rounds: that were done.
-        loss_first, loss_last: of the adapter before the first and after the last round, on the rows to evaluate,
-            nats a token.
-        accuracy_first, accuracy_last: the same; None where the rows have no candidates.
-        refused: answers by the code of their refusal (`codes.Code`).
-        log: the file that the folder keeps of all rounds.
-        interrupted: stopped by a signal; the folder goes on.
-        curve: `round`, `loss`, `accuracy`, and `bytes` to and from a device until then, at each evaluation.
+        loss_first, loss_last: of the adapter before the first and after the last round, on the rows
+            to evaluate, nats a token.
+        accuracy_first, accuracy_last: the same; None if the rows have no candidates.
+        refused: replies by the code of their refusal (`codes.Code`).
+        log: the file of all rounds in the folder.
+        interrupted: stopped by a signal; it can be resumed.
+        curve: `round`, `loss`, `accuracy`, and `bytes` to and from a device until then, at each
+            evaluation.
     """
 
     hashes_equal: bool
@@ -61,19 +63,20 @@ class Simulated:
 
 
 class Curve:
-    """Evaluations by round and by bytes, kept in a fleet's folder.
+    """Evaluations by round and by bytes, stored in a fleet's folder.
 
     Args:
         store: with `fact`, `set_fact` and `table`.
-        every: rounds between two evaluations; None for the first and the last alone.
+        every: rounds between two evaluations; None for only the first and the last.
     """
 
     def __init__(self, store: Any, every: int | None) -> None:
-        self.store, self.every = store, every
+        self.store = store
+        self.every = every
         self.points: list[dict[str, Any]] = json.loads(store.fact("curve") or "[]")
 
     def due(self, done: int, rounds: int) -> bool:
-        """Return True if a round is still to be evaluated, beside the first and the last."""
+        """Return True if a round other than the first and the last is to be evaluated."""
         known = any(point["round"] == done for point in self.points)
         return bool(self.every) and done % (self.every or 1) == 0 and done < rounds and not known
 
@@ -95,17 +98,17 @@ class Curve:
 
 
 def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds a fleet in file `name`, unless it is gone on with or replaced.
+    """Refuse a folder that has a fleet in file `name`, unless it is resumed or replaced.
 
     Raises:
-        FleetError: it holds one, and neither flag is set.
+        FleetError: it has one, and neither flag is set.
     """
     if not (out / name).exists() or resume:
         return
     if not overwrite:
         raise FleetError(
-            f"{out} holds a fleet",
-            hint="--resume goes on with it, --overwrite replaces it; or choose another --out",
+            f"{out} already has a fleet",
+            hint="--resume continues it, --overwrite replaces it; or choose another --out",
         )
     for file in (name, f"{name}-wal", f"{name}-shm"):
         (out / file).unlink(missing_ok=True)

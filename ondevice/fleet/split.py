@@ -1,4 +1,4 @@
-"""Rows of one file as the rows of many devices: evenly, or by label with a Dirichlet distribution."""
+"""Split rows over many devices: evenly, or by label with a Dirichlet distribution."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ def split(dataset: Dataset, devices: int, dirichlet: float | None, seed: int) ->
     """Return each device's rows; every row goes to one device, and every device has one at least.
 
     Args:
-        dirichlet: concentration of each label's shares over the devices (Hsu, Qi and Brown, 2019); None deals evenly.
-        seed: of the order and of the shares.
+        dirichlet: concentration of each label's fractions over the devices (Hsu, Qi and Brown,
+            2019); None deals evenly.
+        seed: of the order and of the fractions.
 
     Raises:
-        DataError: there are fewer rows than devices, or rows without a label cannot be split by it.
+        DataError: fewer rows than devices, or rows without a label.
     """
     count = len(dataset.items)
     if count < devices:
         raise DataError(
-            "there are fewer rows than devices",
+            "fewer rows than devices",
             expected=f"{devices} rows or more",
             received=f"{count} rows",
         )

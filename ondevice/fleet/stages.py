@@ -1,6 +1,7 @@
-"""The messages of a secure sum's four stages, JSON with bytes in base 64; both ends check them here.
+"""The messages of a secure sum's four stages, JSON with bytes in base 64; both ends check them
+here.
 
-A request names a stage. Devices stand in objects by their number, in decimal digits.
+A request names a stage. Objects name devices by their number, in decimal digits.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Keys(Stage):
     """A device's keys of one round.
 
     Attributes:
-        mask_key, share_key: public keys, with which a neighbour agrees on a mask and on a key for shares.
+        mask_key, share_key: public keys, with which a neighbour agrees on a mask and on a key for
+            shares.
         promise: SHA-256 of the seed of the device's own mask; a rebuilt seed is held against it.
         signer: the device's own public key (DER).
         signature: of all that and of the round, by that key.
@@ -83,7 +85,7 @@ class Keys(Stage):
     signature: Annotated[Base64, Field(min_length=1, max_length=MOST_SIGNATURE_BYTES)]
 
     def secrets(self) -> tuple[bytes, ...]:
-        """Return what no two devices have in common."""
+        """Return the values that no two devices have in common."""
         return self.mask_key, self.share_key, self.promise, self.signer
 
 
@@ -105,7 +107,8 @@ class Masked(Stage):
 
 
 class Revealed(Stage):
-    """Shares of the seeds of neighbours whose vectors came, and of the keys of those that went away."""
+    """Shares of the seeds of neighbours whose vectors came, and of the keys of those that went
+    away."""
 
     seeds: dict[Number, Share] = Field(max_length=MOST_NEIGHBOURS)
     keys: dict[Number, Share] = Field(max_length=MOST_NEIGHBOURS)

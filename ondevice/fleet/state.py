@@ -1,8 +1,7 @@
 """A fleet's adapter: a vector of whole numbers that outcomes change, and its hash.
 
-All arithmetic is in integers, so a state is a pure function of the charter and the outcomes, on every machine, and
-without momentum in any order of the outcomes.
-"""
+All arithmetic is in integers, so a state is a pure function of the charter and the outcomes, on
+every machine, and without momentum in any order of the outcomes."""
 
 from __future__ import annotations
 
@@ -24,16 +23,16 @@ MOMENTUM_BITS = 8
 KEPT = ("vector", "velocity", "moments", "frozen", "round", "refreshed", "_digest")
 """Attributes that an event changes."""
 ADAM = 1 << MOMENTUM_BITS
-"""Stands in the hash in the place of a momentum."""
+"""Stands in the hash instead of a momentum."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How Adam's steps are numbered and how far they go; all of it is the charter's.
+    """How Adam's steps are numbered and how far they go, from the charter.
 
     Attributes:
         local: steps of a round.
-        unit: what an estimate is a multiple of: coefficients are numbers times it.
+        unit: of an estimate: coefficients are numbers times it.
         rate: (round) -> learning rate.
     """
 
@@ -52,14 +51,15 @@ class State:
         queries: directions a step.
         momentum: in 1/256; 0 keeps no velocity.
         start: float32 [size], the adapter that all begin from; None is zeros.
-        steps: where the optimizer is Adam; None for plain steps.
+        steps: if the optimizer is Adam; None for plain steps.
 
     Attributes:
         vector: int64 [size], units of 2^-32.
         velocity: the same; none without momentum.
         moments: Adam's; None without it.
-        frozen: 32 bytes that name the frozen tensors since the last refresh; zeros before the first.
-        round: the next one, where rounds are applied in their order.
+        frozen: 32 bytes that name the frozen tensors since the last refresh; zeros before the
+            first.
+        round: the next one, if rounds are applied in their order.
         refreshed: the round before which the frozen tensors were given; -1 before that.
     """
 
@@ -73,19 +73,15 @@ class State:
         start: np.ndarray | None = None,
         steps: Steps | None = None,
     ) -> None:
-        self.size, self.seed, self.noise, self.queries, self.momentum = (
-            size,
-            seed,
-            noise,
-            queries,
-            momentum,
-        )
+        self.size, self.seed, self.noise, self.queries = size, seed, noise, queries
+        self.momentum = momentum
         self.vector = np.zeros(size, dtype=np.int64) if start is None else to_units(start)
         self.velocity = np.zeros(size if momentum else 0, dtype=np.int64)
         self.steps = steps
         self.moments = None if steps is None else Moments.zeros(size)
         self.frozen = bytes(32)
-        self.round, self.refreshed = 0, -1
+        self.round = 0
+        self.refreshed = -1
         self._digest: bytes | None = None
 
     def digest(self) -> bytes:
@@ -105,14 +101,12 @@ class State:
 
     def slots(self) -> bytes:
         """Return what the optimizer keeps: the velocity, or Adam's moments."""
-        return (
-            self.velocity.astype("<i8", copy=False).tobytes()
-            if self.moments is None
-            else self.moments.to_bytes()
-        )
+        if self.moments is None:
+            return self.velocity.astype("<i8", copy=False).tobytes()
+        return self.moments.to_bytes()
 
     def restore(self, vector: bytes, slots: bytes) -> None:
-        """Take back the vector's int64 and what `slots` gave."""
+        """Restore the vector's int64 and the result of `slots`."""
         self.vector = np.frombuffer(vector, "<i8").astype(np.int64)
         if self.moments is None:
             self.velocity = np.frombuffer(slots, "<i8").astype(np.int64)
@@ -121,8 +115,8 @@ class State:
         self._digest = None
 
     def flat(self) -> np.ndarray:
-        """Return the adapter as sessions take it: float32 [size], each element rounded to the nearest; with Adam
-        [3 size], the moments behind it."""
+        """Return the adapter as sessions take it: float32 [size], each element rounded to the
+        nearest; with Adam [3 size], the moments behind it."""
         flat = self.vector.astype(np.float32) * np.float32(2.0**UNIT)
         if self.moments is None:
             return flat
@@ -140,7 +134,7 @@ class State:
             numbers = group.coefficients
             if len(numbers.mantissas) % self.queries:
                 raise FleetError(
-                    f"round {outcome.round}: a group has no whole steps",
+                    f"round {outcome.round}: a group has incomplete steps",
                     expected=f"a multiple of {self.queries} coefficients",
                     received=len(numbers.mantissas),
                 )
@@ -153,7 +147,8 @@ class State:
 
     def _adam(self, outcome: Outcome, steps: Steps, moments: Moments) -> tuple[np.ndarray, Moments]:
         """The vector and the moments after an outcome's local steps, one after the other."""
-        directions, vector = self._directions(outcome), self.vector
+        directions = self._directions(outcome)
+        vector = self.vector
         scale = steps.rate(outcome.round) * 2.0**-UNIT
         for step in sorted({step for step, _, _ in directions}):
             own = [direction for direction in directions if direction[0] == step]
@@ -168,7 +163,7 @@ class State:
         """Take an outcome or a refresh into the state.
 
         Args:
-            check: hold the hashes against the event's; the state is as it was where they differ.
+            check: compare the hashes with the event's; the state does not change if they differ.
 
         Raises:
             FleetError: the event is not of this state.
@@ -183,7 +178,8 @@ class State:
         kept = {name: getattr(self, name) for name in KEPT}
         if isinstance(event, Refresh):
             self.frozen = hashlib.sha256(self.digest() + event.digest).digest()
-            self.vector, self.velocity = np.zeros_like(self.vector), np.zeros_like(self.velocity)
+            self.vector = np.zeros_like(self.vector)
+            self.velocity = np.zeros_like(self.velocity)
             if self.steps is not None:
                 self.moments = Moments.zeros(self.size, event.round * self.steps.local)
             self.round = self.refreshed = event.round
@@ -204,7 +200,7 @@ class State:
             for name, value in kept.items():
                 setattr(self, name, value)
             raise FleetError(
-                f"round {event.round} gives another state here than on the server",
+                f"round {event.round} leads to another state here than on the server",
                 expected=f"state {event.after.hex()}",
                 received=f"state {received}",
                 hint="the log is damaged, or another charter's; take the whole log again",

@@ -1,4 +1,4 @@
-"""Where a fleet is: its charter, rounds, losses, bytes and hash, from its store or its log."""
+"""Status of a fleet: its charter, rounds, losses, bytes and hash, from its store or its log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.core.errors import MissingPackageError, OndeviceError
 from ondevice.fleet.averaging.arrays import digest
 from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
-from ondevice.fleet.charter import Charter
+from ondevice.fleet.charter import Charter, CommonCharter
 from ondevice.fleet.device import traffic_of
 from ondevice.fleet.log import replay
 from ondevice.fleet.privacy import DELTA, epsilon
@@ -18,12 +18,14 @@ from ondevice.fleet.store import FILE_NAME, Store, read_file
 
 
 def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
-    """Return what `ondevice fleet status --json` prints; `rounds_table` is empty for a bare log.
+    """Return the object that `ondevice fleet status --json` prints; `rounds_table` is empty for a
+    log.
 
-    `epsilon` is of the device with the most answers, where the charter has noise and the accountant is installed.
+    `epsilon` is of the device with the most replies, if the charter has noise and the accountant
+    exists.
 
     Raises:
-        FleetError: there is no fleet.
+        FleetError: the path has no fleet.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -37,27 +39,13 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
     else:
         log = read_file(path)
         state, charter, table, devices, most = replay(log), log.charter, [], {}, len(log.events)
-    answered = sum(row["answers"] for row in table)
-    return {
-        "fleet": f"{charter.id:08x}",
-        "model": charter.model_source,
-        "rounds": state.round,
-        "hash": state.digest().hex(),
-        "elements": charter.size,
-        "loss": table[-1]["loss"] if table else None,
-        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered
-        if answered
-        else None,
-        "devices": len(devices) or None,
-        "hashes_equal": all(devices.values()) if devices else None,
-        **_privacy(charter, most, delta),
-        "charter": charter.model_dump(mode="json"),
-        "rounds_table": table,
-    }
+    own = {"rounds": state.round, "hash": state.digest().hex(), "elements": charter.size}
+    return _values(charter, own, table, devices, _privacy(charter, most, delta))
 
 
 def progress(folder: Path) -> dict[str, Any] | None:
-    """Return how far a device is: `fleet`, `model`, `rounds`, `hash` and `bytes`; None before its first message."""
+    """Return how far a device is: `fleet`, `model`, `rounds`, `hash` and `bytes`; None before its
+    first message."""
     try:
         values = status(folder)
     except OndeviceError:
@@ -68,23 +56,32 @@ def progress(folder: Path) -> dict[str, Any] | None:
 
 
 def _adapters(folder: Path) -> dict[str, Any]:
-    """The same of a first-order fleet."""
+    """Return the same of a first-order fleet."""
     with AdapterStore.open(folder) as store:
         charter, table, arrays = store.charter, store.table(), store.tensors()
         devices = json.loads(store.fact("devices") or "{}")
-    answered = sum(row["answers"] for row in table)
+    elements = sum(value.size for value in arrays.values())
+    own = {"rounds": len(table), "hash": digest(arrays), "elements": elements}
+    return _values(charter, own, table, devices, {})
+
+
+def _values(
+    charter: CommonCharter,
+    own: dict[str, Any],
+    table: list[dict[str, Any]],
+    devices: dict[str, bool],
+    privacy: dict[str, Any],
+) -> dict[str, Any]:
+    replies = sum(row["answers"] for row in table)
     return {
         "fleet": f"{charter.id:08x}",
         "model": charter.model_source,
-        "rounds": len(table),
-        "hash": digest(arrays),
-        "elements": sum(value.size for value in arrays.values()),
+        **own,
         "loss": table[-1]["loss"] if table else None,
-        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered
-        if answered
-        else None,
+        "bytes_per_device_round": sum(row["bytes"] for row in table) / replies if replies else None,
         "devices": len(devices) or None,
         "hashes_equal": all(devices.values()) if devices else None,
+        **privacy,
         "charter": charter.model_dump(mode="json"),
         "rounds_table": table,
     }

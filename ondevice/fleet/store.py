@@ -1,7 +1,8 @@
-"""A server's or a device's fleet in one SQLite file: the charter, every event, the last answers, and a snapshot.
+"""A server's or a device's fleet in one SQLite file: the charter, every event, the last replies,
+and a snapshot.
 
-A round is one transaction, so a process that is killed at any point goes on from the last whole round.
-"""
+A round is one transaction, so a process that is killed at any point goes on from the last complete
+round."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ondevice.fleet.state import State
 FILE_NAME = "fleet.db"
 SCHEMA_VERSION = 1
 SNAPSHOT_EVERY = 50
-"""Rounds between two copies of the whole state: what a restart applies again is less."""
+"""Rounds between two copies of the state: a restart applies fewer than these again."""
 
 SCHEMA = """
 CREATE TABLE events (
@@ -46,13 +47,16 @@ CREATE TABLE snapshot (
 class Store(FleetFile):
     """A fleet's file; a context manager. Use `create` or `open`."""
 
-    file_name, schema, version, charter_type = FILE_NAME, SCHEMA, SCHEMA_VERSION, Charter
+    file_name = FILE_NAME
+    schema = SCHEMA
+    version = SCHEMA_VERSION
+    charter_type = Charter
     none_here = "no fleet"
     charter: Charter
 
     @classmethod
     def create(cls, folder: Path, charter: Charter) -> Self:
-        """Open the fleet of this charter in `folder`, begun if there is none.
+        """Open the fleet of this charter in `folder`, or begin it.
 
         Raises:
             FleetError: another fleet is there.
@@ -72,10 +76,10 @@ class Store(FleetFile):
         time_s: float = 0.0,
         frozen: Frozen | None = None,
     ) -> None:
-        """Add the event that gave `state`, with the answers it was made of, in one transaction.
+        """Add the event that led to `state`, with the replies it was made of, in one transaction.
 
         Args:
-            summed: how many answers there were, where only their sum is known.
+            summed: number of replies, if only their sum is known.
             frozen: the file that a refresh names.
         """
         given = answers or []
@@ -131,7 +135,7 @@ class Store(FleetFile):
         return [event for (event,) in rows]
 
     def answers(self, number: int) -> list[Answer]:
-        """Return the answers of a round, by device."""
+        """Return the replies of a round, by device."""
         rows = self.connection.execute(
             "SELECT answer FROM answers WHERE round = ? ORDER BY device", (number,)
         )
@@ -148,7 +152,8 @@ class Store(FleetFile):
             self.connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", row)
 
     def asked(self) -> list[tuple[int, bytes, dict[int, Task]]]:
-        """Return each open round that waits for files: its number, its beginning, its tasks by device."""
+        """Return each open round that waits for files: its number, its beginning, its tasks by
+        device."""
         rounds: dict[int, tuple[int, bytes, dict[int, Task]]] = {}
         for number, device, begin, task in self.connection.execute(
             "SELECT round, device, begin, task FROM asked ORDER BY round, device"
@@ -158,7 +163,7 @@ class Store(FleetFile):
         return list(rounds.values())
 
     def take(self, answer: Answer) -> None:
-        """Keep an answer of an open round, and that its device has what came with the task."""
+        """Store a reply of an open round, and that its device has the events of its task."""
         key = (answer.round, _signed(answer.device))
         with self.connection:
             self.connection.execute("BEGIN IMMEDIATE")
@@ -171,11 +176,11 @@ class Store(FleetFile):
             )
 
     def table(self) -> list[dict[str, Any]]:
-        """Return for each round its number, loss, answers, refused answers and bytes."""
+        """Return for each round its number, loss, replies, refused replies and bytes."""
         return self._table("events", "place")
 
     def most_answers(self) -> int:
-        """Return how many answers the device with the most has given."""
+        """Return the number of replies of the device with the most."""
         query = "SELECT MAX(n) FROM (SELECT COUNT(*) AS n FROM answers GROUP BY device)"
         return self.connection.execute(query).fetchone()[0] or 0
 
@@ -208,7 +213,8 @@ class Store(FleetFile):
 
     def state(self) -> State:
         """Return the state after the last event: the snapshot, and what came after it."""
-        state, place = self.charter.state(), 0
+        state = self.charter.state()
+        place = 0
         row = self.connection.execute(
             "SELECT place, round, vector, velocity, frozen FROM snapshot"
         ).fetchone()
@@ -229,19 +235,19 @@ def read_file(path: Path) -> FleetLog:
     """Read a log, or the log in a server's or device's store.
 
     Raises:
-        FleetError: there is none, or it is damaged.
+        FleetError: the path has none, or it is damaged.
     """
     path = Path(path)
     if path.is_dir():
         if (path / ADAPTERS).is_file():
             raise FleetError(
-                f"{path} is of first-order devices, whose rounds are whole adapters: there is no log to replay",
+                f"{path} is of first-order devices, whose rounds are adapters: it has no log to replay",
                 hint=f"`ondevice fleet status {path}` says its hash",
             )
         path = path / FILE_NAME
     if not path.is_file():
         raise FleetError(
-            f"{path}: there is no log",
+            f"{path}: no log found",
             expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file",
         )
     with open(path, "rb") as file:

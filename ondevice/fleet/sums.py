@@ -1,8 +1,7 @@
 """A secure sum's server: the four stages, and the sum of the vectors that came.
 
-A device may go away at any stage, and may lie at any. A lie costs the liar its place: the sum goes on without it where
-the others' shares suffice, and the server is told whom not to ask again.
-"""
+A device may go away or lie at any stage. A liar is left out: the sum goes on without it if the
+others' shares suffice, and the server learns whom not to ask again."""
 
 from __future__ import annotations
 
@@ -40,10 +39,11 @@ class SecureSum:
     """One round's sum.
 
     Args:
-        send: sends `{"secure": bytes, ...}` to each device and returns the replies of those that answered.
+        send: sends `{"secure": bytes, ...}` to each device and returns the replies of those that
+            replied.
         task: of the round, as bytes.
         allowed: fingerprints of the charter's devices.
-        blame: called with each device that lied, and how.
+        blame: called with each device that lied, and the code.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class SecureSum:
         return fits
 
     def _honest(self, given: dict[int, Keys]) -> dict[int, Keys]:
-        """Leave out keys that neighbours would refuse: unsigned ones, and such as two devices have."""
+        """Leave out keys that neighbours would refuse: unsigned ones, and such as two devices
+        have."""
         times = Counter(secret for keys in given.values() for secret in set(keys.secrets()))
         kept = {}
         for node, keys in given.items():
@@ -168,8 +169,8 @@ class SecureSum:
     def _liars(self, masked: dict[int, Masked]) -> set[int]:
         """Return devices to leave out, so that no two that are left disagree about their shares.
 
-        A device that cannot read a neighbour's shares names it; either of the two may lie. Whoever is in most of such
-        pairs goes first. Of a single pair one goes, and neither is asked again.
+        A device that cannot read a neighbour's shares names it; either of the two may lie. Whoever
+        is in most of such pairs goes first. Of a single pair one goes, and neither is asked again.
         """
         pairs = {
             (node, peer) for node, reply in masked.items() for peer in reply.without & masked.keys()
@@ -182,7 +183,8 @@ class SecureSum:
             for each in {node} if count > 1 else next(iter(pairs)):
                 self.blame(each, Code.SHARES)
             holders = self.near[node] & masked.keys() - accusers - out - {node}
-            # Without its key its masks would stay in the sum: it is summed this once, and those that name it are not.
+            # Without its key its masks would stay in the sum: it is summed this once, and those
+            # that name it are not.
             stays = accusers and 0 < len(holders) < threshold(len(self.near[node]))
             out |= accusers if stays else {node}
             pairs = {pair for pair in pairs if not out & set(pair)}
@@ -192,7 +194,7 @@ class SecureSum:
         """Return a secret of a device, made of its neighbours' shares.
 
         Raises:
-            FleetError: too few shares, or no set of them gives what the device promised.
+            FleetError: too few shares, or no set of them gives the promised secret.
         """
         needed = threshold(len(self.near[node]))
         if len(shares) < needed:
@@ -209,7 +211,7 @@ class SecureSum:
                     self.blame(peer, Code.SHARES)
             return secret
         self.blame(node, Code.SHARES)
-        raise FleetError(f"device {node} gave shares of another secret than it promised")
+        raise FleetError(f"device {node} sent shares of another secret than it promised")
 
     def _is_seed(self, node: int, seed: bytes) -> bool:
         return hashlib.sha256(seed).digest() == self.keys[node].promise
@@ -224,7 +226,8 @@ class SecureSum:
 
 
 def _subsets(peers: list[int], count: int) -> Iterator[tuple[int, ...]]:
-    """Give subsets of `count` peers: all of them, or else `MOST_TRIES` that are drawn, so that few liars are in few."""
+    """Give subsets of `count` peers: all of them, or else `MOST_TRIES` that are drawn, so that few
+    liars are in few."""
     if math.comb(len(peers), count) <= MOST_TRIES:
         yield from combinations(peers, count)
         return

@@ -1,4 +1,5 @@
-"""Finds the devices whose vectors spoil secure sums, which nobody can look at, by leaving half of them out in turn."""
+"""Find devices that spoil secure sums, whose vectors nobody sees, by leaving out half of them in
+turn."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from ondevice.fleet.secure import LEAST
 
 
 class Suspects:
-    """The devices among which a liar is; none, as long as all sums are such as honest devices have.
+    """The devices among which a liar is; none while all sums are plausible.
 
-    A liar among n devices costs some log2(n) rounds. Two devices have no sum, so in a fleet of three nobody is found.
-    """
+    A liar among n devices costs some log2(n) rounds. Two devices have no sum, so a fleet of three
+    finds nobody."""
 
     def __init__(self) -> None:
         self.devices: frozenset[int] = frozenset()
 
     def asked(self, devices: Collection[int], draw: np.random.Generator) -> list[int]:
-        """Return which of the devices a round should ask: while there are suspects, without half of them."""
+        """Return which of the devices a round should ask: while there are suspects, without half of
+        them."""
         suspects = sorted(self.devices & set(devices))
         half = [
             suspects[place] for place in draw.permutation(len(suspects))[: -(-len(suspects) // 2)]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ondevice.core.errors import CheckpointError
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import OPTIMIZER_STEP, Session, StepResult
 from ondevice.models.save import save_weights
 from ondevice.offload.device import memory_errors
+from ondevice.offload.units import Joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.models import LoadedModel
+    from ondevice.offload.messages import Arrays
 
 
 class EngineSession(Session):
@@ -51,6 +53,32 @@ class EngineSession(Session):
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
         return self.engine.evaluate(ids, labels)
+
+    def load_state(self, state: dict[str, np.ndarray] | None) -> None:
+        """Load the `state` of any number of ranks; rank 0 serves the others."""
+        self.engine.flush()
+        problem: Exception | None = None
+        with self.ranks.lent(Joined(state or {})) as arrays:
+            try:
+                done = steps_of(arrays.get(OPTIMIZER_STEP))
+                self._load(arrays)
+                self.steps_done = done
+            except CheckpointError as error:
+                problem = error
+        self.ranks.agree(problem)
+        self._after_load()
+
+    @abstractmethod
+    def _load(self, arrays: Arrays) -> None:
+        """Load the engine's arrays.
+
+        Raises:
+            CheckpointError: naming the first array that is missing or of another size or type.
+        """
+
+    @abstractmethod
+    def _after_load(self) -> None:
+        """Give the accelerator the loaded state, on all ranks together."""
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Training of models larger than the accelerator: layers, gradients and states spread over host and disk."""
+"""Train models larger than the accelerator: layers, gradients and states use host and disk too."""

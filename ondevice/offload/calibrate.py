@@ -1,8 +1,8 @@
-"""Ten seconds of measurement, and what they say about a step: which of compute, transfers, update and disk bounds it.
+"""Measure for ten seconds and predict which of compute, transfers, update and disk bounds a step.
 
-The bound is that of findings and of SlideFormer's conditions (section 3.1): every lane is busy all the time, so the
-longest one is the step. It holds over whole steps; a step boundary adds the update of one layer.
-"""
+The bound is that of findings and of SlideFormer's conditions (section 3.1): every lane is busy all
+the time, so the longest one is the step. It holds over whole steps; a step boundary adds the update
+of one layer."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class Prediction:
     """Seconds a step by lane, the longest of them, and what hides.
 
     Attributes:
-        hiding_factor: backward seconds over transfer of gradients and update; 1 and more hides them.
-        smallest_batch: rows from which the computation is the longest lane; None if no batch up to 1024 is.
+        hiding_factor: backward seconds over transfer of gradients and update; 1 and more hides
+            them.
+        smallest_batch: rows from which the computation is the longest lane; None if no batch up to
+            1024 is.
     """
 
     compute_s: float
@@ -55,22 +57,21 @@ class Prediction:
 
 
 def calibrate(config: EngineConfig, device: str) -> Rates:
-    """Measure matrix products, copies, the update and, where it is used, the disk; about ten seconds.
+    """Measure matrix products, copies, the update and, if used, the disk; about ten seconds.
 
     Args:
         device: `cpu` or `cuda`.
     """
-    opened, dtype = open_device(device), DTYPES[config.compute]
+    opened = open_device(device)
+    dtype = DTYPES[config.compute]
     size = MATRIX if opened.type != "cpu" else MATRIX // 8
     where = torch.device(device)
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     flops = 2 * size**3 / _best(lambda: (a @ b, opened.synchronize()), 10)
     h2d = d2h = None
     if opened.type != "cpu":
-        host, device_buffer = (
-            opened.pinned(COPY_BYTES, torch.uint8),
-            opened.empty(COPY_BYTES, torch.uint8),
-        )
+        host = opened.pinned(COPY_BYTES, torch.uint8)
+        device_buffer = opened.empty(COPY_BYTES, torch.uint8)
         h2d = COPY_BYTES / _best(
             lambda: (opened.copy("h2d", device_buffer, host), opened.synchronize())
         )
@@ -88,8 +89,8 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
 
 
 def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Prediction:
-    """Return a step of `batch_size` rows; `lanes_at` gives seconds by lane of any number of rows, as `lanes_of`
-    does."""
+    """Return a step of `batch_size` rows; `lanes_at` gives seconds by lane of any number of rows,
+    as `lanes_of` does."""
     lanes = lanes_at(batch_size)
     longest = max(lanes, key=lambda lane: lanes[lane])
     rest = max(value for lane, value in lanes.items() if lane != "compute")
@@ -118,10 +119,13 @@ def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Pre
 
 def _update(config: EngineConfig, kind: str) -> Any:
     """One update of `UPDATE_NUMEL` parameters as the engine does it."""
-    count, dtype = UPDATE_NUMEL, DTYPES[config.compute]
-    moments, threads = config.moments_dtype, config.threads or host_threads(kind)
+    count = UPDATE_NUMEL
+    dtype = DTYPES[config.compute]
+    moments = config.moments_dtype
+    threads = config.threads or host_threads(kind)
     moment_buffers = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
-    gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
+    gradient = torch.zeros(count, dtype=dtype)
+    adam = AdamStep(learning_rate=1e-5)
     if native(config) and dtype == torch.bfloat16:
         halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
         state = HostState(None, *halves, moment_buffers)
@@ -129,12 +133,13 @@ def _update(config: EngineConfig, kind: str) -> Any:
         state = HostState(torch.zeros(count), None, None, moment_buffers)
     if native(config):
         return lambda: layer_adam(gradient, state, adam, threads=threads)
-    scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)
+    scratch = torch.zeros(count)
+    converted = torch.zeros(count, dtype=dtype)
     return lambda: (torch_adam(gradient, state, adam, scratch), converted.copy_(scratch))
 
 
 def _limited(measured: float | None, gb_per_s: float | None) -> float | None:
-    """Bytes a second of a copy; where only the limit is known, as beside a CPU, that."""
+    """Bytes a second of a copy; without a measured rate, as on a CPU, the limit."""
     return min((rate for rate in (measured, gb_per_s and gb_per_s * 1e9) if rate), default=None)
 
 

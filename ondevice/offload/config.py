@@ -13,15 +13,16 @@ from ondevice.core.flags import BUS_LIMIT, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIG
 
 
 class EngineConfig(StrictConfig):
-    """Settings that every method that offloads has: precision, AdamW on the host, how a batch passes the layers."""
+    """Settings that every method that offloads has: precision, AdamW on the host, how a batch
+    passes the layers."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of weights, activations and gradients where they are computed; masters are float32. Where nothing is
-    set, a run on a CPU that is slow in bfloat16 takes float32, and says so."""
+    """Precision of computed weights, activations and gradients; masters are float32. By default, a
+    run on a CPU that is slow in bfloat16 takes float32, and says so."""
 
     optimizer: Literal["auto", "native", "torch"] = "auto"
-    """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the first
-    where there is a C++ compiler."""
+    """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the
+    first if there is a C++ compiler."""
 
     weight_decay: Annotated[float, WEIGHT_DECAY] = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
@@ -39,9 +40,10 @@ class EngineConfig(StrictConfig):
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["previous", "layer", "global"] = "previous"
-    """`previous` divides by the last step's global norm (in the first step by each layer's own, times the root of
-    their number), and no layer may exceed the limit alone; `layer` clips each layer to the limit; `global` is exact
-    and updates only after the backward pass, with all gradients in host memory (2 bytes a parameter more)."""
+    """`previous` divides by the last step's global norm (in the first step by each layer's own,
+    times the root of their number), and no single layer may exceed the limit; `layer` clips each
+    layer to the limit; `global` is exact and updates only after the backward pass, with all
+    gradients in host memory (2 bytes a parameter more)."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""
@@ -50,7 +52,8 @@ class EngineConfig(StrictConfig):
     """Tokens whose logits exist at once."""
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm, rotary embedding and MLP of the layers: liger-kernel's on a GPU where it is installed, or PyTorch's."""
+    """Norm, rotary embedding and MLP of the layers: liger-kernel's on a GPU if installed, else
+    PyTorch's."""
 
     threads: int | None = Field(default=None, ge=1)
     """Threads of the update; None leaves two processors to the rest."""
@@ -60,6 +63,11 @@ class EngineConfig(StrictConfig):
 
     bus_limit_gb_per_s: Annotated[float | None, BUS_LIMIT] = Field(default=None, gt=0)
     """Simulated bus: no direction moves more than this many GB/s; None is the real one."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a value in the compute dtype."""
+        return 2 if self.compute == "bfloat16" else 4
 
     @property
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
@@ -74,7 +82,7 @@ class EngineConfig(StrictConfig):
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a machine: operations, bytes and parameters a second; a rate that is not needed is None.
+    """Rates of a machine: operations, bytes and parameters a second; None for a rate not needed.
 
     A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
     """

@@ -1,8 +1,8 @@
-"""Cores of the ranks of one host: each its own, next to its accelerator, so that its memory is on the same node, too.
+"""Give each rank of a host its own cores, near its accelerator, so that memory is on the same node.
 
-Linux gives memory from the node of the thread that touches it first, so what a bound rank fills is near its cores. A
-launcher that has bound the ranks already (`torchrun --numa-binding`) is left its way.
-"""
+Linux gives memory from the node of the thread that touches it first, so what a bound rank fills is
+near its cores. A launcher that has bound the ranks already (`torchrun --numa-binding`) is left its
+way."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SYSTEM = Path("/sys")
 
 
 def divide(cores: set[int], gpus: Sequence[str | None], system: Path = SYSTEM) -> list[list[int]]:
-    """Return the cores of each rank of a host: of its GPU's node, where that is known and has some, in equal parts.
+    """Return the cores of each rank of a host, in equal parts: of its GPU's node, if that is known.
 
     Args:
         cores: that all ranks may use.
-        gpus: the PCI address of each rank's GPU, such as `0000:17:00.0`; None where there is none.
+        gpus: the PCI address of each rank's GPU, such as `0000:17:00.0`; None without a GPU.
     """
     nodes = {
         int(path.name[4:]): cores & _cores(_read(path / "cpulist")) for path in system.glob(_NODES)
@@ -34,13 +34,14 @@ def divide(cores: set[int], gpus: Sequence[str | None], system: Path = SYSTEM) -
         there = sorted(
             cores if home is None else nodes[home], key=lambda core: _place(core, system)
         )
-        count, at = homes.count(home), homes[:rank].count(home)
+        count = homes.count(home)
+        at = homes[:rank].count(home)
         parts.append(there[len(there) * at // count : len(there) * (at + 1) // count])
     return parts
 
 
 def bind(cores: list[int]) -> None:
-    """Let all threads of this process run on these cores only; threads begun later do as those that begin them."""
+    """Let all threads of this process run on these cores only; later threads inherit them."""
     for task in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(task), cores)

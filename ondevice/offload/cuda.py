@@ -26,7 +26,7 @@ MEASURED_BYTES = 64 << 20
 SHORTEST_S = 5e-6
 """Less than a spinning kernel's start."""
 MEASURED_S = 2e-3
-"""A slow copy that takes so long says what the rates are now; in shorter ones the starts count too much."""
+"""A copy this long measures the current rates; in shorter ones the start counts too much."""
 
 
 class _CudaEvent:
@@ -41,13 +41,14 @@ class _CudaEvent:
         self.event.synchronize()
 
     def since(self, event: _CudaEvent) -> float:
-        """Return seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the
-        longer a run is."""
+        """Return seconds since `event`, at least the timer's 1 us; both have been reached.
+
+        `Device.seconds` loses digits the longer a run is."""
         return max(1e-6, event.event.elapsed_time(self.event) / 1000)
 
 
 class CudaDevice:
-    """Two copy streams, and one for ranks, beside the current one."""
+    """Two copy streams and one for ranks, in addition to the current one."""
 
     type = "cuda"
 
@@ -110,13 +111,14 @@ class CudaDevice:
 
 
 class _SlowBus:
-    """`device`, whose copies over the bus take their time; here they block the caller, as all of a CPU's do.
+    """A `device` with a slow bus: a copy blocks the caller, as all work of a CPU does.
 
     One copy after the other in each direction, whichever threads they are from.
     """
 
     def __init__(self, device: Device, gb_per_s: float) -> None:
-        self.device, self.bytes_s = device, gb_per_s * 1e9
+        self.device = device
+        self.bytes_s = gb_per_s * 1e9
         self.locks = {lane: threading.Lock() for lane in BUS}
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +129,7 @@ class _SlowBus:
             self.device.copy(lane, target, source)
             return
         with self.locks[lane]:
-            self._copy(lane, target, source, source.numel() * source.element_size())
+            self._copy(lane, target, source, source.nbytes)
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
         end_s = time.perf_counter() + size_bytes / self.bytes_s
@@ -140,9 +142,8 @@ class _SlowBus:
 class _SlowCudaBus(_SlowBus):
     """A kernel spins in the lane for the time that is missing; the calling thread goes on.
 
-    Its length is set before the copy runs, by the last copies' rates: under load the clock falls, and host memory is
-    shared with the update.
-    """
+    Its length is set before the copy runs, by the last copies' rates: under load the clock falls,
+    and host memory is shared with the update."""
 
     device: CudaDevice
 
@@ -160,7 +161,8 @@ class _SlowCudaBus(_SlowBus):
         started = self.device.record(lane)
         self.device.copy(lane, target, source)
         copied = self.device.record(lane)
-        whole_s, cycles = size_bytes / self.bytes_s, 0
+        whole_s = size_bytes / self.bytes_s
+        cycles = 0
         missing_s = whole_s - size_bytes / statistics.median(self.rates[lane])
         if missing_s > SHORTEST_S:
             cycles = int(missing_s * statistics.median(self.cycles_s[lane]))
@@ -172,7 +174,8 @@ class _SlowCudaBus(_SlowBus):
             )
 
     def _update_rates(self, lane: Lane) -> None:
-        """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
+        """Rates of the finished copies and spins; the median leaves out those that the host queued
+        late."""
         running = self.running[lane]
         while running and running[0][2].done():
             started, copied, ended, size_bytes, cycles = running.popleft()
@@ -183,12 +186,10 @@ class _SlowCudaBus(_SlowBus):
 
 @cache
 def _measured(index: int) -> tuple[dict[Lane, float], float]:
-    """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
+    """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; cached."""
     device = CudaDevice(index)
-    host, device_buffer = (
-        device.pinned(MEASURED_BYTES, torch.uint8),
-        device.empty(MEASURED_BYTES, torch.uint8),
-    )
+    host = device.pinned(MEASURED_BYTES, torch.uint8)
+    device_buffer = device.empty(MEASURED_BYTES, torch.uint8)
 
     def seconds(lane: Lane, run: Callable[[], None]) -> float:
         run()  # the clock rises, and the bus wakes up
@@ -207,14 +208,14 @@ def _measured(index: int) -> tuple[dict[Lane, float], float]:
 
 
 def throttled(device: Device, gb_per_s: float) -> Device:
-    """Return a device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s
-    * 1e9) seconds in its lane, each direction by itself.
+    """Return a device just opened, with a simulated bus.
 
-    On CUDA a copy is right within some percent from about 1 MB on; a smaller one may be faster than the limit says.
+    A copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s * 1e9) seconds in its lane.
+
+    On CUDA, copies from about 1 MB on are right within some percent; smaller ones may be faster.
     """
-    slow = (
-        _SlowCudaBus(device, gb_per_s)
-        if isinstance(device, CudaDevice)
-        else _SlowBus(device, gb_per_s)
-    )
+    if isinstance(device, CudaDevice):
+        slow = _SlowCudaBus(device, gb_per_s)
+    else:
+        slow = _SlowBus(device, gb_per_s)
     return cast("Device", slow)

@@ -1,6 +1,7 @@
-"""The one file that knows the accelerator: streams, events, pinned memory; and the same interface in order on a CPU.
+"""The device that an engine computes on: lanes, events and pinned memory; and the record of a step.
 
-Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
+The interface, and the CPU, on which everything runs in order; `cuda` has the accelerator. A
+`Timeline` records spans by lane, `overlap` sums them up, and `chrome_trace` writes them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _CpuEvent:
 
 
 class CpuDevice:
-    """Every call runs where it is made, in order: the engine's logic and its threads without an accelerator."""
+    """Every call runs at once, in order: the engine's logic and threads without an accelerator."""
 
     type = "cpu"
 
@@ -133,7 +134,7 @@ class CpuDevice:
 
 @contextmanager
 def memory_errors(doing: str, hint: str) -> Iterator[None]:
-    """Turn the accelerator's running out of memory, or the CPU's, into an error that says what to change.
+    """Turn an out-of-memory error of the accelerator or the CPU into one that says what to change.
 
     Raises:
         DoesNotFitError: instead of torch's own error.
@@ -165,14 +166,14 @@ class Overlap:
 
     Attributes:
         forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
-        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: wall time in which the disk was asked to move
-            something.
+        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: wall time with
+            transfers to or from the disk under way.
         wall_s: from the step's begin to the next one's.
         idle_s: wall time in which the accelerator computed nothing.
-        hiding_factor: backward_s / (d2h_s + update_s or, where that is more, disk_s) (SlideFormer section 3.1); 1 and
-            more hides the update.
+        hiding_factor: backward_s / (d2h_s + max(update_s, disk_s)) (SlideFormer section 3.1); from
+            1 on the update is hidden.
         bound: the lane that was busy longest.
-        comm_s: of gathers and sums over ranks, with what they waited for other ranks; 0 in one process.
+        comm_s: of gathers and sums over ranks, including waits for other ranks; 0 in one process.
         simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
 
@@ -220,7 +221,8 @@ class Timeline:
         self.spans.append(_Span(lane, name, start, end, size_bytes))
 
     def drain(self) -> Spans:
-        """Return every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
+        """Return every span that has ended: lane, name, start and end in seconds, bytes; the others
+        stay."""
         ended: Spans = []
         for _ in range(len(self.spans)):
             span = self.spans.popleft()
@@ -269,7 +271,8 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
 
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Seconds in which at least one span runs: the disk works at several transfers at once."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

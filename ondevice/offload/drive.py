@@ -34,12 +34,13 @@ def reason(error: OSError) -> str:
 
 
 def checksum(chunk: torch.Tensor) -> bytes:
-    """Return 16 bytes from the sums (modulo 2^64) of a chunk's 4096-byte rows and of its 512 columns of 8-byte words.
+    """Return 16 bytes from the sums (modulo 2^64) of a chunk's 4096-byte rows and of its 512
+    columns of 8-byte words.
 
-    Runs at memory speed. Finds for certain (but for a collision of BLAKE2b)
-    every change inside one 4096-byte block, every change inside one column, and blocks that changed places
-    unless their sums are equal. What escapes changes at least four words, in two blocks and two columns at
-    once, such that every sum stays. No defence against somebody who forges.
+    Runs at memory speed. Finds for certain (but for a collision of BLAKE2b) every change inside one
+    4096-byte block, every change inside one column, and blocks that changed places unless their
+    sums are equal. What escapes changes at least four words, in two blocks and two columns at once,
+    such that every sum stays. No defence against somebody who forges.
 
     Args:
         chunk: uint8 on the CPU, contiguous, a multiple of 4096 bytes.
@@ -63,16 +64,19 @@ class Meter:
     def run(self, change: int) -> None:
         now = time.perf_counter()
         self.seconds += now - self.since if self.running else 0.0
-        self.since, self.running = now, self.running + change
+        self.since = now
+        self.running = self.running + change
 
 
 def reserve(path: Path, size_bytes: int) -> None:
     """Make a file of zeros with all of its blocks allocated, in place of one that is there.
 
     Raises:
-        StorageError: the disk has no room, or the folder cannot be written. No partial file is left.
+        StorageError: the disk has no room, or the folder cannot be written. No partial file is
+            left.
     """
-    free, created = None, False
+    free = None
+    created = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -99,10 +103,12 @@ def reserve(path: Path, size_bytes: int) -> None:
 
 
 class Drive:
-    """An open file, moved to and from tensors in whole blocks. Its methods may be called from several threads.
+    """An open file, moved to and from tensors in whole blocks. Its methods may be called from
+    several threads.
 
     Attributes:
-        backend: "direct" (past the page cache), or "buffered" (the file system refused that, or it was asked for).
+        backend: "direct" (past the page cache), or "buffered" (the file system refused that, or it
+            was asked for).
 
     Raises:
         StorageError: the file cannot be opened.
@@ -117,16 +123,19 @@ class Drive:
             ) from error
 
     def move(self, chunk: torch.Tensor, offset: int, *, write: bool) -> int:
-        """Move `chunk` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy in Python.
+        """Move `chunk` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy
+        in Python.
 
         Returns:
-            The bytes moved; fewer than the chunk has at the end of the file, or where the drive stopped.
+            The bytes moved: fewer than the chunk has at the end of the file or if the drive
+                stopped.
 
         Raises:
             OSError: what the system reports.
         """
         call = os.pwritev if write else os.preadv
-        view, done = chunk.numpy().data, 0
+        view = chunk.numpy().data
+        done = 0
         while done < len(view):
             count = call(self._file, [view[done:]], offset + done)
             done += count

@@ -1,4 +1,5 @@
-"""The base of the engines that offload: the device, a model cut into units, the spans of a step, evaluation."""
+"""The base of the offload engines: the device, a model cut into units, spans of a step,
+evaluation."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class OffloadEngine:
     """A model cut into units, on a device that is open, with its clock.
 
     Attributes:
-        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
-            rows of its batch, and so does an evaluation.
+        ranks: those that train together. All make the same calls with the same batches; a step
+            computes this rank's rows of its batch, and so does an evaluation.
         kernels: `liger` or `torch`, of the layers.
         overlap: of the last step whose end the next pass has seen; `spans` likewise.
     """
@@ -41,24 +42,29 @@ class OffloadEngine:
     def __init__(
         self, family: Family, config: EngineConfig, device: str, ranks: Ranks = SINGLE
     ) -> None:
-        self.config, self.where, self.ranks = config, torch.device(device), ranks
+        self.config = config
+        self.where = torch.device(device)
+        self.ranks = ranks
         self.device = open_device(device)
         if config.bus_limit_gb_per_s is not None:
             self.device = throttled(self.device, config.bus_limit_gb_per_s)
         self.liger = use_liger(config, self.device.type)
         self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
         self.units = cut(family)
-        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.watch = Watch(config.timeout_s)
+        self.timeline = Timeline(self.device)
         self.began: float | None = None  # of the last pass, if it was a step's
         self.overlap: Overlap | None = None
         self.spans: Spans = []
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows].
+        """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64
+        [rows].
 
-        Each rank computes its rows, and all get the result. Where rows do not divide the first one fills up.
-        """
-        count, world = len(ids), self.ranks.world
+        Each rank computes its rows, and all get the result. If the rows do not divide evenly, the
+        first one fills up."""
+        count = len(ids)
+        world = self.ranks.world
         filled = np.concatenate([np.arange(count), np.zeros(-count % world, dtype=np.int64)])
         rows = filled[self.ranks.rows(len(filled))]
         nll = self._row_losses(ids[rows], labels[rows], ids)
@@ -77,12 +83,12 @@ class OffloadEngine:
     def _open(self, step: bool) -> bool:
         """Begin a pass. True if the one before was a step, whose spans are taken."""
         self.watch.check()
-        now, spans, seen = time.perf_counter(), self.timeline.drain(), self.began is not None
+        now = time.perf_counter()
+        spans = self.timeline.drain()
+        seen = self.began is not None
         if self.began is not None:
-            self.spans, self.overlap = (
-                spans,
-                overlap(spans, now - self.began, self.config.bus_limit_gb_per_s),
-            )
+            self.spans = spans
+            self.overlap = overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
         self.began = now if step else None
         return seen
 
@@ -105,11 +111,12 @@ class OffloadEngine:
 
 
 def host_threads(device: str, sharing: int = 1) -> int:
-    """Return this process' part of the cores that `sharing` may use, but for two beside an accelerator: they feed
-    it."""
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return the number of cores for this process of the `sharing` ones; with an accelerator, two
+    less, which feed it."""
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
+    else:
+        processors = os.cpu_count() or 1
     return max(1, processors // sharing - 2 * (device != "cpu"))
 
 

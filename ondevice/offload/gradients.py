@@ -1,7 +1,7 @@
-"""Clipping while updates overlap with the backward pass: which norm each unit's gradients are divided by.
+"""Sums of micro-batches, and clipping while updates overlap with the backward pass.
 
-`EngineConfig.clip` states the three rules. Norms are squared and by unit, so that they add up whatever the order in
-which units arrive.
+`EngineConfig.clip` states the three rules. Norms are squared and kept by unit, so they
+add up whatever the order in which units arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TINY = 1e-6
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: AdamW's settings, and the squared gradient norms by unit, of this step and the one before."""
+    """One optimizer step: AdamW's settings, and squared gradient norms of this step and the
+    last."""
 
     adam: AdamStep
     squares: dict[int, float]
@@ -38,13 +39,17 @@ class Clipping:
     """The running step and its norms."""
 
     def __init__(self, config: EngineConfig, units: Units, ranks: Ranks) -> None:
-        self.limit, self.rule, self.ranks = config.max_grad_norm, config.clip, ranks
-        self.config, self.units, self.count = config, units, len(units.all)
+        self.limit = config.max_grad_norm
+        self.rule = config.clip
+        self.ranks = ranks
+        self.config = config
+        self.units = units
+        self.count = len(units.all)
         self.now = Step(AdamStep(learning_rate=0.0), {}, {})
 
     @property
     def exact(self) -> bool:
-        """True where updates wait for the norm of the whole gradient."""
+        """True if updates wait for the norm of the complete gradient."""
         return self.limit is not None and self.rule == "global"
 
     def begin(self, step: int, learning_rate: float) -> None:
@@ -69,7 +74,7 @@ class Clipping:
         return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
 
     def scale(self, square: Tensor) -> Tensor:
-        """Return what `apply` does for a unit whose squared norm is a tensor on the accelerator, float64 [1]."""
+        """Return the scale, float64 [1], for a unit whose squared norm is on the accelerator."""
         own = square.double().sqrt()
         if self.rule == "layer":
             norm = own
@@ -80,7 +85,8 @@ class Clipping:
         return ((self.limit or 0.0) / (norm + TINY)).clamp(max=1.0)
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the last step's squared norms by unit, for a checkpoint; nothing where no later step reads them."""
+        """Return the last step's squared norms by unit for a checkpoint; empty if no step reads
+        them."""
         if self.limit is None or self.rule != "previous":
             return {}
         squares = self.now.squares
@@ -104,16 +110,21 @@ def square(gradient: Tensor) -> Tensor:
 
 
 class Accumulator:
-    """The sum beside memory that each micro-batch's gradient is put into; nothing where `dtype` is float32 already, or
-    where there is one micro-batch."""
+    """A float32 sum of the micro-batches' gradients: each is rounded to `dtype` once, and the sum
+    once.
+
+    Does nothing for float32 gradients or a single micro-batch."""
 
     def __init__(self, device: Device, dtype: torch.dtype) -> None:
-        self.device, self.needed = device, dtype != torch.float32
-        self.memory, self.count = device.empty(0, torch.float32), 0
+        self.device = device
+        self.needed = dtype != torch.float32
+        self.memory = device.empty(0, torch.float32)
+        self.count = 0
 
     def begin(self, micro_batches: int) -> None:
         """Begin the sum of so many gradients."""
-        self.several, self.count = self.needed and micro_batches > 1, 0
+        self.several = self.needed and micro_batches > 1
+        self.count = 0
 
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
@@ -129,6 +140,6 @@ class Accumulator:
 
     @torch.no_grad()
     def finish(self, gradient: Tensor) -> None:
-        """Put the sum where the gradients were."""
+        """Write the sum over the last gradient."""
         if self.several and self.count:
             gradient.copy_(self.memory[: gradient.numel()])

@@ -1,8 +1,8 @@
-"""Work that comes again and again as CUDA graphs: one launch where there were a hundred.
+"""Repeated work as CUDA graphs: one launch instead of a hundred.
 
-A graph repeats what it saw, the same kernels on the same memory. So what goes in and out lies in memory that stays,
-and a `state` names all else that the work depends on: where it is not what it was, the work is done as it stands, and a
-new graph is made.
+A graph repeats the same kernels on the same memory. So inputs and outputs have fixed memory, and a
+`state` names everything else that the work depends on. If the state changes, the work runs without
+a graph, and a new graph is made.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 WARM = 2
-"""Runs before a graph is made: libraries choose their kernels, and what comes only once needs no graph."""
+"""Runs before a graph is made: libraries choose their kernels, and unrepeated work needs no
+graph."""
 SHAPES = 4
-"""Shapes of a batch, which are those of the first input, that get graphs; others run as they stand."""
+"""Shapes of the first input that get graphs; work of other shapes runs without one."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work that has run before, does not do it, and gives what does it again."""
@@ -25,10 +26,11 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 class CudaRecord:
-    """Makes graphs of a CUDA device. They share the memory of what is temporary: one runs at a time."""
+    """Makes graphs of a CUDA device. They share their temporary memory: one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         tensor = torch.zeros(1, device=device)
 
@@ -52,14 +54,15 @@ class CudaRecord:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """Return the recorder of graphs for a device; None where it has none."""
+    """Return the recorder of graphs for a device; None if it has none."""
     return CudaRecord(device) if device.type == "cuda" else None
 
 
 @dataclass
 class _Known:
-    """Work of one name and shape: how often it ran in this state, then its graph, and the memory that it reads and
-    writes. `compute` holds on to what the graph needs."""
+    """Work of one name and shape: its runs in this state, then its graph, inputs and outputs.
+
+    `compute` keeps alive everything that the graph needs."""
 
     state: tuple[Any, ...]
     runs: int = 0
@@ -70,14 +73,16 @@ class _Known:
 
 
 class Graphs:
-    """Work by name; without a `record` it runs as it stands, and while `paused`.
+    """Work by name; without a `record`, and while `paused`, it runs without graphs.
 
     Attributes:
         made: graphs so far.
     """
 
     def __init__(self, record: Record | None) -> None:
-        self.record, self.paused, self.made = record, False, 0
+        self.record = record
+        self.paused = False
+        self.made = 0
         self.known: dict[tuple[Any, ...], _Known] = {}
         self.memory: dict[tuple[Any, ...], Tensor] = {}
         self.shapes: set[torch.Size] = set()
@@ -92,7 +97,8 @@ class Graphs:
         """Run `compute(*inputs)`: tensors that are the caller's own.
 
         Args:
-            state: addresses and numbers that `compute` reads beside its inputs; None: they are never the same.
+            state: addresses and numbers that `compute` reads in addition to its inputs; None: they
+                vary.
         """
         if self.record is None or state is None or self.paused:
             return compute(*inputs)
@@ -101,7 +107,8 @@ class Graphs:
         if known is None or known.state != state:
             known = self.known[(*name, shapes)] = _Known(state)
         if known.replay is None:
-            outputs, known.runs = compute(*inputs), known.runs + 1
+            outputs = compute(*inputs)
+            known.runs = known.runs + 1
             if known.runs > WARM and (
                 not shapes or shapes[0] in self.shapes or len(self.shapes) < SHAPES
             ):
@@ -132,7 +139,8 @@ class Graphs:
             for target, value in zip(known.outputs, compute(*known.inputs), strict=True):
                 target.copy_(value)
 
-        known.replay, self.made = record(run), self.made + 1
+        known.replay = record(run)
+        self.made = self.made + 1
 
     def _kept(self, side: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Memory that all work with such tensors uses, one after the other."""

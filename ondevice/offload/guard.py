@@ -1,10 +1,11 @@
-"""A process beside each of several ranks, which ends it when it can no longer say anything itself.
+"""A helper process next to each rank, which ends the rank if it can no longer report anything.
 
-A GPU's kernel that waits for a rank that is gone can block a call to the driver, which a thread may make while it holds
-Python's lock: then no thread of the process runs. And NCCL gives up a communicator only once every rank of the host
-does (NVIDIA/nccl issue 863), which a stopped one never will. So the last word comes from outside.
+A GPU's kernel that waits for a rank that is gone can block a call to the driver, which a thread may
+make while it holds Python's lock: then no thread of the process runs. And NCCL gives up a
+communicator only once every rank of the host does (NVIDIA/nccl issue 863), which a stopped one
+never will. So another process decides.
 
-    python -I -S guard.py PID     lines on stdin: seconds until the next one, and what the process waits for
+    python -I -S guard.py PID     lines on stdin: seconds until the next one, and the pending work
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-GONE = "another rank has ended or does not answer"
+GONE = "another rank has ended or does not respond"
 HINT = "its own message says why; the last checkpoint is intact, resume from it"
 LOOK_S = 0.5
 
 
 class Guard:
-    """The process beside this one; without effect where a pipe cannot be waited for with a limit (Windows)."""
+    """The helper process; does nothing on Windows, where a pipe cannot be polled."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -36,7 +37,8 @@ class Guard:
             os.close(end)
 
     def expect(self, limit_s: float, waits_for: str) -> None:
-        """Let this process be ended unless the next call comes within `limit_s`; never, if it waits for nothing."""
+        """End this process unless the next call comes within `limit_s`; never, if `waits_for` is
+        empty."""
         if self.process is not None:
             with suppress(OSError):  # it was ended by someone; the run does not need it
                 os.write(self.pipe, f"{limit_s} {waits_for}\n".encode())
@@ -51,7 +53,10 @@ class Guard:
 
 def watch(process: int) -> None:
     """Read lines until the process ends, or end it."""
-    left, limit_s, waits_for, waited_s = b"", 0.0, "", 0.0
+    left = b""
+    limit_s = 0.0
+    waits_for = ""
+    waited_s = 0.0
     while os.getppid() == process:
         if select.select([0], [], [], LOOK_S)[0]:
             if not (read := os.read(0, 65536)):
@@ -59,7 +64,8 @@ def watch(process: int) -> None:
             *lines, left = (left + read).split(b"\n")
             if lines:
                 seconds, _, waits_for = lines[-1].decode().partition(" ")
-                limit_s, waited_s = float(seconds), 0.0
+                limit_s = float(seconds)
+                waited_s = 0.0
             continue
         waited_s += (
             LOOK_S  # time in which the machine slept or this process was stopped does not count

@@ -1,9 +1,9 @@
 """Host memory: float32 masters and AdamW's moments, flat for each unit (SlideFormer section 3.2).
 
-In `split` form a master is its bfloat16 value, pinned, which the accelerator reads as it is, and the 16 bits that are
-missing to float32: no conversion pass and no conversion buffer. In `plain` form it is float32, and what goes to the
-accelerator is converted into one of two buffers that all units share.
-"""
+In `split` form a master is its bfloat16 value, pinned, which the accelerator reads as it is, and
+the 16 bits that are missing to float32: no conversion pass and no conversion buffer. In `plain`
+form it is float32, and what goes to the accelerator is converted into one of two buffers that all
+units share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BLOCK_BYTES = 4096
-"""Direct I/O wants offsets, lengths and addresses at multiples of the drive's block; 4096 serves all of them."""
+"""Direct I/O needs offsets, lengths and addresses at multiples of the drive's block."""
 FIELD_BYTES = 64
 """Moments begin at multiples of it in one run of bytes."""
 
@@ -43,14 +43,15 @@ class _Pages(mmap.mmap):
 
 
 def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
-    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a multiple of 4096.
+    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a
+    multiple of 4096.
 
-    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the system
-    with the last tensor that views it. Finish the copies to and from the GPU before that.
+    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the
+    system with the last tensor that views it. Finish the copies to and from the GPU before that.
 
     Args:
         size_bytes: at least 1.
-        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored where there is no CUDA.
+        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored without CUDA.
 
     Raises:
         DoesNotFitError: the system has not that much memory, or CUDA cannot lock it.
@@ -82,7 +83,7 @@ def round_up(size_bytes: int) -> int:
 
 
 def release(unit: Unit, dtype: torch.dtype) -> None:
-    """Let go of the memory of a unit's parameters."""
+    """Release the memory of a unit's parameters."""
     for piece in unit.pieces:
         piece.parameter.grad = None
         piece.parameter.data = torch.empty(0, dtype=dtype)
@@ -94,10 +95,10 @@ def parameters(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
 
 
 def native(config: EngineConfig) -> bool:
-    """Return True where the update is the C++ pass.
+    """Return True if the update is the C++ pass.
 
     Raises:
-        MissingPackageError: it is asked for and there is no compiler.
+        MissingPackageError: it is requested and no compiler is installed.
     """
     if config.optimizer == "torch":
         return False
@@ -112,8 +113,10 @@ def native(config: EngineConfig) -> bool:
 
 
 def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
-    """Return moments of `numel` elements as views of uint8 `memory`, of at least `moments_bytes`."""
-    fields, offset = {}, 0
+    """Return moments of `numel` elements as views of uint8 `memory`, of at least
+    `moments_bytes`."""
+    fields = {}
+    offset = 0
     for name, like in layer_adam.Moments.empty(0, kind).tensors().items():
         count = -(-numel // 128) if name.endswith("_scale") else numel
         size = count * like.element_size()
@@ -134,8 +137,19 @@ def moments_bytes(numel: int, kind: str) -> int:
 
 
 def is_split(config: EngineConfig) -> bool:
-    """Return True where masters are kept as bfloat16 values and the 16 bits that are missing to float32."""
+    """Return True if masters are stored as bfloat16 values and the 16 bits missing to float32."""
     return config.compute == "bfloat16" and native(config)
+
+
+def fields(state: layer_adam.HostState) -> dict[str, Tensor]:
+    """Return a state's tensors by the name that a checkpoint has for them."""
+    named = {
+        "master": state.master,
+        "high": state.high,
+        "low": state.low,
+        **state.moments.tensors(),
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 class HostStore:
@@ -147,8 +161,11 @@ class HostStore:
     """
 
     def __init__(self, owned: Iterable[Unit], config: EngineConfig, device: Device) -> None:
-        self.device, self.owned, self.dtype = device, tuple(owned), DTYPES[config.compute]
-        self.native, self.split = native(config), is_split(config)
+        self.device = device
+        self.owned = tuple(owned)
+        self.dtype = DTYPES[config.compute]
+        self.native = native(config)
+        self.split = is_split(config)
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
         self.states = {
@@ -160,9 +177,10 @@ class HostStore:
 
     def _host_state(self, unit: Unit, moments: str) -> layer_adam.HostState:
         """Fill a unit's state from its parameters, and let go of their memory."""
-        master = (
-            torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
-        )
+        if self.split:
+            master = torch.zeros(unit.numel)
+        else:
+            master = self.device.pinned(unit.numel, torch.float32)
         for piece in unit.pieces:
             master[piece.offset : piece.offset + piece.numel].copy_(piece.values)
         release(unit, self.dtype)
@@ -187,7 +205,8 @@ class HostStore:
         return self.state(unit).moments
 
     def outgoing(self, unit: Unit, span: slice) -> Tensor:
-        """Return elements `span` of a unit as the accelerator reads them, in the compute dtype; call `sent` after."""
+        """Return elements `span` of a unit in the compute dtype, for the accelerator; then call
+        `sent`."""
         weights = self._weights(unit)[span]
         if not self.converted:
             return weights
@@ -203,7 +222,7 @@ class HostStore:
         return self._master(state) if state.high is None else state.high
 
     def sent(self, event: Event) -> None:
-        """Note that the copy of what `outgoing` gave last has ended at `event`."""
+        """Note that the copy of the last `outgoing` ends at `event`."""
         if self.converted:
             self.converted[self.turn] = (self.converted[self.turn][0], event)
 
@@ -227,7 +246,7 @@ class HostStore:
         return arrays
 
     def _named(self, unit: Unit) -> dict[str, Tensor]:
-        """The parts of a unit's state as a checkpoint has them; of a shard without what fills it up."""
+        """The parts of a unit's state for a checkpoint; of a shard, without its padding."""
         parts = {
             part: tensor[: extent(part, unit)[1]] for part, tensor in self._parts(unit).items()
         }
@@ -238,14 +257,7 @@ class HostStore:
         }
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
-        state = self.state(unit)
-        parts = {
-            "master": state.master,
-            "high": state.high,
-            "low": state.low,
-            **state.moments.tensors(),
-        }
-        return {part: tensor for part, tensor in parts.items() if tensor is not None}
+        return fields(self.state(unit))
 
     def load(self, arrays: Arrays) -> None:
         """Take back what `arrays` gave, bfloat16 as uint16.
@@ -272,8 +284,8 @@ class HostStore:
                     f"the checkpoint does not fit: {part}/{unit.key}",
                     expected=f"{target.numpy().dtype} {[size]}",
                     received=None if value is None else f"{value.dtype} {list(value.shape)}",
-                    hint="resume with the settings, the version, and on a machine with the compiler, that wrote it; or "
-                    "begin a new run with the checkpoint's folder model/",
+                    hint="resume with the same settings and version, with a compiler if one wrote it; or "
+                    "begin a new run from the checkpoint's folder model/",
                 )
             target[:count].copy_(torch.from_numpy(value[low : low + count]))
         return parts
@@ -285,7 +297,7 @@ class HostStore:
         for state in self.states.values():
             tensors += [t for t in (state.master, state.high, state.low) if t is not None]
             tensors += state.moments.tensors().values()
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     @staticmethod
     def _master(state: layer_adam.HostState) -> Tensor:

@@ -1,6 +1,6 @@
-"""Kernels of the layers and the loss: liger-kernel's on a GPU where it is installed, or PyTorch's.
+"""Kernels of the layers and the loss: liger-kernel's on a GPU if installed, else PyTorch's.
 
-Attention is PyTorch's scaled_dot_product_attention in both, which is FlashAttention where the GPU has it.
+Attention is PyTorch's scaled_dot_product_attention in both, which uses FlashAttention if it can.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def use_liger(config: EngineConfig, device: str) -> bool:
-    """Tell whether liger-kernel is used.
+    """Return True if liger-kernel is used.
 
     Raises:
-        MissingPackageError: it is asked for, and not installed or there is no GPU.
+        MissingPackageError: it is requested, but the package or a GPU is missing.
     """
     possible = device != "cpu" and importlib.util.find_spec("liger_kernel") is not None
     if config.kernels == "liger" and not possible:
         raise MissingPackageError(
-            "liger-kernel is asked for and cannot be used",
+            "liger-kernel cannot be used",
             expected="a GPU and the package liger-kernel",
             received="no GPU" if device == "cpu" else "no package",
             hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
@@ -41,7 +41,7 @@ def use_liger(config: EngineConfig, device: str) -> bool:
 
 
 def patch_layers(family: Family) -> bool:
-    """Put liger's RMSNorm, rotary embedding and SwiGLU into the model's layers; False if it has none for them."""
+    """Put liger's RMSNorm, rotary embedding and SwiGLU into the layers; False for other models."""
     from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
 
     function = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family.model_type)
@@ -65,7 +65,7 @@ def patch_layers(family: Family) -> bool:
 
 
 def _rotary(liger: Any, plain: Any) -> Any:
-    """A family's function that every model of this process calls: liger's on a GPU, its own on the CPU."""
+    """Return a function that calls liger's kernel on a GPU and the family's own on the CPU."""
 
     def rotary(q: Tensor, *arguments: Any, **options: Any) -> Any:
         return (liger if q.is_cuda else plain)(q, *arguments, **options)
@@ -75,20 +75,21 @@ def _rotary(liger: Any, plain: Any) -> Any:
 
 
 class LigerLoss:
-    """liger's fused linear cross-entropy over one micro-batch; the counterpart of `ChunkedLoss.forward_backward`."""
+    """liger's fused linear cross-entropy over one micro-batch; see
+    `ChunkedLoss.forward_backward`."""
 
     def __init__(self, hidden_ND: Tensor, labels_N: Tensor, scale: float) -> None:
-        self.hidden, self.labels, self.scale = hidden_ND, labels_N, scale
+        self.hidden = hidden_ND
+        self.labels = labels_N
+        self.scale = scale
         self.grad_hidden = hidden_ND
 
     def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
         """Return the summed loss, float32; the gradient of the head is added to `grad_VD`."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
-        hidden, weight = (
-            self.hidden.detach().requires_grad_(True),
-            weight_VD.detach().requires_grad_(True),
-        )
+        hidden = self.hidden.detach().requires_grad_(True)
+        weight = weight_VD.detach().requires_grad_(True)
         module: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
         with (
             torch.enable_grad()
@@ -103,12 +104,14 @@ class LigerLoss:
 
 
 class ChunkedLoss:
-    """Loss over one micro-batch. A head that is there as a whole needs one pass (`forward_backward`); one that comes in
-    tiles of the vocabulary a pass for the log-sum-exp (`forward`) and one for the gradients (`backward`).
+    """Loss over one micro-batch: logits of a chunk of tokens exist once and are never stored.
+
+    A complete head needs one pass (`forward_backward`). A head in tiles of the vocabulary needs one
+    pass for the log-sum-exp (`forward`) and one for the gradients (`backward`).
 
     Args:
         hidden_ND: [N, hidden], the normed hidden states in the compute dtype.
-        labels_N: int64 [N], -100 where there is no label.
+        labels_N: int64 [N], -100 for no label.
         scale: of the gradients: 1 / labelled tokens of the whole batch.
         chunk_tokens: tokens whose logits exist at once.
 
@@ -119,29 +122,27 @@ class ChunkedLoss:
     def __init__(
         self, hidden_ND: Tensor, labels_N: Tensor, scale: float, chunk_tokens: int
     ) -> None:
-        self.hidden, self.labels, self.scale, self.chunk_tokens = (
-            hidden_ND,
-            labels_N,
-            scale,
-            chunk_tokens,
-        )
+        self.hidden = hidden_ND
+        self.labels = labels_N
+        self.scale = scale
+        self.chunk_tokens = chunk_tokens
         count = hidden_ND.shape[0]
         self.maximum = torch.full((count,), float("-inf"), device=hidden_ND.device)
-        self.sum, self.target = torch.zeros_like(self.maximum), torch.zeros_like(self.maximum)
+        self.sum = torch.zeros_like(self.maximum)
+        self.target = torch.zeros_like(self.maximum)
         self.grad_hidden = torch.zeros_like(hidden_ND)
         self.active = labels_N != IGNORE
 
     @torch.no_grad()
     def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
-        """Return the summed loss, float32; the gradient of the whole head [V, hidden] is added to `grad_VD`."""
+        """Return the summed loss, float32; adds the gradient of the head [V, hidden] to
+        `grad_VD`."""
         total = torch.zeros((), device=self.hidden.device)
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
-            hidden, active, at = (
-                self.hidden[chunk],
-                self.active[chunk],
-                self.labels[chunk].clamp(min=0)[:, None],
-            )
+            hidden = self.hidden[chunk]
+            active = self.active[chunk]
+            at = self.labels[chunk].clamp(min=0)[:, None]
             logits = float32_logits(hidden, weight_VD)
             logsumexp = logits.logsumexp(-1, keepdim=True)
             total += ((logsumexp - logits.gather(1, at))[:, 0] * active).sum()
@@ -183,8 +184,7 @@ class ChunkedLoss:
             grad_vD.addmm_(scaled.t(), self.hidden[chunk])
 
     def tokens(self) -> Tensor:
-        """Return negative log likelihood of each token, float32 [N], 0 where there is no label; after the first
-        pass."""
+        """Return negative log likelihood of each token, float32 [N], 0 without a label."""
         return (self.maximum + self.sum.log() - self.target) * self.active
 
     def _inside(self, chunk: slice, first: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Messages of ranks to each other beside their steps: objects, arrays of a checkpoint, and that they still live.
+"""Messages between ranks outside of their steps: objects, arrays of a checkpoint, signs of life.
 
-Rank 0 may read data, write a checkpoint, or evaluate for any time, and the others wait for its next word. So before a
-message all meet at a counter in `torchrun`'s store, which they look at again and again; and a thread of each gives a
-sign of life every second. A rank that is dead, stopped, or behind a broken network gives none, which ends every wait.
-"""
+Rank 0 may read data, write a checkpoint, or evaluate for any time while the others wait for its
+next message. So before a message all meet at a counter in `torchrun`'s store, which they poll, and
+a thread of each rank gives a sign of life every second. A rank that is dead, stopped, or behind a
+broken network gives none, which ends every wait."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from ondevice.offload.worker import Patience
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
-PERIOD_S, LOOK_S, WAIT_S = 1.0, 0.002, 0.05
+PERIOD_S = 1.0
+LOOK_S = 0.002
+WAIT_S = 0.05
 T = TypeVar("T")
 
 
 class Arrays(Protocol):
-    """Arrays by name, of a checkpoint that lies here or on rank 0."""
+    """Arrays by name, of a checkpoint on this rank or on rank 0."""
 
     def get(self, name: str, /) -> Any:
-        """Return what has `shape` and `dtype` and gives slices like an array; None where there is none."""
+        """Return an object with `shape`, `dtype` and slices like an array; None for an unknown
+        name."""
         ...
 
 
@@ -46,19 +49,18 @@ def together() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            GONE,
-            received=str(error).split(". ")[0][:300],
-            hint=HINT,
-        ) from error
+        raise TrainingError(GONE, received=str(error).split(". ")[0][:300], hint=HINT) from error
 
 
 class Beat:
     """A sign of life of each rank every second, in `torchrun`'s store."""
 
     def __init__(self, store: Any, rank: int, world: int, limit: timedelta) -> None:
-        self.store, self.rank, self.limit_s = store, rank, limit.total_seconds()
-        self.counts, self.seen = [0] * world, [Patience() for _ in range(world)]
+        self.store = store
+        self.rank = rank
+        self.limit_s = limit.total_seconds()
+        self.counts = [0] * world
+        self.seen = [Patience() for _ in range(world)]
         self.failure: Exception | None = None
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ondevice-beat", daemon=True)
@@ -75,7 +77,7 @@ class Beat:
         return self.failure
 
     def check(self) -> None:
-        """Raise where another rank is gone.
+        """Raise if another rank is gone.
 
         Raises:
             TrainingError: it is.
@@ -85,8 +87,8 @@ class Beat:
                 raise lost
 
     def close(self) -> None:
-        """Let the others know that this rank ends; and leave no thread inside torch, which would end with the process
-        there and abort it."""
+        """Let the others know that this rank ends; and leave no thread inside torch, which would
+        end with the process there and abort it."""
         self.ending.set()
         self.thread.join(2 * PERIOD_S)
 
@@ -107,12 +109,17 @@ class Beat:
 
 
 class Messages:
-    """Objects between the threads of all ranks that serve one topic, and say the same things in the same order."""
+    """Objects between the threads of all ranks that serve one topic, and say the same things in the
+    same order."""
 
     def __init__(
         self, topic: str, store: Any, world: int, rank: int, limit: timedelta, beat: Beat
     ) -> None:
-        self.topic, self.store, self.world, self.rank, self.beat = topic, store, world, rank, beat
+        self.topic = topic
+        self.store = store
+        self.world = world
+        self.rank = rank
+        self.beat = beat
         self.group: Any = dist.new_group(backend="gloo", timeout=limit)
         self.count = 0
 
@@ -123,7 +130,8 @@ class Messages:
             TrainingError: one is gone.
         """
         self.count += 1
-        stop, errors = threading.Event(), list[Exception]()
+        stop = threading.Event()
+        errors = list[Exception]()
 
         def look() -> None:
             try:
@@ -135,7 +143,7 @@ class Messages:
             except (RuntimeError, ValueError) as error:
                 errors.append(error)
 
-        # A thread of its own: where the store's host is stopped or cut off, it waits for ever.
+        # A separate thread: if the store's host is stopped or cut off, it waits for ever.
         thread = threading.Thread(target=look, name="ondevice-meet", daemon=True)
         thread.start()
         try:
@@ -151,7 +159,7 @@ class Messages:
                 raise errors[0]
 
     def broadcast(self, value: Any = None) -> Any:
-        """Return the value that rank 0 gives, on every rank."""
+        """Return rank 0's value on every rank."""
         values: list[Any] = [value]
         self.meet()
         with together():
@@ -168,8 +176,8 @@ class Messages:
 
     @contextmanager
     def lent(self, arrays: Arrays) -> Iterator[Arrays]:
-        """Yield the arrays of rank 0 by name, of which slices are fetched when they are asked for; rank 0 serves the
-        others when it is done."""
+        """Yield the arrays of rank 0 by name, of which slices are fetched when they are asked for;
+        rank 0 serves the others when it is done."""
         if self.rank == 0:
             yield arrays
             for other in range(1, self.world):
@@ -231,7 +239,10 @@ class _RemoteArray:
     """One of them; its elements come when they are asked for."""
 
     def __init__(self, messages: Messages, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-        self.messages, self.name, self.shape, self.dtype = messages, name, shape, dtype
+        self.messages = messages
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
 
     def __getitem__(self, span: slice) -> np.ndarray:
         self.messages.send(0, (self.name, span))

@@ -1,4 +1,5 @@
-"""Ends the wait for ranks on accelerators: a kernel that waits for a rank that is gone would wait for ever."""
+"""End the wait for ranks on accelerators: a kernel that waits for a lost rank would wait for
+ever."""
 
 from __future__ import annotations
 
@@ -17,39 +18,43 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 ABORT_S = 10.0
-"""To give up a communicator takes no time, or for ever."""
+"""Aborting a communicator takes no time, or for ever."""
 
 
 class Overdue:
-    """Looks at what the ranks have begun together, in order. Where the first of it is not done in time, or another rank
-    is gone, the watch fails with its name, and the communicator is given up, so that nothing waits for it any more. A
-    process that cannot even look, or give it up, is ended by its guard."""
+    """Watches what the ranks have begun together, in order.
+
+    If the first of it is not done in time, or another rank is gone, the watch fails with its name,
+    and the communicator is aborted, so that nothing waits for it any more. If the process cannot
+    even do that, its guard ends it."""
 
     def __init__(self, watch: Watch, ranks: Ranks) -> None:
-        self.watch, self.ranks = watch, ranks
+        self.watch = watch
+        self.ranks = ranks
         self.begun: deque[tuple[str, Event]] = deque()
         self.changing = threading.Lock()
-        self.closing, self.guard = False, Guard()
+        self.closing = False
+        self.guard = Guard()
         self.thread = threading.Thread(target=self._run, name="ondevice-overdue", daemon=True)
         self.thread.start()
 
     def expect(self, name: str, event: Event) -> None:
-        """Watch over the transfer of a unit, which is done at `event`. The guard hears of it at once: the next look may
-        be where everything stands still, since `event` is asked for with Python's lock."""
+        """Watch over the transfer of a unit, which is done at `event`.
+
+        The guard hears of it at once: querying `event` later may block with Python's lock held."""
         with self.changing:
             self.begun.append((name, event))
             if len(self.begun) == 1:
                 self._tell()
 
     def close(self) -> None:
-        """End once nothing is under way: what others no longer take part in is given up here, too, or the device would
-        wait for it."""
+        """End once nothing is under way; transfers without the other ranks are aborted."""
         self.closing = True
         self.thread.join()
         self.guard.close()
 
     def _tell(self) -> str:
-        """Let the guard know what this process waits for; return it."""
+        """Tell the guard what this process waits for; return it."""
         doing = f"transfer of {self.begun[0][0]}" if self.begun else ""
         self.guard.expect(self.watch.timeout_s, doing)
         return doing
@@ -68,14 +73,15 @@ class Overdue:
             if not doing:
                 patience = Patience()
                 continue
-            lost, waited_s = self.ranks.lost, patience.spent()
+            lost = self.ranks.lost
+            waited_s = patience.spent()
             if lost is None and waited_s < self.watch.timeout_s:
                 continue
             error = TrainingError(
                 GONE,
                 received=str(lost).split(". ")[0][:300]
                 if lost
-                else f"no answer for {waited_s:.1f} s",
+                else f"no reply for {waited_s:.1f} s",
                 hint=HINT,
             )
             self.watch.fail(doing, error)

@@ -29,10 +29,11 @@ LENGTHS = 8
 
 
 class WeightCache(Protocol):
-    """Memory on the accelerator where the passes find weights and leave gradients.
+    """Memory on the accelerator from which the passes read weights and to which they write
+    gradients.
 
-    Nothing here waits for the accelerator: what is given is there for computations that follow, and a unit's gradient
-    is taken away after those that came before.
+    Nothing here waits for the accelerator: results are ready for the computations that follow, and
+    a unit's gradient leaves after the computations before.
 
     Attributes:
         layers: memory for as many layers as are there at once.
@@ -112,25 +113,33 @@ class Passes:
         where: torch.device,
         liger: bool,
     ) -> None:
-        self.family, self.units, self.config = family, units, config
-        self.device, self.timeline, self.window, self.dtype = device, timeline, window, window.dtype
-        self.activations, self.where, self.liger = activations, where, liger
+        self.family = family
+        self.units = units
+        self.config = config
+        self.device = device
+        self.timeline = timeline
+        self.window = window
+        self.dtype = window.dtype
+        self.activations = activations
+        self.where = where
+        self.liger = liger
         self.queue: deque[Event] = deque()
         self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
         self.entering: Slot | None = None
         self.masks: list[tuple[Tensor, ...]] = []
-        """Masks of each micro-batch's padding; empty where the causal mask hides it."""
+        """Masks of each micro-batch's padding; empty if the causal mask hides it."""
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
     def forward(
         self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray
     ) -> list[Tensor]:
-        """Return the last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
+        """Return the last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each
+        layer's input.
 
-        `every` is what all ranks read together; `ids` itself where there is one.
+        `every` has the rows of all ranks together; `ids` itself for a single one.
         """
         window = self.window
         window.forget_layers()
@@ -138,7 +147,8 @@ class Passes:
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        embedded, self.entering = self._pick(ids, entering), entering
+        embedded = self._pick(ids, entering)
+        self.entering = entering
         window.bind(self.units.rest, window.arrive(window.rest))
         h = [self.family.place(embedded[rows]) for rows in micro_batches]
         if keep:
@@ -155,11 +165,10 @@ class Passes:
                     self.activations.save(i, m, entered)
                 inputs = (entered, *self.masks[m])
                 with self._computing("forward", unit.name):
-                    (left,) = (
-                        window.run("forward", i, None, position, inputs, forward)
-                        if keep
-                        else forward(*inputs)
-                    )
+                    if keep:
+                        (left,) = window.run("forward", i, None, position, inputs, forward)
+                    else:
+                        (left,) = forward(*inputs)
                 h[m] = left
             slot.used = self._end()
             if i + len(window.layers) < self.layers:
@@ -187,7 +196,8 @@ class Passes:
     def head(
         self, h: list[Tensor], labels: list[np.ndarray], scale: float
     ) -> tuple[list[Tensor], Tensor]:
-        """Return gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
+        """Return gradients of the last layer's outputs, and the summed loss; the head's own
+        gradients leave."""
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
         self.window.bind(self.units.rest, self.window.rest, leaving)
@@ -206,15 +216,17 @@ class Passes:
             padded[:, :-1] = gradient.view(padded.shape[0], -1, padded.shape[-1])
             torch.autograd.backward(normal, padded)
             self.rest_sums.add(leaving.memory)
-            gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
+            gradients.append(_gradient(x))
         self._end()
         return gradients, total
 
     def _classify(
         self, h: list[Tensor], labels: list[np.ndarray], scale: float
     ) -> tuple[list[Tensor], Tensor]:
-        """Do as `head` does, for a classification head, one of the rest; the embedding gets no gradient here."""
-        gradients, total = list[Tensor](), torch.zeros((), device=self.where)
+        """Do as `head` does, for a classification head, one of the rest; the embedding gets no
+        gradient here."""
+        gradients = list[Tensor]()
+        total = torch.zeros((), device=self.where)
         self._gate()
         self.rest_sums.begin(len(h))
         for x, rows in zip(h, labels, strict=True):
@@ -224,9 +236,7 @@ class Passes:
                 torch.autograd.backward(nll * scale)
                 self.rest_sums.add(self.window.rest_gradient.memory)
             total += nll.detach()
-            gradients.append(
-                entered.grad if entered.grad is not None else torch.zeros_like(entered)
-            )
+            gradients.append(_gradient(entered))
         for tile in range(len(self.window.tiles)):
             leaving, _ = self.window.head_gradient_tile(tile)
             self.window.send_head(tile, leaving)
@@ -237,13 +247,15 @@ class Passes:
         self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]
     ) -> None:
         """Go down through the layers; every unit's gradients leave as soon as they are there."""
-        window, activations = self.window, self.activations
+        window = self.window
+        activations = self.activations
         position = self._positions(ids.shape[1])
         micro = range(len(micro_batches))
         order = [(i, m) for i in reversed(range(self.layers)) for m in micro]
         for i, unit in reversed(list(enumerate(self.units.layers))):
             window.fetch_layer(i)
-            slot, leaving = window.layer(i), window.layer_gradient(i)
+            slot = window.layer(i)
+            leaving = window.layer_gradient(i)
             window.bind(unit, slot, leaving)
             self._gate()
             backward = self._backward(i, position)
@@ -271,19 +283,20 @@ class Passes:
         return lambda h, *mask: (self.family.block(i, h, position, *mask),)
 
     def _backward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
-        """Of a layer's input and its output's gradient: the input's; those of parameters are added where they are."""
+        """From a layer's input and its output's gradient: the input's gradient. Parameters' are
+        added."""
 
         def run(entered: Tensor, gradient: Tensor, *mask: Tensor) -> tuple[Tensor]:
             entered = entered.detach().requires_grad_(True)
             with torch.enable_grad():
                 left = self.family.block(i, entered, position, *mask)
             torch.autograd.backward(left, gradient)
-            return (entered.grad if entered.grad is not None else torch.zeros_like(entered),)
+            return (_gradient(entered),)
 
         return run
 
     def _ask(self, every: np.ndarray) -> Slot:
-        """The embedding's rows that all ranks read, each once, from its owner; before the layers."""
+        """Fetch the embedding's rows that all ranks read, each once, before the layers."""
         self.unique = np.unique(every)
         return self.window.fetch_rows(torch.from_numpy(self.unique), every.size)
 
@@ -296,9 +309,11 @@ class Passes:
     def _send_embedding(
         self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]
     ) -> None:
-        """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
-        unique, inverse = self.unique, np.searchsorted(self.unique, ids)
-        width, rows = self.family.dims.hidden, len(unique)
+        """Gradient of the embedding: one row for each distinct token, summed over its positions."""
+        unique = self.unique
+        inverse = np.searchsorted(self.unique, ids)
+        width = self.family.dims.hidden
+        rows = len(unique)
         dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
         row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
@@ -317,7 +332,8 @@ class Passes:
         self.window.send_rows(torch.from_numpy(unique), row_gradients)
 
     def _rows(self, ids: np.ndarray, gradient: Tensor) -> Tensor:
-        """The embedding's rows of `ids` where a norm follows them; else any, since positions are added to them."""
+        """The embedding's rows of `ids` if a norm follows; else zeros, as positions are only
+        added."""
         if self.entering is None or not self.family.dims.classes:
             return torch.zeros_like(gradient)
         return self._pick(ids, self.entering)
@@ -343,8 +359,10 @@ class Passes:
             slot.used = self.device.record("compute")
 
     def _head_backward(self, scores: list[ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
-        """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
-        window, single_tile = self.window, len(self.window.tiles) == 1
+        """The summed loss, and the gradients of the normed hidden states; those of the head
+        leave."""
+        window = self.window
+        single_tile = len(self.window.tiles) == 1
         fused: list[Any] = (
             [LigerLoss(score.hidden, score.labels, score.scale) for score in scores]
             if self.liger
@@ -394,7 +412,7 @@ class Passes:
         return () if mask is None else (mask,)
 
     def _upload(self, values: np.ndarray) -> Tensor:
-        """int64 to the accelerator without waiting for what it computes."""
+        """Copy int64 values to the accelerator without waiting for its work."""
         source = torch.from_numpy(np.ascontiguousarray(values))
         if self.where.type == "cpu":
             return source
@@ -407,7 +425,8 @@ class Passes:
 
     @contextmanager
     def _computing(self, lane: str, name: str) -> Iterator[None]:
-        """A span of the accelerator's computation alone: it begins when what the work needs is there."""
+        """A span of computation on the accelerator, which begins once the work's inputs are
+        there."""
         started = self.device.record("compute")
         yield
         self.timeline.span(lane, name, started, self.device.record("compute"))
@@ -416,3 +435,8 @@ class Passes:
         event = self.device.record("compute")
         self.queue.append(event)
         return event
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """Return the gradient of `x`, zeros if the backward pass did not reach it."""
+    return torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,16 +1,17 @@
-"""Data parallelism with sharded states (ZeRO) under `torchrun`: the processes, and what they say to each other.
+"""Data parallelism with sharded states (ZeRO) under `torchrun`: the processes and their groups.
 
-Every rank keeps a contiguous shard of every unit, its masters and moments, and updates it: host memory, copies and
-update are divided by the ranks. A rank copies its shard to its accelerator over its own link, the accelerators gather
-the unit from each other; gradients are summed on their way to the ranks that keep them (reduce-scatter), in the compute
-dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds to bfloat16, as
-accumulation over micro-batches does.
+Every rank keeps a contiguous shard of every unit, its masters and moments, and updates it: host
+memory, copies and update are divided by the ranks. A rank copies its shard to its accelerator over
+its own link, the accelerators gather the unit from each other; gradients are summed on their way to
+the ranks that keep them (reduce-scatter), in the compute dtype, as they are stored: half the bytes
+of float32, and each of the `world - 1` additions rounds to bfloat16, as accumulation over
+micro-batches does.
 
-Groups, each used by one thread, in an order that is the same on every rank, and none waits longer than the time-out.
-`steps`: NCCL on GPUs, gloo on the CPU, the engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo,
-the main thread in an evaluation. `calls` and `files` (`ondevice.offload.messages`): the main threads, for what rank 0
-asks the others to do, and the threads that write a checkpoint.
-"""
+Groups, each used by one thread, in an order that is the same on every rank, and none waits longer
+than the time-out. `steps`: NCCL on GPUs, gloo on the CPU, the engine's transfer thread. `sums`:
+gloo, the update thread. `results`: gloo, the main thread in an evaluation. `calls` and `files`
+(`ondevice.offload.messages`): the main threads, for what rank 0 asks the others to do, and the
+threads that write a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from ondevice.offload.messages import Arrays, Beat, Messages, together
 from ondevice.offload.units import Unit, row_bounds, shard, shard_bounds, shard_numel
 
 _LOCAL = "LOCAL_WORLD_SIZE"
-START, GRACE = timedelta(minutes=10), timedelta(seconds=30)
+START = timedelta(minutes=10)
+GRACE = timedelta(seconds=30)
 """Ranks come when their model is loaded."""
 Bounds = tuple[int, ...]
 """Where each rank's part begins, and where the last one ends."""
@@ -44,7 +46,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Ranks:
-    """This process among those that train together; alone, every call gives back what it got at once.
+    """This process among those that train together; in a single one, every call is the identity.
 
     Attributes:
         sharing: ranks that may use the same cores as this one.
@@ -53,7 +55,9 @@ class Ranks:
     def __init__(
         self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu"
     ) -> None:
-        self.rank, self.world, self.single = rank, world, world == 1
+        self.rank = rank
+        self.world = world
+        self.single = world == 1
         self.sharing = 1
         self.steps: Any = None
         self.sums: Any = None
@@ -61,7 +65,8 @@ class Ranks:
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
-        # NCCL's monitor would be inside the store when this process ends; who is gone the engine finds out itself.
+        # NCCL's monitor would be inside the store when this process ends; who is gone the engine
+        # finds out itself.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         with together():
@@ -78,12 +83,11 @@ class Ranks:
                 dist.new_group(backend="gloo", timeout=limit) for _ in range(2)
             )
             world_group = dist.group.WORLD
-            # NCCL's own end of a wait ends the process without a word of the layer: ours comes before it.
-            self.steps = (
-                world_group
-                if device == "cpu"
-                else dist.new_group(backend="nccl", timeout=limit + GRACE)
-            )
+            # NCCL's own time-out ends the process without naming the layer: ours comes before it.
+            if device == "cpu":
+                self.steps = world_group
+            else:
+                self.steps = dist.new_group(backend="nccl", timeout=limit + GRACE)
             self._bind(device)
             if (
                 device != "cpu"
@@ -94,16 +98,16 @@ class Ranks:
 
     @property
     def lost(self) -> Exception | None:
-        """Why the ranks no longer meet; None while they do."""
+        """The reason why the ranks no longer meet; None while they do."""
         return None if self.single else self.beat.lost
 
     def abort(self) -> None:
-        """Give up what the ranks do together; whatever waits for it goes on."""
+        """Abort what the ranks do together; whatever waits for it continues."""
         if self.steps is not None:
             self.steps.abort()
 
     def close(self) -> None:
-        """Let the other ranks know that nothing more comes from here."""
+        """Tell the other ranks that this one ends."""
         if not self.single:
             self.beat.close()
 
@@ -123,7 +127,8 @@ class Ranks:
                 self.sharing = 1
 
     def settings(self, config: Any) -> Any:
-        """Return rank 0's settings: a choice that each rank made by itself might be another on each."""
+        """Return rank 0's settings: a choice that each rank made by itself might be another on
+        each."""
         return config if self.single else self.calls.broadcast(config)
 
     def shard(self, unit: Unit) -> Unit:
@@ -131,7 +136,7 @@ class Ranks:
         return shard(unit, self.rank, self.world)
 
     def padded(self, unit: Unit) -> int:
-        """Return the elements of all shards together: what a unit needs where all of them come together."""
+        """Return the elements of all shards of a unit together."""
         return shard_numel(unit, self.world) * self.world
 
     def bounds(self, unit: Unit, span: slice | None = None) -> Bounds:
@@ -155,8 +160,7 @@ class Ranks:
         return slice(self.rank, None, self.world)
 
     def gather(self, memory: Tensor, bounds: Bounds) -> None:
-        """Fill every rank's part of `memory` (its first dimension) from that rank, on the current stream (transfer
-        thread)."""
+        """Fill every rank's part of `memory` (first dimension) from it, on the current stream."""
         with together():
             if _even(bounds):
                 _all_gather(memory[: bounds[-1]], memory[self.own(bounds)], group=self.steps)
@@ -166,8 +170,8 @@ class Ranks:
                     dist.broadcast(memory[bounds[rank] : bounds[rank + 1]], rank, group=self.steps)
 
     def reduce(self, memory: Tensor, bounds: Bounds) -> None:
-        """Sum every rank's part of `memory` there; the rest of it is undefined after. On the current stream (transfer
-        thread)."""
+        """Sum every rank's part of `memory` on that rank; the rest becomes undefined. On the
+        stream."""
         with together():
             if _even(bounds):
                 _reduce_scatter(memory[self.own(bounds)], memory[: bounds[-1]], group=self.steps)
@@ -183,12 +187,13 @@ class Ranks:
                 dist.all_reduce(memory, group=self.steps)
 
     def first(self, memory: Tensor) -> None:
-        """Fill `memory` with what rank 0 has there, on the current stream (transfer thread)."""
+        """Fill `memory` with rank 0's, on the current stream (transfer thread)."""
         with together():
             dist.broadcast(memory, 0, group=self.steps)
 
     def sum(self, value: float) -> float:
-        """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a time)."""
+        """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a
+        time)."""
         if self.single:
             return value
         values = torch.zeros(self.world, dtype=torch.float64)
@@ -250,7 +255,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
 
     Raises:
         ConfigError: there are fewer GPUs than ranks on this host.
-        TrainingError: the others do not come.
+        TrainingError: the other ranks do not join.
     """
     rank, world = launched()
     if world == 1:
@@ -263,7 +268,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         )
         if torch.cuda.device_count() < count:
             raise ConfigError(
-                "there are fewer GPUs than ranks",
+                "fewer GPUs than ranks on this host",
                 expected=count,
                 received=torch.cuda.device_count(),
             )
@@ -273,7 +278,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
 
 
 def _even(bounds: Bounds) -> bool:
-    """True where all parts are equally long: one call moves them, over all links at once."""
+    """True if all parts are equally long: one call moves them, over all links at once."""
     return bounds[1] > bounds[0] and all(
         b - a == bounds[1] - bounds[0] for a, b in pairwise(bounds)
     )

@@ -1,9 +1,9 @@
-"""The disk tier: a scratch file of fixed-size records, one a unit, read and written beside the computation.
+"""The disk tier: a scratch file of fixed-size records, one a unit, moved during the computation.
 
-A record is its payload, padded to whole 4096-byte blocks, and one trailer block that says which record it is,
-which write of it, and the payload's checksum. So a lost, partial, misplaced or older write is an error that names
-the record, never wrong weights. Page caches are bypassed where the file system allows it.
-"""
+A record is its payload, padded to whole 4096-byte blocks, and one trailer block that says which
+record it is, which write of it, and the payload's checksum. So a lost, partial, misplaced or older
+write is an error that names the record, never wrong weights. Page caches are bypassed if the file
+system allows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ondevice.offload.drive import Backend, Drive, Meter, checksum, reason, rese
 from ondevice.offload.host import BLOCK_BYTES, buffer, round_up
 
 CHUNK_BYTES = 8 << 20
-"""One request; a record's chunks are spread over the threads, so that the drive has several to work on."""
+"""One request; a record's chunks are spread over the threads, so that the drive has several to work
+on."""
 _RESUME = "resume from the last checkpoint"
 _TRAILER = struct.Struct("<8sIIQQ16s")
 _FIELDS = (
@@ -39,7 +40,8 @@ _FIELDS = (
     "payload length in bytes",
     "payload checksum",
 )
-_MAGIC, _VERSION = b"ODTIER\r\n", 1
+_MAGIC = b"ODTIER\r\n"
+_VERSION = 1
 
 
 @dataclass(eq=False)
@@ -66,7 +68,8 @@ class Job:
         return fields.ljust(BLOCK_BYTES, b"\0")
 
     def compare(self, block: bytes) -> tuple[Any, ...] | None:
-        """Compare the trailer that was read with `block`; return what differs: words, expected and received."""
+        """Compare the trailer that was read with `block`; return what differs: words, expected and
+        received."""
         trailer = self.trailer.numpy().tobytes()
         for name, expected, received in zip(
             _FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(trailer)
@@ -80,7 +83,8 @@ class Job:
         return None if trailer == block else ("came back with a damaged trailer",)
 
     def resolve(self, error: BaseException | None) -> None:
-        """Give the future its result, unless it has one: `close` was faster, or its owner cancelled it."""
+        """Give the future its result, unless it has one: `close` was faster, or its owner cancelled
+        it."""
         try:
             self.future.set_result(None) if error is None else self.future.set_exception(error)
         except InvalidStateError:
@@ -88,22 +92,25 @@ class Job:
 
 
 class TierFile:
-    """A file of fixed-size records in `folder`; scratch state, removed by `close`. A context manager.
+    """A file of fixed-size records in `folder`; scratch state, removed by `close`. A context
+    manager.
 
     Everything queued for one record happens in order; different records overtake each other.
 
     Args:
         folder: on a local disk; made if absent. A file called `name` in it is replaced.
         sizes_bytes: payload of every record, each at least 1.
-        backend: "auto" and "direct" bypass the page cache (O_DIRECT), and fall back to "buffered" where the
-            file system refuses; the attribute `backend` says so. macOS is "buffered" with F_NOCACHE.
+        backend: "auto" and "direct" bypass the page cache (O_DIRECT), and fall back to "buffered"
+            if the file system refuses; the attribute `backend` says so. macOS is "buffered" with
+            F_NOCACHE.
         workers: threads, and the number of requests that the drive sees at once.
         timeout_s: how long `close` waits for a drive that moves nothing.
-        generations: open the kept file `name` instead of a new one, and expect these (see `generations`).
+        generations: open the kept file `name` instead of a new one, and expect these (see
+            `generations`).
 
     Raises:
-        StorageError: the disk has no room for all records (no file is left behind), the folder cannot be
-            written, or the kept file is absent or of another size.
+        StorageError: the disk has no room for all records (no file is left behind), the folder
+            cannot be written, or the kept file is absent or of another size.
     """
 
     def __init__(
@@ -140,7 +147,8 @@ class TierFile:
         self._generations = list(generations or [0] * len(self._sizes))
         self._failed: dict[int, BaseException] = {}
         self._lines: list[deque[Job]] = [deque() for _ in self._sizes]
-        self._reads, self._writes = Meter(), Meter()
+        self._reads = Meter()
+        self._writes = Meter()
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
         self._closed = self._abandoned = False
@@ -165,7 +173,7 @@ class TierFile:
         lambda self: self._writes.seconds, doc="Seconds with a write under way, checks included."
     )
     generations = property(
-        lambda self: tuple(self._generations), doc="Writes begun of each record; 0 is none."
+        lambda self: tuple(self._generations), doc="Writes begun of each record, from 0."
     )
 
     def __enter__(self) -> TierFile:
@@ -195,32 +203,36 @@ class TierFile:
         return self._submit(record, source, write=True)
 
     def read(self, record: int, into: torch.Tensor) -> Future[None]:
-        """Begin to read a record as the last write before left it; see `write` for the arguments and errors.
+        """Begin to read a record as the last write before left it; see `write` for the arguments
+        and errors.
 
         Returns:
-            A future; its result() raises StorageError if the record was never written, as the last write of it did
-            where that failed, or if what came back is short, damaged, of another record or of an older write.
+            A future; its result() raises StorageError if the record was never written, if the last
+                write of it failed, or if the data is short, damaged, of another record or of an
+                older write.
             `into` is then not to be used.
         """
         return self._submit(record, into, write=False)
 
     def payload(self, record: int) -> torch.Tensor:
-        """Return a record's payload as a read-only map of the file, uint8, not checked; only while nothing is
-        written."""
+        """Return a record's payload as a read-only map of the file, uint8, not checked; only while
+        nothing is written."""
         shape = (self._sizes[record],)
         return torch.from_numpy(np.memmap(self.path, np.uint8, "c", self._starts[record], shape))
 
     def close(self, *, keep: bool = False) -> None:
-        """Wait for what is queued, then remove the file unless `keep`. A second call does nothing.
+        """Wait for queued transfers, then remove the file unless `keep`. A second call does
+        nothing.
 
         Raises:
-            StorageError: the drive moved nothing for `timeout_s`. What is queued fails with the same error;
-                the file is removed all the same.
+            StorageError: the drive moved nothing for `timeout_s`. Queued transfers fail with the
+                same error; the file is removed all the same.
         """
         with self._changed:
             if self._closed:
                 return
-            self._closed, before = True, -1
+            self._closed = True
+            before = -1
             while not self._idle() and before != self.bytes_read + self.bytes_written:
                 before = self.bytes_read + self.bytes_written
                 self._changed.wait_for(self._idle, self._timeout_s)
@@ -238,7 +250,7 @@ class TierFile:
             error = StorageError(
                 f"{self.path}: {len(stuck)} transfers did not end, the first one of record {stuck[0].record}",
                 received=f"nothing moved for {self._timeout_s:g} s",
-                hint=f"the drive does not answer: check it, then {_RESUME}",
+                hint=f"the drive does not respond: check it, then {_RESUME}",
             )
             for job in stuck:
                 job.resolve(error)
@@ -339,7 +351,8 @@ class TierFile:
 
     def _finish(self, job: Job) -> None:
         """All chunks moved: write the trailer, or check the one that was read."""
-        block, size = job.seal(self._sizes[job.record]), len(job.payload)
+        block = job.seal(self._sizes[job.record])
+        size = len(job.payload)
         if job.write:
             job.trailer.numpy()[:] = np.frombuffer(block, np.uint8)
             return self._move(job, size, size + BLOCK_BYTES)

@@ -1,4 +1,8 @@
-"""A unit's way to and from the accelerator; with several ranks, each one's shard to all, and back to each its sum."""
+"""Transfers between host and accelerator: weights, gradients, and the inputs of layers.
+
+With several ranks each shard goes to all ranks, and its summed gradient back to its owner. A
+layer's input leaves after the forward pass has read it and is back before the backward pass needs
+it (SlideFormer section 3.2)."""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """Memory of one unit on the accelerator. `used` is when the last computation that reads it ends."""
+    """Memory of one unit on the accelerator. `used` is when the last computation that reads it
+    ends."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -28,13 +33,16 @@ class Slot:
 
 
 class Transfers:
-    """Copies and what the ranks do together, on the transfer thread. Ranks must ask for the same ones in one order.
+    """Copies and what the ranks do together, on the transfer thread. Ranks must ask for the same
+    ones in one order.
 
-    What ranks do together has a lane of its own, `comm`: copies of one unit run beside the communication of another.
+    Communication between ranks has its own lane, `comm`: it overlaps with copies of other units.
     """
 
     def __init__(self, device: Device, timeline: Timeline, ranks: Ranks) -> None:
-        self.device, self.timeline, self.ranks = device, timeline, ranks
+        self.device = device
+        self.timeline = timeline
+        self.ranks = ranks
         self.expect: Callable[[str, Event], None] = lambda name, event: None
         """Called with what the ranks have begun together, and when it is done."""
 
@@ -60,7 +68,7 @@ class Transfers:
         """Copy gradients to `target`.
 
         Args:
-            norm: their squared norm, and where on the host it goes; None in the first place: it is there already.
+            norm: their squared norm, and its target on the host; the first is None if it is there.
         """
         self.device.hold("d2h", computed)
         started = self.device.record("d2h")
@@ -83,10 +91,11 @@ class Transfers:
         computed: Event,
         square_to: Tensor | None = None,
     ) -> tuple[Tensor, Event]:
-        """Sum `memory` over the ranks, after `computed`; return this rank's part, and when it is there.
+        """Sum `memory` over the ranks, after `computed`; return this rank's part, and when it is
+        there.
 
         Args:
-            square_to: where on the host the squared norm of all parts goes.
+            square_to: target on the host for the squared norm of all parts.
         """
         if self.ranks.single:
             return memory, computed
@@ -99,7 +108,8 @@ class Transfers:
         return own, self.together(unit, computed, run)
 
     def norm(self, own: Tensor, square_to: Tensor | None) -> Tensor | None:
-        """Return the squared norm of all ranks' parts, float32 [1], which also goes to the host; in the lane `comm`."""
+        """Return the squared norm of all ranks' parts, float32 [1], which also goes to the host; in
+        the lane `comm`."""
         if square_to is None:
             return None
         total = square(own)
@@ -129,7 +139,7 @@ class Transfers:
 
     def _ended(self, lane: Lane, unit: Unit, started: Event, moved: Tensor | None) -> Event:
         event = self.device.record(lane)
-        size = 0 if moved is None else moved.numel() * moved.element_size()
+        size = 0 if moved is None else moved.nbytes
         self.timeline.span(lane, unit.name, started, event, size)
         return event
 
@@ -137,15 +147,15 @@ class Transfers:
 AHEAD = 3
 """Inputs on the accelerator at once, and how many layers the host may run ahead of it."""
 ON_HOST = 4
-"""Layers whose inputs are in host memory at once where they go to disk."""
+"""Layers whose inputs are in host memory at once if they go to disk."""
 
 
 class ActivationFile(Protocol):
     """A file that takes inputs from their host buffers."""
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
-        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their
-        count."""
+        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at`
+        modulo their count."""
         ...
 
     def place(self, at: int) -> None:
@@ -165,7 +175,10 @@ class Activations:
     def __init__(
         self, device: Device, timeline: Timeline, place: str, disk: ActivationFile | None
     ) -> None:
-        self.device, self.timeline, self.place, self.disk = device, timeline, place, disk
+        self.device = device
+        self.timeline = timeline
+        self.place = place
+        self.disk = disk
         self.shape: tuple[int, int] = (0, 0)
         self.host: list[Tensor] = []
         self.ring: list[tuple[Tensor, Event | None]] = []
@@ -173,7 +186,7 @@ class Activations:
         self.bytes = 0
 
     def begin(self, layers: int, micro_batches: int, like: Tensor) -> None:
-        """Get memory for a step: `like` is the largest input. Nothing is allocated where it fits the last step's."""
+        """Get memory for a step: `like` is the largest input. Reuses the last step's if it fits."""
         self.kept: dict[int, Tensor] = {}
         self.leaving: deque[tuple[Event, Tensor, int]] = deque()
         self.left_host: dict[int, Event] = {}
@@ -189,13 +202,14 @@ class Activations:
         if self.disk is None:
             self.host = [self.device.pinned(like.numel(), like.dtype) for _ in range(count)]
         else:
-            size, pin = like.numel() * like.element_size(), self.device.type != "cpu"
+            size = like.nbytes
+            pin = self.device.type != "cpu"
             memory = self.disk.begin(count, size, min(count, ON_HOST * micro_batches), pin)
             self.host = [buffer.view(like.dtype) for buffer in memory]
         self.ring = [
             (self.device.empty(like.numel(), like.dtype), None) for _ in range(min(count, AHEAD))
         ]
-        self.bytes = len(self.host) * like.numel() * like.element_size()
+        self.bytes = len(self.host) * like.nbytes
 
     def save(self, layer: int, micro: int, h: Tensor) -> None:
         """Keep the input of a layer."""
@@ -211,7 +225,7 @@ class Activations:
         started = self.device.record("d2h")
         self.device.copy("d2h", host, h.reshape(-1))
         event = self.device.record("d2h")
-        self.timeline.span("d2h", "activations", started, event, h.numel() * h.element_size())
+        self.timeline.span("d2h", "activations", started, event, h.nbytes)
         self.leaving.append((event, h, at))
         if len(self.leaving) > AHEAD:
             self._resolve()
@@ -226,7 +240,8 @@ class Activations:
         ):  # the host waits until all are in its memory, so no event is needed from here on
             self._resolve()
         self.turn = (self.turn + 1) % len(self.ring)
-        memory, used = self.ring[self.turn][0][: self.numel[at]], self.ring[self.turn][1]
+        memory = self.ring[self.turn][0][: self.numel[at]]
+        used = self.ring[self.turn][1]
         if self.disk is not None:
             self.disk.read(at)
             self.disk.wait(at)
@@ -235,9 +250,7 @@ class Activations:
         started = self.device.record("h2d")
         self.device.copy("h2d", memory, self._host(at)[: memory.numel()])
         event = self.device.record("h2d")
-        self.timeline.span(
-            "h2d", "activations", started, event, memory.numel() * memory.element_size()
-        )
+        self.timeline.span("h2d", "activations", started, event, memory.nbytes)
         self.arrived[at] = (self.turn, event)
         ahead = at - 2 * self.micro_batches
         if self.disk is not None and ahead >= 0:

@@ -1,4 +1,9 @@
-"""A model cut into the units that slide, each one flat run of parameters (SlideFormer section 3.1: one layer each)."""
+"""A model cut into units (SlideFormer section 3.1: one layer each), and each rank's shard of them.
+
+A shard is ZeRO's partition (Rajbhandari et al. 2020, section 5). All shards of a unit are equally
+long, so that one all-gather or reduce-scatter moves them; zeros pad the last ones. A shard begins
+at a multiple of 128 elements, so that moments in 8 bits have the same scales whatever the number of
+ranks, and a table's at a row."""
 
 from __future__ import annotations
 
@@ -17,13 +22,15 @@ if TYPE_CHECKING:
     from ondevice.models import Family
 
 ALIGN = 128
-"""Elements; every parameter begins at a multiple of it, so that matrix products read aligned memory."""
+"""Elements; every parameter begins at a multiple of it, so that matrix products read aligned
+memory."""
 Kind = Literal["layer", "rest", "embedding", "head"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: elements `offset` to `offset + numel` of its unit; of a shard, those from `start` on."""
+    """One parameter: elements `offset` to `offset + numel` of its unit; of a shard, those from
+    `start` on."""
 
     name: str
     parameter: nn.Parameter
@@ -46,7 +53,8 @@ class Unit:
         name: `layer 3`, `embedding`, `head` or `rest` (what belongs to no layer: the final norm).
         order: when a forward pass needs it; the update thread takes the lowest first.
         numel: elements, with padding between parameters; `parameters` without.
-        low, of: of a rank's shard (`ondevice.offload.units`): its first element, and the elements of the whole unit.
+        low, of: of a rank's shard (`ondevice.offload.units`): its first element, and the elements
+            of the whole unit.
     """
 
     index: int
@@ -80,7 +88,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """All units of a model. `head` is the embedding itself where the two are tied."""
+    """All units of a model. `head` is the embedding itself if the two are tied."""
 
     layers: tuple[Unit, ...]
     rest: Unit
@@ -112,7 +120,8 @@ def cut(family: Family) -> Units:
     count = family.dims.layers
 
     def unit(index: int, name: str, kind: Kind, order: int, parameters: list[nn.Parameter]) -> Unit:
-        pieces, offset = [], 0
+        pieces = []
+        offset = 0
         for parameter in parameters:
             # In two units it would be moved and updated twice a step.
             if id(parameter) in seen:
@@ -129,10 +138,13 @@ def cut(family: Family) -> Units:
     layers = tuple(
         unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count)
     )
-    table, head = family.embedding.weight, family.head_weight
+    table = family.embedding.weight
+    head = family.head_weight
     if not isinstance(table, nn.Parameter):
         raise ModelError(
-            "the embedding is no parameter", expected="nn.Parameter", received=type(table).__name__
+            "the embedding is not a parameter",
+            expected="nn.Parameter",
+            received=type(table).__name__,
         )
     tied = head is table or head.data_ptr() == table.data_ptr()
     tables = {id(table), id(head)}
@@ -143,7 +155,9 @@ def cut(family: Family) -> Units:
         return Units(layers, small, embedding, embedding)
     if not isinstance(head, nn.Parameter):
         raise ModelError(
-            "the output head is no parameter", expected="nn.Parameter", received=type(head).__name__
+            "the output head is not a parameter",
+            expected="nn.Parameter",
+            received=type(head).__name__,
         )
     return Units(layers, small, embedding, unit(count + 2, "head", "head", count, [head]))
 
@@ -163,11 +177,13 @@ def shard_numel(unit: Unit, world: int) -> int:
 
 
 def shard(unit: Unit, rank: int, world: int) -> Unit:
-    """Return the shard of one rank as a unit of its own; of a table, a table of fewer rows, which may be none."""
+    """Return the shard of one rank as a unit of its own; of a table, a table of fewer rows, maybe
+    0."""
     if world == 1:
         return unit
     size = shard_numel(unit, world)
-    low, pieces = rank * size, []
+    low = rank * size
+    pieces = []
     for piece in unit.pieces:
         first = min(max(piece.offset, low), piece.offset + piece.numel)
         count = max(0, min(piece.offset + piece.numel, low + size) - first)
@@ -186,11 +202,11 @@ def shard(unit: Unit, rank: int, world: int) -> Unit:
 
 
 def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> tuple[int, ...]:
-    """Return where the ranks' shards begin, and where the last one ends: `world + 1` elements.
+    """Return the begin of each rank's shard and the end of the last: `world + 1` elements.
 
     Args:
-        span: only these elements of the unit are meant, and counted from the first of them; None: all, and what fills
-            up the last shards.
+        span: only these elements of the unit are meant, and counted from the first of them; None:
+            all, and what fills up the last shards.
     """
     size = shard_numel(unit, world)
     if span is None:
@@ -200,7 +216,7 @@ def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> tuple[int
 
 
 def row_bounds(unit: Unit, world: int, rows: Tensor) -> tuple[int, ...]:
-    """Return the same for rows of a table, int64 [R] ascending: where in `rows` the ranks' own begin."""
+    """Return the same for ascending rows of a table, int64 [R]: as indices into `rows`."""
     if world == 1:
         return (0, len(rows))
     firsts = torch.arange(world) * (shard_numel(unit, world) // unit.pieces[0].shape[1])
@@ -208,14 +224,15 @@ def row_bounds(unit: Unit, world: int, rows: Tensor) -> tuple[int, ...]:
 
 
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:
-    """Return of an array of a unit's state the first element that a shard has, how many it has, and how many there
-    are; scales of moments are one for 128 elements."""
+    """Return of an array of a unit's state the first element that a shard has, how many it has, and
+    how many there are; scales of moments are one for 128 elements."""
     each = TILE if part.endswith("_scale") else 1
     return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
 
 
 def array_name(part: str, unit: Unit) -> str:
-    """Return the name of an array in a checkpoint: `high/layer.3`, and of a shard `high/layer.3@first:last:all`."""
+    """Return the name of an array in a checkpoint: `high/layer.3`, and of a shard
+    `high/layer.3@first:last:all`."""
     if not unit.of:
         return f"{part}/{unit.key}"
     first, count, size = extent(part, unit)
@@ -228,7 +245,8 @@ def unit_key(name: str) -> str:
 
 
 class Joined:
-    """Arrays by name out of those of a checkpoint, which may be in shards of any number of ranks."""
+    """Arrays by name out of those of a checkpoint, which may be in shards of any number of
+    ranks."""
 
     def __init__(self, arrays: Any) -> None:
         self.whole: dict[str, Any] = {}
@@ -241,15 +259,17 @@ class Joined:
                 self.whole[name] = value
 
     def get(self, name: str, /) -> Any:
-        """Return an array, or what is sliced like one; None where there is none."""
+        """Return an array, or an object that is sliced like one; None for an unknown name."""
         return self.whole.get(name)
 
 
 class Pieces:
-    """One array in pieces; only what is asked for is put together."""
+    """One array in pieces; only requested elements are joined."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.shape, self.pieces = name, (size,), dict[int, tuple[int, np.ndarray]]()
+        self.name = name
+        self.shape = (size,)
+        self.pieces = dict[int, tuple[int, np.ndarray]]()
 
     @property
     def dtype(self) -> Any:
@@ -260,7 +280,8 @@ class Pieces:
         self.pieces[first] = last, value
 
     def __getitem__(self, span: slice) -> np.ndarray:
-        found, at = [], span.start
+        found = []
+        at = span.start
         for first, (last, value) in sorted(self.pieces.items()):
             if first <= at < min(last, span.stop):
                 found.append(value[at - first : span.stop - first])

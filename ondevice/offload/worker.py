@@ -1,4 +1,5 @@
-"""Host threads whose failures surface at the step, with what they were doing, and which cannot hang it for ever."""
+"""Host threads whose failures surface at the step, with what they were doing, and which cannot hang
+it for ever."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ MOST_S = 1.0
 class Patience:
     """Time that a wait has taken while this process ran.
 
-    If the machine sleeps, or the process is stopped (a paused container, Ctrl-Z), what is waited for stands still, too.
-    """
+    If the machine sleeps, or the process is stopped (a paused container, Ctrl-Z), the awaited work
+    stands still, too."""
 
     def __init__(self) -> None:
-        self.seconds, self.looked = 0.0, time.monotonic()
+        self.seconds = 0.0
+        self.looked = time.monotonic()
 
     def spent(self) -> float:
         """Return the seconds since the start; call it several times a second."""
@@ -41,9 +43,8 @@ class Patience:
 class Watch:
     """State that the threads of one engine share: the first failure, and how long a wait may take.
 
-    A wait is too long if nothing of the engine ends in `timeout_s`: a slow disk or a busy machine makes a step slow,
-    and does not end it.
-    """
+    A wait is too long if nothing of the engine ends in `timeout_s`: a slow disk or a busy machine
+    makes a step slow, and does not end it."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -63,13 +64,16 @@ class Watch:
         """Raise what a thread died of.
 
         Raises:
-            OndeviceError: its own kind if it was one, else a TrainingError; the message names the layer.
+            OndeviceError: its own kind if it was one, else a TrainingError; the message names the
+                layer.
         """
         if self.failure is None:
             return
         doing, error = self.failure
         if isinstance(error, OndeviceError):
-            kind, received, hint = type(error), error.received, error.hint
+            kind = type(error)
+            received = error.received
+            hint = error.hint
             raise kind(
                 f"{doing}: {error.message}", expected=error.expected, received=received, hint=hint
             ) from error
@@ -84,11 +88,13 @@ class Watch:
         Raises:
             TrainingError: nothing ended for `timeout_s`; or what a thread died of.
         """
-        patience, ended = Patience(), self.ended
+        patience = Patience()
+        ended = self.ended
         while not done(POLL_S):
             self.check()
             if self.ended != ended:
-                patience, ended = Patience(), self.ended
+                patience = Patience()
+                ended = self.ended
             if patience.spent() > self.timeout_s:
                 raise self._overdue(doing)
 
@@ -115,7 +121,7 @@ class Watch:
 
     @contextmanager
     def at_work(self, name: str, doing: str) -> Iterator[None]:
-        """Let a thread's current work be named where a wait for it is too long."""
+        """Name a thread's current work, for errors about waits that are too long."""
         self.running[name] = doing, time.monotonic()
         try:
             yield
@@ -123,7 +129,8 @@ class Watch:
             del self.running[name]
 
     def _overdue(self, doing: str) -> TrainingError:
-        now, running = time.monotonic(), sorted(self.running.values(), key=lambda entry: entry[1])
+        now = time.monotonic()
+        running = sorted(self.running.values(), key=lambda entry: entry[1])
         if running:
             received = ", ".join(
                 f"{name} running for {now - since:.1f} s" for name, since in running
@@ -141,7 +148,9 @@ class Pool:
     """Memory that threads borrow and give back."""
 
     def __init__(self, buffers: list[Tensor], watch: Watch) -> None:
-        self.buffers, self.watch, self.changed = buffers, watch, threading.Condition()
+        self.buffers = buffers
+        self.watch = watch
+        self.changed = threading.Condition()
 
     def borrow(self, doing: str) -> Tensor:
         """Return a free one; waits until one is given back, and raises as `Watch.until` does."""
@@ -165,7 +174,8 @@ class Pool:
 
 
 class Task:
-    """Work for a thread, and its result. `ready` says whether it could begin; `block` waits until it can."""
+    """Work for a thread, and its result. `ready` says whether it could begin; `block` waits until
+    it can."""
 
     def __init__(
         self,
@@ -175,7 +185,11 @@ class Task:
         ready: Callable[[], bool] | None = None,
         block: Callable[[], None] | None = None,
     ) -> None:
-        self.doing, self.run, self.watch, self.ready, self.block = doing, run, watch, ready, block
+        self.doing = doing
+        self.run = run
+        self.watch = watch
+        self.ready = ready
+        self.block = block
         self.finished = threading.Event()
         self.result: Any = None
 
@@ -186,10 +200,12 @@ class Task:
 
 
 class Worker:
-    """A thread that takes the task with the lowest priority number among those that are ready; equals in order."""
+    """A thread that takes the task with the lowest priority number among those that are ready;
+    equals in order."""
 
     def __init__(self, name: str, watch: Watch) -> None:
-        self.name, self.watch = name, watch
+        self.name = name
+        self.watch = watch
         self.tasks: list[tuple[int, int, Task]] = []
         self.count = 0
         self.closing = False
@@ -213,7 +229,8 @@ class Worker:
         return task
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Let the thread end after the running task; False if it does not, and dies with the process."""
+        """Let the thread end after the running task; False if it does not, and dies with the
+        process."""
         with self.changed:
             self.closing = True
             self.changed.notify()

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from ondevice.core.errors import FleetError
 from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.charter import Charter
+from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.messages import Answer, Task
 from ondevice.fleet.numbers import pack
 
@@ -46,3 +49,13 @@ def open_to_others(folder: Path) -> list[str]:
     found = [folder, *folder.rglob("*")]
     assert len(found) > 1
     return [str(path) for path in found if path.lstat().st_mode & 0o077]
+
+
+def refused(code: Code) -> Any:
+    """Expect a refusal with this code."""
+    return pytest.raises(Refusal, check=lambda error: error.code == code)
+
+
+def fails(expected: Any) -> Any:
+    """Expect a fleet's error that names what was expected."""
+    return pytest.raises(FleetError, check=lambda error: error.expected == expected)

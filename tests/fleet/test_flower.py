@@ -259,7 +259,7 @@ def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_pa
         make(tmp_path / "keys", ("localhost",), devices=0)
 
 
-def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) -> None:
+def test_a_device_replies_over_its_socket_and_reports_errors(tmp_path: Path) -> None:
     session, fleet = fleet_of("stateful")
     session.close()
     task = Rounds(fleet).begin([9]).tasks[9].to_bytes()

@@ -417,7 +417,7 @@ def test_a_first_order_liar_moves_the_adapter_no_further_than_an_honest_device()
 
 
 @pytest.mark.flower
-def test_answers_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path) -> None:
+def test_replies_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path) -> None:
     pytest.importorskip(
         "cryptography", reason="cryptography is not installed; try: make fleet-test"
     )

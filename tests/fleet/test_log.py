@@ -18,7 +18,7 @@ from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import log_bytes, read_log, replay
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.store import FILE_NAME, Store, read_file
-from tests.fleet.fleets import answer, charter, drawn
+from tests.fleet.fleets import answer, charter, drawn, fails
 
 
 def run(store: Store, rounds: int) -> bytes:
@@ -48,11 +48,11 @@ def test_a_replay_has_the_servers_hash(finished: tuple[Path, bytes]) -> None:
     data = log_bytes(content.charter, [event.to_bytes() for event in content.events])
     assert replay(read_log(data)).digest() == digest
     assert replay(read_log(data), rounds=3).digest() != digest
-    with pytest.raises(FleetError, match="no 8 rounds"):
+    with pytest.raises(FleetError, check=lambda error: error.received == 8):
         replay(read_log(data), rounds=8)
 
 
-def test_answers_are_kept(finished: tuple[Path, bytes]) -> None:
+def test_replies_are_stored(finished: tuple[Path, bytes]) -> None:
     with Store.open(finished[0]) as store:
         assert [item.device for item in store.answers(6)] == [0, 1]
         assert [row["answers"] for row in store.table()] == [2] * 7
@@ -85,12 +85,12 @@ def test_a_damaged_log_is_refused_or_ends_early(finished: tuple[Path, bytes], da
         assert log.unfinished
 
 
-def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_not_read_as_logs(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for path, words in ((tmp_path / "notes.txt", "no log"), (tmp_path / "gone", "there is no log")):
-        with pytest.raises(FleetError, match=words):
+    for path in (tmp_path / "notes.txt", tmp_path / "gone"):
+        with pytest.raises(FleetError):
             read_file(path)
-    with pytest.raises(FleetError, match="no charter"):
+    with pytest.raises(FleetError):
         Charter.from_bytes(b'{"version": 2}')
 
 
@@ -107,11 +107,11 @@ def test_a_store_goes_on_from_a_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_another_charter_is_refused(finished: tuple[Path, bytes]) -> None:
-    with pytest.raises(FleetError, match="another fleet: learning_rate"):
+    with fails({"learning_rate": 0.01}):
         Store.create(finished[0], charter(rate=0.5))
 
 
-def test_a_damaged_store_is_said(tmp_path: Path) -> None:
+def test_a_damaged_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"SQLite format 3\0" + bytes(200))
     with pytest.raises((StorageError, FleetError)):
         Store.open(tmp_path)

@@ -287,7 +287,7 @@ def test_a_public_key_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert admit(state, tmp_path) == {public_key_to_bytes(public)}
 
 
-def test_a_port_that_another_program_has_is_said(server: Server) -> None:
+def test_a_port_in_use_is_reported(server: Server) -> None:
     host, port = server.address.split(":")
     link = Link(host, int(port), insecure=True)
     with (

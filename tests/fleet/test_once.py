@@ -60,7 +60,7 @@ def clean() -> np.ndarray:
     return np.array(member(fleet, 1).answer(Rounds(fleet).begin([1]).tasks[1]).numbers.values())
 
 
-def test_a_task_that_is_asked_again_and_again_has_one_answer(tmp_path: Path) -> None:
+def test_a_repeated_task_has_one_reply(tmp_path: Path) -> None:
     """The mean of 200 answers with fresh noise would have a cosine of 0.46 with two numbers of the device."""
     fleet = noisy()
     task = Rounds(fleet).begin([1]).tasks[1].to_bytes()
@@ -74,7 +74,7 @@ def test_a_task_that_is_asked_again_and_again_has_one_answer(tmp_path: Path) -> 
     assert np.linalg.norm(mean) > 10 * np.linalg.norm(clean()), "the noise is all there"
 
 
-def test_another_task_of_an_answered_round_is_refused(tmp_path: Path) -> None:
+def test_another_task_of_a_finished_round_is_refused(tmp_path: Path) -> None:
     fleet = noisy()
     device, server = joined(tmp_path, fleet), Rounds(fleet)
     task = server.begin([1]).tasks[1]
@@ -270,7 +270,7 @@ def test_a_second_set_of_one_round_is_not_summed(tmp_path: Path) -> None:
 
 
 @pytest.mark.flower
-def test_a_device_that_lost_its_memory_says_nothing_more_of_its_round(tmp_path: Path) -> None:
+def test_a_device_that_lost_its_memory_sends_nothing_more_of_its_round(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     party = Party(tmp_path, (7, 8, 9, 10))
     keys = party.send({number: {"secure": AskKeys().to_bytes()} for number in (7, 8, 9, 10)})

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.core.errors import FleetError
 from ondevice.fleet import qr
 from ondevice.fleet.carry import MOST_BYTES, Parcel, files_of
-from tests.fleet.fleets import charter
+from tests.fleet.fleets import charter, fails
 
 pytest.importorskip("segno", reason="segno is not installed; try: make fleet-test")
 pytest.importorskip("zxingcpp", reason="zxing-cpp is not installed; try: make fleet-test")
@@ -34,8 +33,8 @@ def test_a_picture_of_a_round_gives_its_bytes(tmp_path: Path) -> None:
     plain.write_bytes(first)
     assert qr.read(plain) == first
     Image.new("L", (90, 90), 255).save(tmp_path / "white.png")
-    with pytest.raises(FleetError, match="0 QR codes"):
+    with fails("one"):
         qr.read(tmp_path / "white.png")
     plain.rename(tmp_path / "no.png")
-    with pytest.raises(FleetError, match="no picture"):
+    with fails(None):
         qr.read(tmp_path / "no.png")

@@ -20,7 +20,7 @@ from ondevice.fleet.messages import Task, read_event
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.state import State
 from ondevice.fleet.store import Store
-from tests.fleet.fleets import answer, charter, drawn
+from tests.fleet.fleets import answer, charter, drawn, fails
 from tests.fleet.grids import LocalGrid, name_the_run
 
 pytestmark = pytest.mark.flower
@@ -116,7 +116,7 @@ def test_devices_that_miss_rounds_end_with_the_servers_hash(tmp_path: Path) -> N
     assert [row["answers"] for row in store.table()] == [3, 2, 1, 3]
 
 
-def test_the_next_round_begins_while_a_slow_device_still_answers(tmp_path: Path) -> None:
+def test_the_next_round_begins_before_a_slow_device_has_replied(tmp_path: Path) -> None:
     """Its answer counts, and the others do not wait for it; the outcomes are applied in the order of the rounds."""
     grid = Grid(map(Node, (7, 8, 9)))
     grid.slow = {(0, 9): 2}  # it answers to round 0 when round 2 has begun
@@ -130,7 +130,7 @@ def test_the_next_round_begins_while_a_slow_device_still_answers(tmp_path: Path)
     assert replay(store.log()).digest() == store.state().digest()
 
 
-def test_an_answer_that_comes_after_its_round_is_refused(tmp_path: Path) -> None:
+def test_a_reply_after_its_round_is_refused(tmp_path: Path) -> None:
     """The wait is over, so the round ends without it; the device answers to the next one all the same."""
     grid = Grid(map(Node, (7, 8, 9)))
     grid.slow = {(1, 9): 2}
@@ -147,7 +147,7 @@ def test_a_server_that_goes_on_ends_where_one_that_ran_through_does(tmp_path: Pa
     assert run(tmp_path / "parts", grid).state().digest() == whole
 
 
-def test_answers_that_are_refused_are_counted_and_the_others_make_the_round(tmp_path: Path) -> None:
+def test_refused_replies_are_counted_and_the_others_make_the_round(tmp_path: Path) -> None:
     nodes = [Node(7), Node(8), Node(9)]
     nodes[0].sends = lambda data: data[:-1]
     nodes[1].sends = lambda data: answer(
@@ -158,16 +158,16 @@ def test_answers_that_are_refused_are_counted_and_the_others_make_the_round(tmp_
     assert store.table()[-1]["refused"] == 8
 
 
-def test_rounds_that_nobody_answers_end_the_server(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="too few devices"):
+def test_rounds_without_replies_end_the_server(tmp_path: Path) -> None:
+    with fails(3):
         run(tmp_path / "few", Grid([Node(7)]))
     grid = Grid(map(Node, (7, 8, 9)))
     grid.away = {number: {7, 8, 9} for number in range(9)}
-    with pytest.raises(FleetError, match="no device has answered"):
+    with pytest.raises(FleetError, match="no device has replied"):
         run(tmp_path / "silent", grid, rounds=9)
     lost = [Node(7), Node(8), Node(9)]
     for node in lost:
         node.reply = lambda content: {"error": "other_fleet"}  # type: ignore[method-assign]
-    with pytest.raises(FleetError, match="0 of 3"):
+    with pytest.raises(FleetError, check=lambda error: "0 of 3" in error.received):
         run(tmp_path / "other", Grid(lost))
     assert Store.open(tmp_path / "other").table()[0]["answers"] == 0

@@ -41,7 +41,7 @@ def test_a_limited_copy_takes_its_time_and_copies(lane: Any) -> None:
     assert device.seconds(ended) - device.seconds(started) > 0.0999
 
 
-def test_what_is_fast_enough_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_within_the_limit_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a copy below the limit nor one within the accelerator."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"slept {seconds} s"))
     target, source = two()
@@ -50,7 +50,7 @@ def test_what_is_fast_enough_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(target, source)
 
 
-def test_a_lane_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_lane_does_not_delay_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one copy takes its time, another of that direction waits; computation and the other direction go on."""
     device, slow, release = throttled(CpuDevice(), 1e-6), threading.Event(), threading.Event()
     taken: list[str] = []  # whose copy had the lane, in order
@@ -133,7 +133,7 @@ class _Accelerator(CpuDevice):
         (_Accelerator, 1e9, "measured"),
     ],
 )
-def test_the_prediction_is_of_the_slower_bus(
+def test_predictions_use_the_slower_bus(
     kind: Any, limit: float | None, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate_module, "open_device", lambda name: kind())
@@ -182,7 +182,7 @@ class _Streams(CudaDevice):
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])
-def test_the_missing_time_follows_the_clock_and_the_bus(
+def test_simulated_time_follows_the_measured_rates(
     lane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, source = _Streams(), torch.zeros(SIZE, dtype=torch.uint8)

@@ -90,7 +90,7 @@ def test_steady_work_is_recorded_once_and_other_state_again() -> None:
         assert graphs.made == 1 + (turn > WARM)
 
 
-def test_what_comes_out_is_the_callers_own() -> None:
+def test_outputs_of_a_graph_belong_to_the_caller() -> None:
     graphs = Graphs(record)
     collected = [
         graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0]
@@ -99,7 +99,7 @@ def test_what_comes_out_is_the_callers_own() -> None:
     assert [float(x[0]) for x in collected] == [i + 1.0 for i in range(8)]
 
 
-def test_further_shapes_run_as_they_stand() -> None:
+def test_further_shapes_run_without_graphs() -> None:
     """A layer's two passes, one with a gradient more, are of one shape; work without inputs has none."""
     graphs = Graphs(record)
     for length in range(1, SHAPES + 4):

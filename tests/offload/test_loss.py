@@ -57,7 +57,7 @@ def close(received: Any, wanted: Any, tolerance: float) -> None:
 )
 @pytest.mark.parametrize("parts", [None, 1, 2, 3, 1000])
 @pytest.mark.parametrize("size", SIZES)
-def test_loss_and_gradients_are_torchs(
+def test_loss_and_gradients_match_pytorch(
     size: Any, parts: int | None, dtype: Any, tolerance: float
 ) -> None:
     hidden, weight, labels = case(size, dtype)
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_torchs(
         torch.testing.assert_close(score.tokens().double(), losses, rtol=tolerance, atol=tolerance)
 
 
-def test_gradients_are_added_to_what_is_there() -> None:
+def test_gradients_accumulate() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
     once, twice = torch.zeros_like(weight), torch.zeros_like(weight)
     ChunkedLoss(hidden, labels, 1.0, 4).forward_backward(weight, once)
@@ -101,7 +101,7 @@ def test_huge_logits_stay_finite(parts: int | None) -> None:
     close(gradient, grad_weight, 1e-2)
 
 
-def test_nothing_labelled_is_nothing_learned() -> None:
+def test_tokens_without_labels_have_zero_loss_and_gradients() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
     score, gradient = (
         ChunkedLoss(hidden, torch.full_like(labels, -100), 1.0, 4),

@@ -39,7 +39,7 @@ BY_HAND: Spans = [
 ]
 
 
-def test_the_sums_are_those_of_the_spans() -> None:
+def test_the_report_sums_the_spans() -> None:
     actual = overlap(BY_HAND, 10.0)
     assert (actual.forward_s, actual.backward_s, actual.h2d_s, actual.d2h_s) == (
         2.5,
@@ -200,7 +200,7 @@ def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == len(LANES)
 
 
-def test_what_has_not_ended_stays_for_the_next_report() -> None:
+def test_unfinished_spans_wait_for_the_next_report() -> None:
     device = LateDevice()
     timeline = Timeline(device)
     begun = device.record("h2d")

@@ -28,7 +28,7 @@ def test_a_wait_goes_on_for_as_long_as_other_work_of_the_engine_ends() -> None:
         worker.close()
 
 
-def test_a_wait_ends_where_nothing_ends_any_more() -> None:
+def test_a_wait_times_out_if_the_engine_makes_no_progress() -> None:
     watch, released = Watch(0.5), threading.Event()
     worker = Worker("update", watch)
     try:
@@ -43,16 +43,16 @@ def test_a_wait_ends_where_nothing_ends_any_more() -> None:
         worker.close()
 
 
-def test_a_wait_for_what_no_thread_does_says_that_it_is_a_fault_of_the_engine() -> None:
+def test_a_wait_without_a_running_thread_blames_the_engine() -> None:
     with pytest.raises(
-        TrainingError, match=r"the answer for layer 2 did not end within 0.3 s"
+        TrainingError, match=r"the update of layer 2 did not end within 0.3 s"
     ) as caught:
-        Watch(0.3).until(threading.Event().wait, "the answer for layer 2")
+        Watch(0.3).until(threading.Event().wait, "the update of layer 2")
     assert caught.value.received == "no thread of the engine is at work"
     assert "report" in str(caught.value.hint)
 
 
-def test_what_a_lane_of_the_device_holds_up_is_named() -> None:
+def test_a_task_blocked_by_a_device_lane_is_named() -> None:
     watch, reached = Watch(0.5), threading.Event()
 
     def block() -> None:
@@ -69,7 +69,7 @@ def test_what_a_lane_of_the_device_holds_up_is_named() -> None:
         assert worker.close()
 
 
-def test_a_thread_whose_only_task_cannot_begin_looks_again_until_it_can() -> None:
+def test_a_thread_retries_its_only_task_until_it_is_ready() -> None:
     looks: list[float] = []
 
     def ready() -> bool:
@@ -119,7 +119,7 @@ def test_a_transfer_that_never_ends_is_given_up_by_name() -> None:
         Watch(0.3).result(future, "read of layer 3")
 
 
-def test_after_work_that_ended_half_done_nothing_follows() -> None:
+def test_nothing_runs_after_half_finished_work() -> None:
     watch = Watch(1.0)
     with pytest.raises(KeyboardInterrupt), watch.whole("a step"):
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""The server of a first-order fleet over Flower: Flower's strategies sample and average, the store keeps rounds."""
+"""The server of a first-order fleet over Flower: Flower's strategies sample and average, the store
+keeps rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ondevice.fleet")
 EMPTY_ROUNDS = 3
-"""A server ends after so many rounds without an answer."""
+"""A server ends after so many rounds without a reply."""
 Answer = tuple[Arrays, int, float]
 """A device's tensors, rows and loss."""
 
@@ -54,7 +55,7 @@ def strategy_of(config: Averaging, sample: float, least_devices: int) -> Any:
 
 @dataclass(frozen=True)
 class _Taken:
-    """An answer as Flower's strategies read it."""
+    """A reply as Flower's strategies read it."""
 
     content: RecordDict
 
@@ -89,21 +90,25 @@ class AdapterServer:
         self.strategy = strategy_of(averaging, settings["sample"], settings["least_devices"])
         if averaging.strategy in ADAPTIVE:
             first, second = store.moments()
-            self.strategy.m_t, self.strategy.v_t = first or None, second or None
+            self.strategy.m_t = first or None
+            self.strategy.v_t = second or None
         self.refused = 0
 
     def run(self) -> None:
-        """Run every round that is missing, then give each device the adapter and ask for its hash."""
-        arrays, empty = self.store.tensors(), 0
+        """Run every round that is missing, then give each device the adapter and ask for its
+        hash."""
+        arrays = self.store.tensors()
+        empty = 0
         while self.store.count() < self.settings["rounds"]:
             self._wait()
             arrays, answers = self._round(self.store.count(), arrays)
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
                 raise FleetError(
-                    f"no device has answered in {empty} rounds", hint="a device's own log says why"
+                    f"no device has replied in {empty} rounds", hint="a device's own log says why"
                 )
-        expected, equal = digest(arrays), {}
+        expected = digest(arrays)
+        equal = {}
         content = RecordDict({ARRAYS: record_of(arrays), CONFIG: self._config(last=True)})
         messages = [
             Message(content=content, message_type="train", dst_node_id=node)
@@ -118,7 +123,7 @@ class AdapterServer:
         )
 
     def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | Answer | None:
-        """Return what a device says; None where it says nothing that can be taken."""
+        """Return a device's reply; None without a usable one."""
         if message.has_error():
             log.warning("device %s: Flower could not ask it", node)
             return None
@@ -136,8 +141,10 @@ class AdapterServer:
         log.warning("device %s: its reply is refused: %s", node, code)
 
     def _alike(self, answers: dict[int, Answer], asked: int) -> dict[int, Answer]:
-        """Return the answers with the tensors that this fleet trains: those that most devices sent, and once they were
-        a majority of the devices that were asked, always the same."""
+        """Return the replies with the tensors that this fleet trains.
+
+        They are the tensors that most devices sent, and stay the same once a majority of the asked
+        devices has sent them."""
         times = Counter(frozenset(arrays) for arrays, _, _ in answers.values())
         if not times:
             return {}
@@ -171,7 +178,7 @@ class AdapterServer:
         return ConfigRecord({"charter": self.store.charter.to_bytes(), "last": last})
 
     def _round(self, number: int, arrays: Arrays) -> tuple[Arrays, int]:
-        """Run one round; returns the adapter after it and how many answers it had."""
+        """Run one round; return the adapter after it and the number of replies."""
         began = time.time()
         messages = list(
             self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid)
@@ -182,7 +189,9 @@ class AdapterServer:
             said = self._reply(node, message, arrays)
             if isinstance(said, tuple):
                 answers[node] = said
-        answers, sent, loss = self._alike(answers, len(messages)), 0, None
+        answers = self._alike(answers, len(messages))
+        sent = 0
+        loss = None
         if answers:
             nodes = sorted(answers)  # sums of floats depend on their order
             sent = sum(down + len(to_bytes(answers[node][0])) for node in nodes)
@@ -206,9 +215,9 @@ class AdapterServer:
         )
         self.store.add(number, arrays, moments, loss=loss, answers=len(answers), refused=self.refused,
                        sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
-        shown = "no answers" if loss is None else f"loss {loss:.4f}"
+        shown = "no replies" if loss is None else f"loss {loss:.4f}"
         print(
-            f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers",
+            f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
             flush=True,
         )
         return arrays, len(answers)

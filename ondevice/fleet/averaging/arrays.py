@@ -1,4 +1,5 @@
-"""An adapter as a first-order fleet names and sends it: PEFT's tensors in safetensors' form, and their hash."""
+"""An adapter as a first-order fleet names and sends it: PEFT's tensors in safetensors' form, and
+their hash."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def from_bytes(data: bytes) -> Arrays:
         parse_header(data)  # its sizes first: the library believes them
         return load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise FleetError("these are no tensors", received=str(error)[:300]) from None
+        raise FleetError("not valid tensors", received=str(error)[:300]) from None
 
 
 def digest(arrays: Arrays) -> str:
@@ -63,13 +64,15 @@ def arrays_of(session: Session) -> Arrays:
 
 
 def trained_names(session: Session) -> set[str]:
-    """Return the names of the tensors that a session trains, once it has done a step; all where it does not say."""
-    names, state = arrays_of(session).keys(), session.state()
+    """Return the names of the tensors that a session trains, once it has done a step; all if
+    unknown."""
+    names = arrays_of(session).keys()
+    state = session.state()
     return {name for name in names if f"{MOMENTS[0]}/{name}" in state} or set(names)
 
 
 def put(session: Session, arrays: Arrays) -> None:
-    """Put an adapter into a session, whose optimizer begins anew."""
+    """Put an adapter into a session, and reset its optimizer."""
     state = session.state()
     beginning = {
         name: np.zeros_like(value) if _is_moment(name) else value for name, value in state.items()

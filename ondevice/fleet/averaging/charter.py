@@ -16,10 +16,10 @@ class AdapterCharter(CommonCharter):
     kind_of_fleet = "first-order fleet"
 
     kind: Literal["adapters"] = "adapters"
-    """Devices answer with adapters."""
+    """Devices reply with adapters."""
 
     local_steps: int = Field(ge=1, le=65535)
-    """Steps of a device before it answers; its optimizer begins anew in each round."""
+    """Steps of a device before it replies; each round resets its optimizer."""
 
     averaging: Averaging
-    """The rule that combines answers."""
+    """The rule that combines replies."""

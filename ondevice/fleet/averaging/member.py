@@ -1,4 +1,5 @@
-"""Devices of a first-order fleet, over any session: one that sends its adapter, one that sends numbers."""
+"""Devices of a first-order fleet, over any session: one that sends its adapter, one that sends
+numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterAnswer:
-    """A device's answer on its local steps.
+    """A device's reply after its local steps.
 
     Attributes:
         arrays: the tensors that it trained, float32 by PEFT's names.
         rows: of data that its steps read.
         loss: mean of its steps' losses, nats a labelled token.
-        sent_bytes: of the answer.
+        sent_bytes: of the reply.
     """
 
     arrays: Arrays
@@ -64,7 +65,8 @@ class AdapterMember:
 
 
 class NumberMember:
-    """A zeroth-order device among first-order ones: it sends numbers, and the server makes an adapter of them.
+    """A zeroth-order device among first-order ones: it sends numbers, and the server makes an
+    adapter of them.
 
     Args:
         local_steps, learning_rate: of its own steps.
@@ -74,11 +76,11 @@ class NumberMember:
     def __init__(
         self, session: Session, batches: BatchSource, local_steps: int, learning_rate: float
     ) -> None:
-        self.session, self.batches = session, batches
-        self.local_steps, self.learning_rate = local_steps, learning_rate
+        self.session, self.batches, self.local_steps = session, batches, local_steps
+        self.learning_rate = learning_rate
 
     def answer(self, number: int, arrays: Arrays) -> AdapterAnswer:
-        """Do the local steps; the adapter is made of the numbers alone, as 16 bits hold them.
+        """Do the local steps; the adapter is made only of the numbers, as 16 bits hold them.
 
         Raises:
             TrainingError: a loss is not finite.
@@ -93,7 +95,8 @@ class NumberMember:
         return AdapterAnswer(trained, rows, loss, 38 + 2 * len(packed.mantissas))
 
     def rebuilt(self, arrays: Arrays, numbers: list[float], steps: range) -> Arrays:
-        """Return what the server makes of the numbers: the update of each step, without forward passes."""
+        """Return what the server makes of the numbers: the update of each step, without forward
+        passes."""
         put(self.session, arrays)
         queries = len(numbers) // len(steps)
         for place, step in enumerate(steps):
@@ -112,7 +115,8 @@ def _steps(
     take: Callable[[tuple[float, ...]], None] = lambda numbers: None,
 ) -> tuple[float, int, range]:
     """Run the local steps of a round; returns mean loss, rows and the steps' numbers."""
-    losses, rows = [], 0
+    losses = []
+    rows = 0
     steps = range(number * local_steps, (number + 1) * local_steps)
     for step in steps:
         batch = batches.at(step)
@@ -123,7 +127,7 @@ def _steps(
     loss = math.fsum(losses) / len(losses)
     if not math.isfinite(loss):
         raise TrainingError(
-            f"the loss of round {number} is not a finite number",
+            f"the loss of round {number} is not finite",
             received=loss,
             hint="use a smaller learning rate",
         )

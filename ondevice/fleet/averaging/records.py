@@ -14,13 +14,15 @@ from ondevice.fleet.averaging.rules import Arrays, check_alike
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.replies import Finite, Reply, Rows, checked
 
-ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
 MOST_HEADER_BYTES = 4096
 """Of numpy's header before a tensor's numbers."""
 
 
 class Metrics(Reply):
-    """The numbers beside an adapter."""
+    """The numbers that come with an adapter."""
 
     rows: Rows
     loss: Finite
@@ -36,7 +38,8 @@ def request_of(content: RecordDict) -> dict[str, Any]:
 
 
 def content_of(reply: dict[str, Any]) -> RecordDict:
-    """Return a device's answer as Flower's strategies read it; a mistake, or a hash, has no arrays."""
+    """Return a device's reply as Flower's strategies read it; an error, or a hash, has no
+    arrays."""
     if "adapter" not in reply:
         return RecordDict({CONFIG: ConfigRecord(reply)})
     metrics = MetricRecord({"num-examples": int(reply["rows"]), "loss": float(reply["loss"])})
@@ -44,7 +47,7 @@ def content_of(reply: dict[str, Any]) -> RecordDict:
 
 
 def reply_of(content: Any, expected: Arrays) -> Reply | tuple[Arrays, int, float]:
-    """Return what a device says: its tensors, rows and loss, or something without tensors.
+    """Return a device's reply: its tensors, rows and loss, or a reply without tensors.
 
     Args:
         expected: the fleet's tensors, of which a device may send some.
@@ -60,11 +63,11 @@ def reply_of(content: Any, expected: Arrays) -> Reply | tuple[Arrays, int, float
         given = {}
         for name, value in content[ARRAYS].items():
             if name not in expected or len(value.data) > expected[name].nbytes + MOST_HEADER_BYTES:
-                raise Refusal(Code.NUMBERS, "the answer has other tensors than the fleet")
+                raise Refusal(Code.NUMBERS, "the reply has other tensors than the fleet")
             given[name] = value.numpy()
     check_alike(given, {name: expected[name] for name in given})
     if not given:
-        raise Refusal(Code.NUMBERS, "the answer has no tensors")
+        raise Refusal(Code.NUMBERS, "the reply has no tensors")
     return given, said.rows, said.loss
 
 

@@ -1,8 +1,8 @@
-"""Rules that average adapters: FedAvg and FedOpt in numpy, bit for bit what Flower's strategies give.
+"""Rules that average adapters: FedAvg and FedOpt in numpy, bit for bit what Flower's strategies
+give.
 
-A simulation needs no Flower then. The order of the answers matters in the last bits of a sum of floats, so they are
-always taken in the order of the devices' numbers.
-"""
+A simulation needs no Flower then. The order of the replies changes the last bits of a sum of
+floats, so they are always taken in the order of the devices' numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ Arrays = dict[str, np.ndarray]
 Rule = Literal["fedavg", "fedadam", "fedyogi", "fedadagrad", "fedmedian", "fedtrimmedavg"]
 ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
 LARGEST = 1e15
-"""Magnitude of an adapter's number. Its square, which the server's optimizers keep, is then a float32 too."""
+"""Magnitude of an adapter's number. Its square, which the server's optimizers keep, is then a
+float32 too."""
 
 
 class Averaging(StrictConfig):
     """The rule that averages first-order devices' adapters, one of Flower's strategies."""
 
     strategy: Rule = "fedavg"
-    """`fedavg`: the mean weighted by rows. `fedadam`, `fedyogi`, `fedadagrad`: a step of an optimizer along the mean
-    change (FedOpt). `fedmedian`, `fedtrimmedavg`: against devices that lie; every device counts alike."""
+    """`fedavg`: the mean weighted by rows. `fedadam`, `fedyogi`, `fedadagrad`: a step of an
+    optimizer along the mean change (FedOpt). `fedmedian`, `fedtrimmedavg`: against devices that
+    lie; every device counts alike."""
 
     server_rate: float = Field(default=0.1, gt=0)
-    """Learning rate of the server's optimizer, where the strategy has one."""
+    """Learning rate of the server's optimizer, if the strategy has one."""
 
     beta_1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of its first moment (fedadam, fedyogi)."""
@@ -44,7 +46,7 @@ class Averaging(StrictConfig):
     """Added to the root of its second moment."""
 
     trim: float = Field(default=0.2, ge=0, lt=0.5)
-    """Share of the devices that `fedtrimmedavg` drops at each end, for each number."""
+    """Fraction of the devices that `fedtrimmedavg` drops at each end, for each number."""
 
     @property
     def first_beta(self) -> float:
@@ -66,7 +68,7 @@ class Combiner:
 
     @property
     def moments(self) -> tuple[Arrays, Arrays]:
-        """The rule's state, which a resumed server needs; empty where it has none."""
+        """The rule's state, which a resumed server needs; may be empty."""
         return self.first, self.second
 
     def combine(self, number: int, before: Arrays, answers: Sequence[tuple[Arrays, int]]) -> Arrays:
@@ -75,10 +77,11 @@ class Combiner:
         Args:
             number: of the round, from 1.
             before: the adapter that the devices began from, float32.
-            answers: the adapter that each device ended with and its rows, in the order of their numbers; one at least.
+            answers: the adapter that each device ended with and its rows, in the order of their
+                numbers; one at least.
 
         Raises:
-            Refusal: the answers have other tensors than each other or than `before`.
+            Refusal: the replies have other tensors than each other or than `before`.
         """
         for arrays, _ in answers:
             check_alike(arrays, before)
@@ -96,7 +99,8 @@ class Combiner:
         return self._adapted(number, before, mean) if config.strategy in ADAPTIVE else mean
 
     def _adapted(self, number: int, before: Arrays, mean: Arrays) -> Arrays:
-        """One step of the server's optimizer along the mean change (Reddi et al., 2021, Algorithm 2)."""
+        """One step of the server's optimizer along the mean change (Reddi et al., 2021, Algorithm
+        2)."""
         config = self.config
         change = {name: value - before[name] for name, value in mean.items()}
         first = self.first or {name: np.zeros_like(value) for name, value in mean.items()}
@@ -131,8 +135,9 @@ class Combiner:
 def bounded(
     before: Arrays, answers: Sequence[tuple[Arrays, int]], rule: Rule
 ) -> list[tuple[Arrays, int]]:
-    """Return answers of which none counts for more than an honest device's: rows by `weights_of`, changes by
-    `longest_of` where the rule looks at their length: a trimmed mean of few answers trims none.
+    """Return replies of which none counts for more than an honest device's: rows by `weights_of`,
+    changes by `longest_of` if the rule looks at their length: a trimmed mean of few replies trims
+    none.
 
     Args:
         before: the adapter that the devices began from.
@@ -173,7 +178,7 @@ def check_alike(arrays: Arrays, expected: Arrays) -> None:
         odd = sorted(arrays.keys() ^ expected.keys())
         raise Refusal(
             Code.NUMBERS,
-            "the answer has other tensors than the fleet",
+            "the reply has other tensors than the fleet",
             expected=len(expected),
             received=odd[:3],
         )
@@ -182,17 +187,17 @@ def check_alike(arrays: Arrays, expected: Arrays) -> None:
         if value.shape != want.shape or value.dtype != np.float32:
             raise Refusal(
                 Code.NUMBERS,
-                f"the answer's {name} has another form",
+                f"the reply's {name} has another shape or type",
                 expected=f"float32 {list(want.shape)}",
                 received=f"{value.dtype} {list(value.shape)}",
             )
         if not np.isfinite(value).all():
             raise Refusal(
-                Code.NOT_FINITE, f"the answer's {name} is not finite", expected="finite numbers"
+                Code.NOT_FINITE, f"the reply's {name} is not finite", expected="finite numbers"
             )
         if np.abs(value).max(initial=0) > LARGEST:
             raise Refusal(
-                Code.NUMBERS, f"the answer's {name} is too large", expected=f"at most {LARGEST:g}"
+                Code.NUMBERS, f"the reply's {name} is too large", expected=f"at most {LARGEST:g}"
             )
 
 

@@ -1,4 +1,5 @@
-"""A first-order fleet in one process; some of its devices may be too weak for a backward pass and send numbers."""
+"""A first-order fleet in one process; some of its devices may be too weak for a backward pass and
+send numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class AveragingSimulation:
-    """Devices, server and what goes wrong, drawn from the run's seed as `simulate.Simulation` draws it.
+    """Devices, server and what goes wrong, drawn from the run's seed as `simulate.Simulation` draws
+    it.
 
     Args:
         config: the run file, with a maximum length.
@@ -43,14 +45,16 @@ class AveragingSimulation:
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
         self.config, self.session, self.rows = config, session, rows
         self.charter = config.adapter_charter(model)
-        simulated, seed = config.simulation, config.train.seed
+        simulated = config.simulation
+        seed = config.train.seed
         parts = split(rows.train, simulated.devices, simulated.dirichlet, seed)
         self.row_counts = [len(part) for part in parts]
         order = np.random.default_rng([seed, 3]).permutation(simulated.devices)
         self.hostile = set(order[: round(simulated.hostile * simulated.devices)].tolist())
         weak = np.random.default_rng([seed, 6]).permutation(simulated.devices)
         self.weak = set(weak[: round(simulated.weak * simulated.devices)].tolist())
-        self.first, self.weak_session = arrays_of(session), None
+        self.first = arrays_of(session)
+        self.weak_session = None
         if self.weak:
             self.weak_session = weak_session(config)
             self.first = _common(self.weak_session, session)
@@ -59,7 +63,8 @@ class AveragingSimulation:
             size = session.batch_size or config.train.batch_size
             batches = Batches(part, size, session.lengths_tokens, seed, rows.pad)
             if self.weak_session is not None and device in self.weak:
-                steps, rate = config.fleet.local_steps, simulated.weak_rate
+                steps = config.fleet.local_steps
+                rate = simulated.weak_rate
                 self.members.append(NumberMember(self.weak_session, batches, steps, rate))
             else:
                 self.members.append(AdapterMember(self.charter, session, batches))
@@ -67,7 +72,8 @@ class AveragingSimulation:
 
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing."""
-        out, rounds = self.config.train.out, self.config.fleet.rounds
+        out = self.config.train.out
+        rounds = self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:
             make_room(out, FILE_NAME, resume, overwrite)
             with AdapterStore.create(out, self.charter, self.first) as store:
@@ -113,8 +119,9 @@ class AveragingSimulation:
         store: AdapterStore,
         on_round: Callable[[Round], None],
     ) -> Arrays:
-        """Ask the devices that are drawn, and combine what comes; without answers nothing changes."""
-        began, config = time.time(), self.config
+        """Ask the drawn devices, and combine their replies; without replies nothing changes."""
+        began = time.time()
+        config = self.config
         draw = np.random.default_rng([config.train.seed, 5, number])
         count = max(1, round(config.fleet.sample * len(self.members)))
         answers: list[AdapterAnswer] = []
@@ -136,7 +143,9 @@ class AveragingSimulation:
                 self._refuse(error.code)
                 continue
             answers.append(answer)
-        after, sent, loss = arrays, 0, None
+        after = arrays
+        sent = 0
+        loss = None
         if answers:
             # A weak device's method names the frozen A too, which is every device's.
             names = sorted(set.intersection(*(set(answer.arrays) for answer in answers)))
@@ -175,10 +184,11 @@ def weak_session(config: FleetRun) -> Session:
     Raises:
         ConfigError: the method trains A, which the zeroth-order one freezes.
     """
-    name, method = default_method(), config.method
+    name = default_method()
+    method = config.method
     if getattr(method, "trains_a", True):
         raise ConfigError(
-            f"weak devices train B alone, and {method.name} trains A too",
+            f"weak devices train only B, and {method.name} trains A too",
             expected="a first-order method that freezes A, such as lora-fa",
             received=method.name,
         )
@@ -189,7 +199,8 @@ def weak_session(config: FleetRun) -> Session:
 
 
 def _common(weak: Session, strong: Session) -> Arrays:
-    """Return the weak devices' first adapter, which the strong ones can begin from: A of the generator's."""
+    """Return the weak devices' first adapter, which the strong ones can begin from: A of the
+    generator's."""
     arrays = arrays_of(weak)
     put(strong, arrays)
     return arrays_of(strong)
@@ -198,8 +209,10 @@ def _common(weak: Session, strong: Session) -> Arrays:
 def lie(
     answer: AdapterAnswer, before: Arrays, attack: Attack, draw: np.random.Generator
 ) -> AdapterAnswer:
-    """Return what a hostile device sends: its change turned around and ten times as large, noise, or huge numbers."""
-    found, rows = {}, answer.rows
+    """Return what a hostile device sends: its change turned around and ten times as large, noise,
+    or huge numbers."""
+    found = {}
+    rows = answer.rows
     for name, value in answer.arrays.items():
         change = value - before[name]
         if attack == "flip":

@@ -1,8 +1,8 @@
-"""A first-order fleet in one SQLite file: the charter, the adapter, the server's moments, and a line for each round.
+"""A first-order fleet in one SQLite file: the charter, the adapter, the server's moments, and a
+line for each round.
 
-A round is one transaction, so a server that is killed at any point goes on from the last whole round. There is no log
-to replay: an adapter is as large as all that a zeroth-order fleet ever sends.
-"""
+A round is one transaction, so a server that is killed at any point goes on from the last complete
+round. It has no log to replay: one adapter is as large as all messages of a zeroth-order fleet."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ CREATE TABLE tensors (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
 class AdapterStore(FleetFile):
     """A first-order fleet's file; a context manager. Use `create` or `open`."""
 
-    file_name, schema, version, charter_type = FILE_NAME, SCHEMA, SCHEMA_VERSION, AdapterCharter
+    file_name = FILE_NAME
+    schema = SCHEMA
+    version = SCHEMA_VERSION
+    charter_type = AdapterCharter
     none_here = "no first-order fleet"
     charter: AdapterCharter
 
     @classmethod
     def create(cls, folder: Path, charter: AdapterCharter, first: Arrays | None = None) -> Self:
-        """Open the fleet of this charter in `folder`, begun with the adapter `first` if there is none.
+        """Open the fleet of this charter in `folder`, or begin it with the adapter `first`.
 
         Raises:
             FleetError: another fleet is there.
@@ -69,7 +72,7 @@ class AdapterStore(FleetFile):
             raise storage_error(self.folder, error) from None
 
     def keep(self, arrays: Arrays) -> None:
-        """Keep an adapter that came from a server; what it does not name stays."""
+        """Store an adapter that came from a server; tensors that it does not name stay."""
         with self.connection:
             row = ("adapter", to_bytes(self.tensors() | arrays))
             self.connection.execute("INSERT OR REPLACE INTO tensors VALUES (?, ?)", row)
@@ -81,7 +84,7 @@ class AdapterStore(FleetFile):
         ]
 
     def tensors(self, name: str = "adapter") -> Arrays:
-        """Return the adapter, or the `first` or `second` moments; empty where there are none."""
+        """Return the adapter, or the `first` or `second` moments, which may be empty."""
         row = self.connection.execute("SELECT data FROM tensors WHERE name = ?", (name,)).fetchone()
         return {} if row is None else from_bytes(row[0])
 
@@ -90,5 +93,5 @@ class AdapterStore(FleetFile):
         return self.tensors("first"), self.tensors("second")
 
     def table(self) -> list[dict[str, Any]]:
-        """Return for each round its number, loss, answers, refused answers and bytes."""
+        """Return for each round its number, loss, replies, refused replies and bytes."""
         return self._table("rounds", "round")

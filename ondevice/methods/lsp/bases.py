@@ -1,9 +1,9 @@
-"""Frozen weights of layers while only their changes are trained: where they are, and what a layer computes with.
+"""Frozen weights of layers while only their changes are trained: their placement, type and use.
 
-A projected weight is base + P D Q^T with D in float32: the base stands still, so it may have few bits, and D loses no
-small step. When a matrix gets other projectors, its change goes into the base (`fold`), rounded stochastically where
-the base is bfloat16; a quantised base cannot take it, and keeps the old projectors with their D beside it.
-"""
+A projected weight is base + P D Q^T with D in float32: the base stands still, so it may have few
+bits, and D loses no small step. When a matrix gets other projectors, its change goes into the base
+(`fold`), rounded stochastically if the base is bfloat16; a quantised base cannot take it, so the
+old projectors and their D are retained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Base(Protocol):
         ...
 
     def source(self, unit: Unit, slot: Slot) -> Tensor:
-        """Return the layer's weights, flat, in the compute dtype, on the compute lane: in `slot` or where they stay."""
+        """Return the layer's weights, flat, in the compute dtype, on the compute lane: in `slot`,
+        or resident."""
         ...
 
     def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
@@ -45,23 +46,26 @@ class Base(Protocol):
         ...
 
     def flat(self, unit: Unit) -> Tensor:
-        """Return the weights of a layer that was folded into, flat on the host, for a checkpoint."""
+        """Return the weights of a layer that was folded into, flat on the host, for a
+        checkpoint."""
         ...
 
     def load(self, unit: Unit, flat: Tensor) -> None:
-        """Take back what `flat` gave."""
+        """Load the weights that `flat` returned."""
         ...
 
 
 class Resident:
     """On the accelerator, in the compute dtype or in float32."""
 
-    folds, stays = True, True
+    folds = True
+    stays = True
 
     def __init__(
         self, units: tuple[Unit, ...], device: Device, compute: torch.dtype, dtype: torch.dtype
     ) -> None:
-        self.compute, self.memory = compute, {u.index: device.empty(u.numel, dtype) for u in units}
+        self.compute = compute
+        self.memory = {u.index: device.empty(u.numel, dtype) for u in units}
         for unit in units:
             _fill(unit, self.memory[unit.index])
 
@@ -85,15 +89,17 @@ class Resident:
 
 
 class OnHost:
-    """In pinned host memory; layers slide through the accelerator, once up and once down but for those that the
-    window still holds."""
+    """In pinned host memory; layers slide through the accelerator, once up and once down but for
+    those that the window still holds."""
 
-    folds, stays = True, False
+    folds = True
+    stays = False
 
     def __init__(
         self, units: tuple[Unit, ...], device: Device, timeline: Timeline, compute: torch.dtype
     ) -> None:
-        self.device, self.timeline = device, timeline
+        self.device = device
+        self.timeline = timeline
         self.memory = {u.index: device.pinned(u.numel, compute) for u in units}
         for unit in units:
             _fill(unit, self.memory[unit.index])
@@ -102,7 +108,7 @@ class OnHost:
     @property
     def bytes(self) -> int:
         """Of host memory."""
-        return sum(t.numel() * t.element_size() for t in self.memory.values())
+        return sum(t.nbytes for t in self.memory.values())
 
     def fetch(self, unit: Unit, slot: Slot) -> None:
         if (
@@ -114,7 +120,7 @@ class OnHost:
         started = self.device.record("h2d")
         self.device.copy("h2d", memory, self.memory[unit.index])
         event = self.device.record("h2d")
-        self.timeline.span("h2d", unit.name, started, event, memory.numel() * memory.element_size())
+        self.timeline.span("h2d", unit.name, started, event, memory.nbytes)
         self.coming[id(slot)] = (unit.index, event)
 
     def source(self, unit: Unit, slot: Slot) -> Tensor:
@@ -137,13 +143,14 @@ class OnHost:
 
 
 class Quantised:
-    """On the accelerator in 8 bits, or 4 (NF4), by bitsandbytes; what is no matrix stays in the compute dtype.
+    """On the accelerator in 8 bits, or 4 (NF4), by bitsandbytes; vectors stay in the compute dtype.
 
     Raises:
         MissingPackageError: bitsandbytes is not installed.
     """
 
-    folds, stays = False, False
+    folds = False
+    stays = False
 
     def __init__(
         self, units: tuple[Unit, ...], where: torch.device, compute: torch.dtype, kind: str
@@ -155,7 +162,9 @@ class Quantised:
                 f"method.weight_dtype: {kind} needs bitsandbytes",
                 hint='pip install "ondevice-train[cuda]"',
             ) from error
-        self.bnb, self.kind, self.codes = bnb, kind, dict[int, list[tuple[Piece, Any, Any]]]()
+        self.bnb = bnb
+        self.kind = kind
+        self.codes = dict[int, list[tuple[Piece, Any, Any]]]()
         for unit in units:
             self.codes[unit.index] = [
                 (piece, *self._encode(piece, where, compute)) for piece in unit.pieces

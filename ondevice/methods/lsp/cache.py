@@ -1,8 +1,8 @@
-"""The weight cache of the passes where weights stay and changes come: see `offload.passes.WeightCache`.
+"""The weight cache of the passes for frozen weights with changes: see `offload.passes.WeightCache`.
 
-A layer's weights are made in one of a few slots, base and changes together, when the layer is computed; its gradient in
-the subspace is collected while the layer's backward pass runs, and leaves in one piece with the gradients of its norms
-and biases. Where nothing is projected a layer is computed with where it lies.
+A layer's weights, base plus changes, are made in one of a few slots when the layer is computed. Its
+gradient in the subspace is collected during the layer's backward pass, and leaves together with the
+gradients of its norms and biases. A layer without projections is used in place.
 """
 
 from __future__ import annotations
@@ -27,24 +27,30 @@ if TYPE_CHECKING:
 
 
 class ProjectedWeightCache:
-    """Slots for layers and for the head's weights, and gradients; see `WeightCache` for what `Passes` asks of it."""
+    """Slots for layers and for the head's weights, and gradients; see `WeightCache` for what
+    `Passes` asks of it."""
 
     def __init__(
         self, units: Units, parts: list[ProjectedUnit], base: Base | None, tables: dict[int, Tensor],
         exact: dict[int, Tensor], config: LspConfig, device: Device, dtype: torch.dtype, updates: Updates,
         graphs: Graphs,
     ) -> None:  # fmt: skip
-        self.units, self.parts, self.base, self.tables = units, parts, base, tables
-        self.device, self.dtype, self.updates, self.config = device, dtype, updates, config
-        self.exact, self.graphs = exact, graphs
+        self.units = units
+        self.parts = parts
+        self.base = base
+        self.tables = tables
+        self.device = device
+        self.dtype = dtype
+        self.updates = updates
+        self.config = config
+        self.exact = exact
+        self.graphs = graphs
         layers = [parts[unit.index] for unit in units.layers]
         if base is None:
             self.layers = [Slot(self.exact[part.unit.index]) for part in layers]
         else:
-            largest, count = (
-                max(part.unit.numel for part in layers),
-                min(config.window, len(layers)),
-            )
+            largest = max(part.unit.numel for part in layers)
+            count = min(config.window, len(layers))
             self.layers = [Slot(device.empty(largest, dtype)) for _ in range(count)]
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.gradients = [
@@ -53,7 +59,8 @@ class ProjectedWeightCache:
         self.rest = Slot(self.exact[units.rest.index])
         self.rest_gradient = self._slot([parts[units.rest.index]])
         vocabulary, self.width = units.head.pieces[0].shape
-        self.tiles, numel = [(0, vocabulary)], vocabulary * self.width
+        self.tiles = [(0, vocabulary)]
+        numel = vocabulary * self.width
         self.table = {
             index: self._slot([parts[index]]) for index in {units.embedding.index, units.head.index}
         }
@@ -67,7 +74,8 @@ class ProjectedWeightCache:
         return Slot(self.device.empty(max(part.numel for part in parts), self.dtype))
 
     def resolve(self, part: ProjectedUnit) -> None:
-        """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
+        """Apply the update of the part's last gradient, if any; the computations that follow see
+        it."""
         now = self.updates.wait(part, self.exact[part.unit.index])
         if now is None:
             return
@@ -86,15 +94,18 @@ class ProjectedWeightCache:
         self.loaded = [None] * len(self.layers)
 
     def fetch_layer(self, i: int) -> None:
-        """Ask for the base of layer `i`, where it comes from the host."""
+        """Ask for the base of layer `i`, if it is on the host."""
         at = i % len(self.layers)
         if self.base is not None and self.loaded[at] != i:
             self.base.fetch(self.units.layers[i], self.layers[at])
 
     def layer(self, i: int) -> Slot:
         """Return layer `i` as it is computed with."""
-        at, unit = i % len(self.layers), self.units.layers[i]
-        slot, part, base = self.layers[at], self.parts[unit.index], self.base
+        at = i % len(self.layers)
+        unit = self.units.layers[i]
+        slot = self.layers[at]
+        part = self.parts[unit.index]
+        base = self.base
         self.resolve(part)
         if base is None or not part.matrices:
             return slot
@@ -106,7 +117,8 @@ class ProjectedWeightCache:
 
         def make() -> tuple[Tensor, ...]:
             group.plane.fill(group, self.dtype)
-            source, change = base.source(unit, slot), part.change.to(self.dtype)
+            source = base.source(unit, slot)
+            change = part.change.to(self.dtype)
             for piece, matrix, offset in part.matrices:
                 own = part.changes(matrix, offset, change)
                 part.effective(
@@ -127,13 +139,12 @@ class ProjectedWeightCache:
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
         compute: Compute,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Run `compute(*inputs)` of layer `i`, which is bound, as a graph where it has one."""
+        """Run `compute(*inputs)` of layer `i`, which is bound, as a graph if it has one."""
         state = (*self.places(i, leaving), *(x.data_ptr() for x in position))
         return self.graphs.run((kind, i), state, inputs, compute)
 
     def places(self, i: int, leaving: Slot | None) -> tuple[int, ...]:
-        """Return addresses of what layer `i` is computed with, which may be memory for others, too; `leaving` is for
-        its gradient."""
+        """Return the addresses of memory that layer `i` uses; `leaving` is for its gradient."""
         part = self.parts[self.units.layers[i].index]
         memory = [self.layers[i % len(self.layers)].memory, self.exact[part.unit.index]]
         if leaving is not None:
@@ -144,7 +155,8 @@ class ProjectedWeightCache:
         return tuple(x.data_ptr() for x in memory)
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
-        """Let the model's parameters of `unit` be what `slot` holds; exact ones have their gradients in `gradient`."""
+        """Let the model's parameters of `unit` be what `slot` holds; exact ones have their
+        gradients in `gradient`."""
         part = self.parts[unit.index]
         for piece, _, _ in part.matrices:
             piece.parameter.data = self._view(slot.memory, piece)
@@ -163,7 +175,7 @@ class ProjectedWeightCache:
         return
 
     def arrive(self, slot: Slot) -> Slot:
-        """Let computations that follow run once what `slot` sent has left and, for the rest, its answer is there."""
+        """Wait until the gradients in `slot` have left and, for the rest, its update is there."""
         if slot is self.rest:
             self.resolve(self.parts[self.units.rest.index])
         if slot.task is not None:
@@ -177,7 +189,8 @@ class ProjectedWeightCache:
         self.resolve(table)
         if self.base is None or not table.matrices:
             return self.head, self._exact_table(table)
-        out, (_, matrix, offset) = self.head.memory.view(-1, self.width), table.matrices[0]
+        out = self.head.memory.view(-1, self.width)
+        (_, matrix, offset) = table.matrices[0]
         change = table.changes(matrix, offset).to(self.dtype)
         return self.head, table.effective(matrix, change, self._table(table), out)
 
@@ -200,20 +213,23 @@ class ProjectedWeightCache:
         self._send(self.parts[self.units.rest.index], self.rest_gradient)
 
     def send_head(self, tile: int, slot: Slot) -> None:
-        """Send the head's gradient, which is there; a tied one waits for the embedding's."""
+        """Send the head's gradient; a tied one waits for the embedding's."""
         if not self.units.tied:
             self._send_table(self.parts[self.units.head.index], slot)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
         """Return rows of the embedding, int64 [R], at most `most`: [R, hidden]."""
-        part, width = self.parts[self.units.embedding.index], self.width
+        part = self.parts[self.units.embedding.index]
+        width = self.width
         self.resolve(part)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.dtype))
-        at, out = self._rows(rows), self.entering.memory[: rows.numel() * width].view(-1, width)
+        at = self._rows(rows)
+        out = self.entering.memory[: rows.numel() * width].view(-1, width)
         if part.matrices:
             _, matrix, offset = part.matrices[0]
-            change, table = part.changes(matrix, offset).to(self.dtype), self._table(part)
+            change = part.changes(matrix, offset).to(self.dtype)
+            table = self._table(part)
             out.copy_(matrix.effective_rows(table[at], at, change, part.decay))
         else:
             out.copy_(self._exact_table(part)[at])
@@ -221,7 +237,8 @@ class ProjectedWeightCache:
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Send the embedding's gradient: int64 [R], [R, hidden]."""
-        part, at = self.parts[self.units.embedding.index], self._rows(rows)
+        part = self.parts[self.units.embedding.index]
+        at = self._rows(rows)
         if self.units.tied:
             self.head_table.index_add_(0, at, gradient)
             self._send_table(part, self.head_gradient)
@@ -248,7 +265,7 @@ class ProjectedWeightCache:
         return self.tables[part.unit.index].view(-1, self.width)
 
     def _send_table(self, part: ProjectedUnit, gradient: Slot) -> None:
-        """Let the gradient of a table leave, or what its matrix makes of it."""
+        """Send the gradient of a table, projected if its matrix is."""
         leaving = self.table[part.unit.index]
         if part.matrices:
             self._begin(part, leaving)

@@ -15,10 +15,11 @@ FOLDED = 1 << 24
 
 
 class ProjectorConfig(StrictConfig):
-    """Which subspace a weight matrix is updated in, and when it is drawn and learned anew."""
+    """The subspace that a weight matrix is updated in, and when it is refreshed."""
 
     subspace: int = Field(default=512, ge=1)
-    """Size s: a matrix of m x n sends s x s numbers; a side that is no longer than s stays as it is."""
+    """Size s: a matrix of m x n sends s x s numbers; a side that is no longer than s stays as it
+    is."""
 
     nonzeros: int = Field(default=8, ge=1)
     """Values other than zero in each row of a projector (d)."""
@@ -27,11 +28,11 @@ class ProjectorConfig(StrictConfig):
     """Steps between two checks of the projectors' bias, on the first micro-batch of the step."""
 
     threshold: float = Field(default=0.3, ge=0)
-    """Projectors are drawn and learned anew where ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
+    """Projectors are refreshed if ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
 
     learned: bool = False
-    """Learn projectors from the gradient of the check, as the paper does; else they stay as they are drawn, and others
-    are drawn at every check."""
+    """Learn projectors from the gradient of the check, as the paper does; else new ones are drawn
+    at every check."""
 
     learn_rounds: int = Field(default=1, ge=1)
     """Products with the gradient, for each side, when projectors are learned."""
@@ -40,11 +41,11 @@ class ProjectorConfig(StrictConfig):
     """Steps of conjugate gradients of a side in a round."""
 
     gamma: float = Field(default=1e-3, ge=0)
-    """Weight of the projectors' mean squares beside the relative bias while they are learned."""
+    """Weight of the projectors' mean squares, relative to the bias, while they are learned."""
 
 
 class LspConfig(EngineConfig, ProjectorConfig):
-    """First-order fine-tuning of all parameters; what crosses the bus is each gradient in a learned subspace."""
+    """First-order fine-tuning of all parameters; gradients cross the bus in a learned subspace."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "weights=host": "weight_placement=host",
@@ -58,18 +59,20 @@ class LspConfig(EngineConfig, ProjectorConfig):
     """AdamW's learning rate."""
 
     project: bool = True
-    """False sends whole gradients and gets whole weights: ZeRO-Offload with either schedule, for comparison."""
+    """False sends complete gradients and weights: ZeRO-Offload with either schedule, for
+    comparison."""
 
     schedule: Literal["layerwise", "zero"] = "layerwise"
-    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3); `zero` updates after
-    the backward pass and waits for all of it (Algorithm 1)."""
+    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3);
+    `zero` updates after the backward pass and waits for all of it (Algorithm 1)."""
 
     weight_placement: Literal["device", "host"] = "device"
-    """Where the layers' weights are: on the accelerator, or in host memory, from which they slide through it."""
+    """Placement of the layers' weights: on the accelerator, or in host memory, from which they
+    slide."""
 
     weight_dtype: Literal["compute", "float32", "int8", "nf4"] = "compute"
-    """Type of the layers' weights: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on the
-    host the compute dtype."""
+    """Type of the layers' weights: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on
+    the host the compute dtype."""
 
     window: int = Field(default=3, ge=2)
     """Layers whose weights are on the accelerator as they are computed with."""
@@ -78,20 +81,20 @@ class LspConfig(EngineConfig, ProjectorConfig):
     """Layers whose gradients are on their way at once."""
 
     activations: Literal["device", "host"] = "device"
-    """Where each layer's input waits for the backward pass."""
+    """Placement of each layer's input until the backward pass."""
 
     cuda_graphs: bool = True
-    """Run a layer's passes as CUDA graphs where there is CUDA: the launches of many kernels bound small steps. The
-    first four shapes of batches that come again get them; temporary memory of a layer is then held all the time."""
+    """Run a layer's passes as CUDA graphs on CUDA: the launches of many kernels bound small steps.
+    The first four repeated batch shapes get graphs, which hold a layer's temporary memory all the
+    time."""
 
     @model_validator(mode="after")
     def _weights_that_exist(self) -> Self:
         if not self.project and (self.weight_placement, self.weight_dtype) != ("device", "compute"):
-            received = (
-                "weight_placement: host"
-                if self.weight_placement == "host"
-                else f"weight_dtype: {self.weight_dtype}"
-            )
+            if self.weight_placement == "host":
+                received = "weight_placement: host"
+            else:
+                received = f"weight_dtype: {self.weight_dtype}"
             raise ValueError(
                 f"{received} is for project: true; without it all weights are in the compute dtype"
             )

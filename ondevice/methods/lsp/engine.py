@@ -1,9 +1,10 @@
-"""The engine of LSP-Offload: weights stay where they are, and P^T G Q goes to the host and comes back as a change.
+"""The engine of LSP-Offload: weights stay where they are, and P^T G Q goes to the host and comes
+back as a change.
 
-It runs `offload.passes` over a `ProjectedWeightCache`, with the gradients' way to the host and back in `Updates`.
-Every `check_every` steps the bias of each matrix' projectors is checked on its first gradient, and they are replaced
-where it is too large; the moments move into the new subspace, the change so far into the base.
-"""
+It runs `offload.passes` over a `ProjectedWeightCache`, with the gradients' way to the host and back
+in `Updates`. Every `check_every` steps the bias of each matrix' projectors is checked on its first
+gradient, and they are replaced if it is too large; the moments move into the new subspace, the
+change so far into the base."""
 
 from __future__ import annotations
 
@@ -49,14 +50,16 @@ class LspEngine(OffloadEngine):
         config: of projectors, schedule and memory.
         device: `cpu`, `cuda` or `cuda:N`.
         seed: of the projectors.
-        ranks: those that train together: each has all weights on its accelerator and its shards of the states.
+        ranks: those that train together: each has all weights on its accelerator and its shards of
+            the states.
 
     Attributes:
         bias_checks: the last check of each matrix's bias, by parameter name.
 
     Raises:
         DoesNotFitError: host memory cannot be locked.
-        MissingPackageError: bitsandbytes, liger-kernel or a compiler is asked for and not there.
+        MissingPackageError: bitsandbytes, liger-kernel or a compiler is requested but not
+            installed.
     """
 
     config: LspConfig
@@ -65,12 +68,15 @@ class LspEngine(OffloadEngine):
         self, family: Family, config: LspConfig, device: str, seed: int = 0, ranks: Ranks = SINGLE
     ) -> None:  # fmt: skip
         super().__init__(family, config, device, ranks)
-        self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
+        self.family = family
+        self.seed = seed
+        self.dtype = DTYPES[config.compute]
         self.attached: list[Any] = []
         graphs = config.cuda_graphs
         self.graphs = Graphs(recorder(self.where) if graphs else None)
         self.plane = Plane(recorder(self.where) if graphs else None)
-        self.parts, self.bias_checks = self._parts(), dict[str, BiasCheck]()
+        self.parts = self._parts()
+        self.bias_checks = dict[str, BiasCheck]()
         self.base = self._base() if any(part.matrices for part in self.parts) else None
         tables = tuple(
             part.unit for part in self.parts if part.matrices and part.unit.kind != "layer"
@@ -97,7 +103,8 @@ class LspEngine(OffloadEngine):
             raise
 
     def _assemble(self, family: Family) -> None:
-        config, where = self.config, (self.device, self.dtype, self.updates)
+        config = self.config
+        where = (self.device, self.dtype, self.updates)
         memory = (self.base, self.tables.memory, self.exact)
         self.cache = ProjectedWeightCache(
             self.units, self.parts, *memory, config, *where, self.graphs
@@ -109,22 +116,26 @@ class LspEngine(OffloadEngine):
         self._attach()
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
+        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled
+        token.
 
-        Returns before the last answers are there; what comes next waits for what it needs.
+        Returns before the last updates have arrived; the next calls wait for them.
 
         Raises:
             DataError: no token of the batch is labelled.
             ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs, and the message names the layer; or a step before ended half done.
+            TrainingError: a thread died or hangs, and the message names the layer; or a step failed
+                before.
         """
-        count, rows = self._labelled(labels), self.ranks.rows(len(ids))
+        count = self._labelled(labels)
+        rows = self.ranks.rows(len(ids))
         self._open(True)
         if self.updates.after:
             self.updates.flush()
         self.updates.clipping.begin(step, learning_rate)
         self._watch(step)
-        ids, labels = ids[rows], labels[rows]
+        ids = ids[rows]
+        labels = labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
         with self.watch.whole("the step"):  # gradients leave, and updates begin
@@ -138,7 +149,7 @@ class LspEngine(OffloadEngine):
         return float(self.total) / count
 
     def flush(self) -> None:
-        """Wait for every answer and take it."""
+        """Wait for every update and apply it."""
         self.updates.flush()
         for part in self.parts:
             self.cache.resolve(part)
@@ -147,7 +158,8 @@ class LspEngine(OffloadEngine):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the engine: moments, exact parameters, gradients and answers, and weights that slide."""
+        """Host memory of the engine: moments, exact parameters, gradients and updates, and weights
+        that slide."""
         base = self.base.bytes if isinstance(self.base, OnHost) else 0
         return self.store.bytes + self.updates.bytes + self.activations.bytes + base
 
@@ -158,12 +170,12 @@ class LspEngine(OffloadEngine):
         masters = self.store.masters() if self.ranks.single else None
         for part in self.parts:
             for piece in part.exact.pieces:
-                # No rank has the masters of all; their values in the compute dtype are on every accelerator.
-                here = (
-                    view(self.exact[part.unit.index], piece).cpu()
-                    if masters is None
-                    else masters[piece.name]
-                )
+                # No rank has the masters of all; their values in the compute dtype are on every
+                # accelerator.
+                if masters is None:
+                    here = view(self.exact[part.unit.index], piece).cpu()
+                else:
+                    here = masters[piece.name]
                 weights[piece.name] = here.to(dtype, copy=True)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
@@ -176,18 +188,19 @@ class LspEngine(OffloadEngine):
         return weights
 
     def base_of(self, part: ProjectedUnit) -> Tensor:
-        """Return the weights that a part's changes are added to, flat on the host, for a checkpoint."""
+        """Return the weights that a part's changes are added to, flat on the host, for a
+        checkpoint."""
         return self._base_for(part).flat(part.unit)
 
     def put_base(self, part: ProjectedUnit, flat: Tensor) -> None:
-        """Take back what `base_of` gave, bfloat16 as uint16."""
+        """Load what `base_of` returned, bfloat16 as uint16."""
         part.folded = True
         self._base_for(part).load(
             part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16)
         )
 
     def put_exact(self) -> None:
-        """Let the accelerator have what the host holds of the parameters that are trained as they are."""
+        """Copy the parameters that are not projected from the host to the accelerator."""
         for part in self.parts:
             if part.exact.numel:
                 target, source = self.updates.outgoing(part, self.exact[part.unit.index])
@@ -206,7 +219,8 @@ class LspEngine(OffloadEngine):
             self.device.close()
 
     def _parts(self) -> list[ProjectedUnit]:
-        config, plane = self.config if self.config.project else None, self.plane
+        config = self.config if self.config.project else None
+        plane = self.plane
         numbers = {
             name: number for number, (name, _) in enumerate(self.family.model.named_parameters())
         }
@@ -216,7 +230,8 @@ class LspEngine(OffloadEngine):
         return [split(unit, config, *drawn) for unit in self.units.all]
 
     def _base(self) -> Base:
-        layers, kind = self.units.layers, self.config.weight_dtype
+        layers = self.units.layers
+        kind = self.config.weight_dtype
         if self.config.weight_placement == "host":
             return OnHost(layers, self.device, self.timeline, self.dtype)
         if kind in ("int8", "nf4"):
@@ -226,7 +241,8 @@ class LspEngine(OffloadEngine):
         )
 
     def _exact(self) -> dict[int, Tensor]:
-        """Copy the parameters that are trained as they are to the accelerator: flat, in the compute dtype, by unit."""
+        """Copy the parameters that are not projected to the accelerator: flat, in the compute
+        dtype."""
         exact = {}
         for part in self.parts:
             memory = exact[part.unit.index] = self.device.empty(part.numel - part.start, self.dtype)
@@ -239,14 +255,15 @@ class LspEngine(OffloadEngine):
         return self.tables if part.unit.kind != "layer" or self.base is None else self.base
 
     def _whole(self, part: ProjectedUnit) -> Tensor:
-        """The unit's base, flat, in the compute dtype or in float32; where it stays, if that is on the accelerator."""
+        """The unit's base, flat, in the compute dtype or in float32; not a copy if it is
+        resident."""
         base = self._base_for(part)
         if isinstance(base, Resident):
             return base.memory[part.unit.index]
         return base.source(part.unit, Slot(self.device.empty(part.unit.numel, self.dtype)))
 
     def _attach(self) -> None:
-        """Let the layers' projected weights be seen by their matrices; tables are handled whole."""
+        """Attach matrices to the layers' projected weights; tables are handled as a whole."""
         matrices = {
             id(piece.parameter): matrix for part in self.parts for piece, matrix, _ in part.matrices
         }
@@ -271,9 +288,10 @@ class LspEngine(OffloadEngine):
     def _check_bias(
         self, part: ProjectedUnit, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor
     ) -> None:
-        """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
-        The host is at rest for this unit: its forward pass has waited for its last update. Ranks look at the sum of
-        their gradients, and rank 0's decision and projectors are those of all."""
+        """Check the bias on a gradient; with other projectors the change goes into the base, and
+        moments are carried. The host is at rest for this unit: its forward pass has waited for its
+        last update. Ranks look at the sum of their gradients, and rank 0's decision and projectors
+        are those of all."""
         if not self.ranks.single:
             gradient = self._together(
                 part.unit,
@@ -283,12 +301,12 @@ class LspEngine(OffloadEngine):
         old = PastChange(
             matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone()
         )
-        first = (
-            None
-            if self.ranks.single
-            else lambda value: self._together(part.unit, value, self.ranks.first)
-        )
-        check = self.bias_checks[matrix.name] = matrix.refresh(gradient, first)
+
+        def first(value: Tensor) -> Tensor:
+            return self._together(part.unit, value, self.ranks.first)
+
+        check = matrix.refresh(gradient, None if self.ranks.single else first)
+        self.bias_checks[matrix.name] = check
         if check.carry is None:
             return
         change = part.changes(matrix, offset)
@@ -297,7 +315,8 @@ class LspEngine(OffloadEngine):
             change.zero_()
         span = slice(offset, offset + matrix.numel)
         bounds = self.ranks.bounds(part.subspace, span)
-        own, low = self.ranks.own(bounds), span.start - part.own.low
+        own = self.ranks.own(bounds)
+        low = span.start - part.own.low
         here = [
             moment[own.start + low : own.stop + low] for moment in (part.moments.m, part.moments.v)
         ]
@@ -311,23 +330,22 @@ class LspEngine(OffloadEngine):
             moment.copy_(value.reshape(-1)[own])
 
     def _together(self, unit: Unit, memory: Tensor, run: Callable[[Tensor], None]) -> Tensor:
-        """Let the ranks do something with memory of the accelerator; alone there is nothing to do."""
+        """Let the ranks do something together with memory of the accelerator."""
         if not self.ranks.single:
             event = self.updates.together(unit, self.device.record("compute"), lambda: run(memory))
             self.device.hold("compute", event)
         return memory
 
     def _fold(self, part: ProjectedUnit, piece: Piece, matrix: Matrix, old: PastChange) -> None:
-        """Let the base have what the old projectors gave, or keep them beside it."""
+        """Add the old projectors' change to the base, or retain both if the base cannot take it."""
         target = self._base_for(part)
         if not target.folds:
             part.older.setdefault(matrix.number, []).append(old)
             return
-        base, seed = (
-            view(self._whole(part), piece),
-            stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1,
-        )
-        part.folded, (height, width) = True, matrix.shape
+        base = view(self._whole(part), piece)
+        seed = stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
+        part.folded = True
+        (height, width) = matrix.shape
         rows = height if old.left.exact else max(1, FOLDED // width)
         for low in range(0, height, rows):
             weight = base[low : low + rows].float()
@@ -338,7 +356,8 @@ class LspEngine(OffloadEngine):
         """Begin a pass, its schedule planned by the last step's times."""
         seen = super()._open(step)
         if seen and self.overlap is not None:
-            last, layers = self.overlap, len(self.units.layers)
+            last = self.overlap
+            layers = len(self.units.layers)
             lanes = {"offload": last.d2h_s, "upload": last.h2d_s, "update": last.update_s}
             self.updates.plan(
                 last.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers

@@ -4,19 +4,18 @@ Minimised over the values, positions fixed, is
 
     ||P P^T G Q Q^T - G||^2 / ||G||^2 + gamma (||P||^2 / m + ||Q||^2 / n),
 
-the paper's objective with a gamma that does not depend on the gradient's size. With Q held, Y = G Q and D = Q^T Q,
-nothing as large as G is needed: with S = P^T Y and C = P^T P,
+the paper's objective with a gamma that does not depend on the gradient's size. With Q held, Y = G Q
+and D = Q^T Q, nothing as large as G is needed: with S = P^T Y and C = P^T P,
 
     ||P S Q^T - G||^2 = tr(C S D S^T) - 2 ||S||^2 + ||G||^2,
     gradient in P     = 2 [(P S D - Y) S^T + Y (C S D - S)^T] at P's positions,
 
-and along a direction E the first is a polynomial of degree four, whose lowest point is known in closed form. So a round
-is one product with G for each side and a few steps of conjugate gradients with an exact line search, and on a fixed G
-the objective never rises.
+and along a direction E the first is a polynomial of degree four, whose lowest point is known in
+closed form. So a round is one product with G for each side and a few steps of conjugate gradients
+with an exact line search, and on a fixed G the objective never rises.
 
-Nothing in a step waits for the accelerator, and all that it reads lies in memory that stays: so the steps of a side are
-a CUDA graph, the same one for all matrices of a shape.
-"""
+A step never waits for the accelerator and reads fixed memory: so the steps of a side are a CUDA
+graph, the same one for all matrices of a shape."""
 
 from __future__ import annotations
 
@@ -46,11 +45,13 @@ class Fitted:
 
 
 def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
-    """Compute ||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 where the gradient is."""
+    """Compute ||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 for a
+    zero gradient."""
     squared_norm = float(square(gradient))
     if not squared_norm:
         return 0.0
-    p, q = left.dense(torch.float32), right.dense(torch.float32)
+    p = left.dense(torch.float32)
+    q = right.dense(torch.float32)
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
     difference = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * square(middle)
     value = float(difference) / squared_norm + 1.0
@@ -74,12 +75,14 @@ def fit(
     if (left.exact and right.exact) or not squared_norm:
         return Fitted(left, right, (), relative_bias(left, right, gradient))
     left, right = _scaled(left, right, gradient)
-    descents, losses = descents or Descents(), list[Tensor]()
+    descents = descents or Descents()
+    losses = list[Tensor]()
     for _ in range(rounds):
         for side in (0, 1):
-            projector, other, rows = (
-                (left, right, gradient) if side == 0 else (right, left, gradient.T)
-            )
+            if side == 0:
+                projector, other, rows = (left, right, gradient)
+            else:
+                projector, other, rows = (right, left, gradient.T)
             moved = _side(projector, other, rows, squared_norm, gamma, steps, losses, descents)
             left, right = (moved, right) if side == 0 else (left, moved)
     reached = torch.cat(losses).tolist()
@@ -87,8 +90,10 @@ def fit(
 
 
 def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projector, Projector]:
-    """The same projectors times the one factor that brings their estimate nearest: they begin far too large."""
-    p, q = left.dense(torch.float32), right.dense(torch.float32)
+    """The same projectors times the one factor that brings their estimate nearest: they begin far
+    too large."""
+    p = left.dense(torch.float32)
+    q = right.dense(torch.float32)
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
     estimate = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum()
     sides = [side for side in (left, right) if not side.exact]
@@ -131,7 +136,8 @@ class Descent:
     """
 
     def __init__(self, positions: Tensor, size: int, width: int, steps: int) -> None:
-        self.positions, self.size = torch.empty_like(positions), size
+        self.positions = torch.empty_like(positions)
+        self.size = size
         self.values, self.slope, self.direction = (
             torch.empty_like(positions, dtype=torch.float32) for _ in range(3)
         )
@@ -164,7 +170,8 @@ class Descent:
         )
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return all steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
+        """Return all steps; on CUDA products have TF32's precision, which learns as well
+        (docs/methods/lsp.md)."""
         self.slope.zero_()
         self.direction.zero_()
         before = torch.get_float32_matmul_precision()
@@ -179,7 +186,8 @@ class Descent:
     def _step(self, number: int) -> None:
         """Down one direction, to the lowest point along it."""
         squared_norm, penalty, other = self.scales.unbind()
-        p, outer = self._dense(self.values), self.outer
+        p = self._dense(self.values)
+        outer = self.outer
         s, c = (p.T @ torch.cat((outer, p), 1)).split((outer.shape[1], self.size), 1)
         sd = s @ self.gram
         slopes = torch.cat((p, outer), 1) @ torch.cat((sd @ s.T, (c @ sd - 2 * s).T))
@@ -214,14 +222,16 @@ class Descent:
 
 
 class Descents:
-    """A `Descent` for each shape, and its graph. What the largest matrices need is some hundred MB."""
+    """A `Descent` for each shape, and its graph. What the largest matrices need is some hundred
+    MB."""
 
     def __init__(self, record: Record | None = None) -> None:
         self.known: dict[tuple[int, ...], Descent] = {}
         self.graphs = Graphs(record)
 
     def of(self, positions: Tensor, size: int, width: int, steps: int) -> Descent:
-        """Return the descent of a side with these positions [rows, d] in `size` columns; for the rest see `Descent`."""
+        """Return the descent of a side with these positions [rows, d] in `size` columns; for the
+        rest see `Descent`."""
         key = (*positions.shape, size, width, steps)
         if key not in self.known:
             self.known[key] = Descent(positions, size, width, steps)
@@ -240,7 +250,8 @@ def square(x: Tensor) -> Tensor:
 def _along(
     p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor, sd: Tensor
 ) -> tuple[Tensor, ...]:
-    """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
+    """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a
+    polynomial in x."""
     size = p.shape[1]
     t, mixed, own = (e.T @ torch.cat((outer, p, e), 1)).split((outer.shape[1], size, size), 1)
     mixed = mixed + mixed.T
@@ -256,15 +267,17 @@ def _along(
 
 
 def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the x >= 0 where a polynomial of degree four is lowest, and its value there.
+    """Find the x >= 0 at which a polynomial of degree four is lowest, and its value.
 
-    Coefficients are float64 [5] from the constant up. Where no such x is lower, or they are not finite, x is 0.
+    Coefficients are float64 [5] from the constant up. If no x is lower, or they are not finite, x
+    is 0.
 
-    The slope is a cubic: its roots are known in closed form, and two steps of Newton's method make them exact.
-    """
+    The slope is a cubic: its roots are known in closed form, and two steps of Newton's method make
+    them exact."""
     powers = torch.arange(5, dtype=poly.dtype, device=poly.device)
     d, c, b = (poly[1:4] * powers[1:4] / (4 * poly[4])).unbind()  # x^3 + b x^2 + c x + d
-    p, q = c - b * b / 3, (2 * b * b * b - 9 * b * c) / 27 + d
+    p = c - b * b / 3
+    q = (2 * b * b * b - 9 * b * c) / 27 + d
     inside = q * q / 4 + p * p * p / 27
     big = -torch.sign(q + (q == 0)) * (q.abs() / 2 + inside.clamp(min=0).sqrt()) ** (1 / 3)
     root = big - torch.where(big == 0, 0.0, p / (3 * big))
@@ -273,7 +286,8 @@ def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
     angles = (torch.arccos(ratio) - 2 * math.pi * powers[:3]) / 3
     x = torch.where(inside > 0, root, radius * torch.cos(angles)) - b / 3
     for _ in range(2):
-        slope, bend = ((x + b) * x + c) * x + d, (3 * x + 2 * b) * x + c
+        slope = ((x + b) * x + c) * x + d
+        bend = (3 * x + 2 * b) * x + c
         x = x - torch.where(bend == 0, 0.0, slope / bend)
     x = torch.cat((torch.zeros_like(x[:1]), torch.where(x.isfinite() & (x > 0), x, 0.0)))
     values = (poly * x[:, None] ** powers).sum(1)

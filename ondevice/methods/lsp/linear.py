@@ -1,4 +1,4 @@
-"""Linear layers whose backward pass hands token factors to a `Matrix` where autograd would make the weight's gradient.
+"""Linear layers whose backward pass gives a `Matrix` token factors instead of making a gradient.
 
 `nn.Linear` keeps its weight as [outputs, inputs], transformers' `Conv1D` as [inputs, outputs].
 """
@@ -16,8 +16,10 @@ from ondevice.methods.lsp.matrix import Matrix
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for a module that `attach` knows. A subclass may compute something else, or lend its weight to
-    another's forward pass, as the output of `nn.MultiheadAttention` does."""
+    """Return True for a module that `attach` knows.
+
+    A subclass may compute something else, or lend its weight to another module's forward pass, as
+    the output of `nn.MultiheadAttention` does."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
@@ -55,17 +57,22 @@ class _Projected(torch.autograd.Function):
         handle: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.matrix, ctx.rows_first = weight, matrix, rows_first
+        ctx.weight = weight
+        ctx.matrix = matrix
+        ctx.rows_first = rows_first
         return linear(x, weight if rows_first else weight.T, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient, weight = gradients[0], ctx.weight
+        gradient = gradients[0]
+        weight = ctx.weight
         (x,) = ctx.saved_tensors
-        back = (
-            gradient @ (weight if ctx.rows_first else weight.T) if ctx.needs_input_grad[0] else None
-        )
-        flat, tokens = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[0]:
+            back = gradient @ (weight if ctx.rows_first else weight.T)
+        else:
+            back = None
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        tokens = x.reshape(-1, x.shape[-1])
         ctx.matrix.collect(*((flat, tokens) if ctx.rows_first else (tokens, flat)))
         bias = flat.sum(0) if ctx.needs_input_grad[1] else None
         return back, bias, None, None, None, None

@@ -1,10 +1,11 @@
-"""A weight matrix that is updated in a subspace: its projectors, what is known of its gradient there, and its refresh.
+"""A weight matrix that is updated in a subspace: its projectors, its projected gradient, its
+refresh.
 
-The gradient itself is not made. Of G = dY^T X the subspace needs S = (dY P)^T (X Q): for T tokens T s (m + n + s)
-multiplications where G takes T m n, and no memory of G's size. Only a check of the bias, every `check_every` steps,
-makes G, of one matrix at a time. To multiply, the projectors of a layer's matrices are scattered into one dense memory
-that all layers share (`Plane`), for tensor cores; what is stored stays d values and positions a row.
-"""
+The gradient itself is not made. Of G = dY^T X the subspace needs S = (dY P)^T (X Q): for T tokens T
+s (m + n + s) multiplications instead of T m n, and no memory of G's size. Only a check of the bias,
+every `check_every` steps, makes G, of one matrix at a time. To multiply, the projectors of a
+layer's matrices are scattered into one dense memory that all layers share (`Plane`), for tensor
+cores; stored are only d values and positions a row."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ DenseProjectors = tuple[Tensor | None, Tensor | None]
 
 
 class Plane:
-    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype.
-    And `descents`, memory that all are fitted in.
+    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one
+    for each dtype. And `descents`, memory that all are fitted in.
 
     Args:
         record: makes graphs of the fitting.
@@ -48,7 +49,8 @@ class Plane:
         return memory
 
     def show(self, group: Group, dtype: torch.dtype) -> Tensor:
-        """Return the group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        """Return the group's dense projectors, flat, in `dtype`; filled only if another group's
+        were there."""
         if self.shown.get(dtype) is not group or dtype not in self.memory:
             self.fill(group, dtype)
         return self.memory[dtype]
@@ -60,7 +62,8 @@ class Plane:
 
 
 class Group:
-    """Matrices whose projectors are made dense together: those of a layer, for one kernel instead of many."""
+    """Matrices whose projectors are made dense together: those of a layer, for one kernel instead
+    of many."""
 
     def __init__(self, plane: Plane, device: torch.device | str) -> None:
         self.plane, self.device = (
@@ -73,17 +76,16 @@ class Group:
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
-        """Add a matrix; return where its dense projectors begin."""
+        """Add a matrix; return the offsets of its dense projectors."""
         self.members.append(matrix)
-        start, middle = (
-            self.numel,
-            self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact),
-        )
+        start = self.numel
+        middle = self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
         return start, middle
 
     def pairs(self, dtype: torch.dtype) -> list[DenseProjectors]:
-        """Return the members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
+        """Return the members' dense projectors, [rows, s], in memory that is shared; None for the
+        identity."""
         if not self.numel:
             return [(None, None)] * len(self.members)
         memory = self.plane.show(self, dtype)
@@ -117,7 +119,8 @@ class Group:
     def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return positions, int64, and values of all members in the plane."""
         if dtype not in self.known:
-            positions, values = [], []
+            positions = []
+            values = []
             for matrix in self.members:
                 for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
                     if side.positions is not None and side.values is not None:
@@ -140,12 +143,15 @@ class BiasCheck:
     """Result of a check of a matrix' projectors.
 
     Attributes:
-        before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).
-        after: that of the new ones; None where the old ones stay.
-        carry: P_new^T P_old and Q_old^T Q_new, both [s, s], for `carried`; None where the old ones stay.
-        momentum: what multiplies this gradient, carried from the old subspace, to come nearest to it in the new one.
-        energy: the squared norm of this gradient in the new subspace over what `carried` makes of its squares in the
-            old one.
+        before: relative bias of the projectors that were there (Theorem 1's alpha on this
+            gradient).
+        after: that of the new ones; None if the old ones stay.
+        carry: P_new^T P_old and Q_old^T Q_new, both [s, s], for `carried`; None if the old ones
+            stay.
+        momentum: what multiplies this gradient, carried from the old subspace, to come nearest to
+            it in the new one.
+        energy: the squared norm of this gradient in the new subspace over what `carried` makes of
+            its squares in the old one.
     """
 
     before: float
@@ -163,10 +169,12 @@ class Matrix:
         number: of the matrix in the model: its random numbers are its own.
         left, right: projectors of rows and columns.
         turn: how often they were drawn before.
-        gain: what makes P D Q^T as large as D is: learned values are smaller than drawn ones, and AdamW's steps
-            should not shrink with them.
-        gradient: [s, s], in the compute dtype or float32, to which gradients are added; set by who trains.
-        watch: called once with the whole gradient [m, n] before it is added; for a check of the bias.
+        gain: what makes P D Q^T as large as D is: learned values are smaller than drawn ones, and
+            AdamW's steps should not shrink with them.
+        gradient: [s, s], in the compute dtype or float32, to which gradients are added; set by who
+            trains.
+        watch: called once with the whole gradient [m, n] before it is added; for a check of the
+            bias.
     """
 
     def __init__(
@@ -178,18 +186,19 @@ class Matrix:
         seed: int,
         group: Group,
     ) -> None:
-        self.name, self.shape, self.number, self.config, self.seed = (
-            name,
-            shape,
-            number,
-            config,
-            seed,
-        )
-        self.group, self.device, self.turn = group, group.device, 0
+        self.name = name
+        self.shape = shape
+        self.number = number
+        self.config = config
+        self.seed = seed
+        self.group = group
+        self.device = group.device
+        self.turn = 0
         self.gradient: Tensor | None = None
         self.watch: Callable[[Matrix, Tensor], None] | None = None
         self.put(*self.drawn(0))
-        self.place, self.starts = len(group.members), group.add(self)
+        self.place = len(group.members)
+        self.starts = group.add(self)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -203,7 +212,8 @@ class Matrix:
 
     def put(self, left: Projector, right: Projector) -> None:
         """Take these projectors."""
-        self.left, self.right = left, right
+        self.left = left
+        self.right = right
         squares = [
             1.0 if p.values is None else float(p.values.square().sum()) / p.rows
             for p in (left, right)
@@ -246,7 +256,8 @@ class Matrix:
         Args:
             base: [m, n]; `out` may be the same memory.
             change: [s, s], both in the dtype of `out`.
-            decay: a number, or float32 [1] beside them, whose value a graph reads when it is replayed.
+            decay: a number, or float32 [1] on the accelerator, which a graph reads when it is
+                replayed.
         """
         return add_change(base, change, self.dense_projectors(out.dtype), self.gain, decay, out)
 
@@ -262,10 +273,11 @@ class Matrix:
     def refresh(
         self, gradient: Tensor, first: Callable[[Tensor], Tensor] | None = None
     ) -> BiasCheck:
-        """Check the bias on a gradient [m, n], and draw and fit other projectors where it is too large.
+        """Check the bias on a gradient [m, n], and draw and fit new projectors if it is too large.
 
         Args:
-            first: returns rank 0's values, in the same memory: what several ranks decide by, and what they learn.
+            first: returns rank 0's values, in the same memory: what several ranks decide by, and
+                what they learn.
         """
         before = self._agreed(relative_bias(self.left, self.right, gradient), first)
         if (
@@ -274,14 +286,16 @@ class Matrix:
             or (self.left.exact and self.right.exact)
         ):
             return BiasCheck(before)
-        c, old = self.config, (self.left, self.right)
+        c = self.config
+        old = (self.left, self.right)
         self.turn += 1
         pair = self.drawn(self.turn)
         if c.learned:
             fitted = fit(
                 *pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents
             )
-            pair, after = (fitted.left, fitted.right), self._agreed(fitted.bias, first)
+            pair = (fitted.left, fitted.right)
+            after = self._agreed(fitted.bias, first)
             if not after < before:
                 return BiasCheck(before)
             for side in pair:
@@ -294,15 +308,14 @@ class Matrix:
         return BiasCheck(before, after, carry, *_factors(gradient, pair, old, carry))
 
     def _agreed(self, value: float, first: Callable[[Tensor], Tensor] | None) -> float:
-        return (
-            value
-            if first is None
-            else float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
-        )
+        if first is None:
+            return value
+        return float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
 
     def _show(self, gradient: Callable[[], Tensor]) -> None:
         if self.watch is not None:
-            watch, self.watch = self.watch, None
+            watch = self.watch
+            self.watch = None
             watch(self, gradient())
 
     @property
@@ -332,7 +345,8 @@ def add_change(
     decay: float | Tensor,
     out: Tensor,
 ) -> Tensor:
-    """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
+    """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the
+    identity."""
     left, right = pair
     wide = change if left is None else left @ change
     if isinstance(
@@ -346,15 +360,15 @@ def add_change(
 
 
 def carried(m: Tensor, v: Tensor, check: BiasCheck) -> tuple[Tensor, Tensor]:
-    """Return Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element,
-    each multiplied by one factor that makes it right on the checked gradient.
+    """Return Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with
+    squares by element, each multiplied by one factor that makes it right on the checked gradient.
 
-    Of the gradients that made them only what the old subspace holds is known. P P^T of drawn projectors is far from the
-    identity: A M B is several times as long as the gradients' mean in the new subspace, and nearly all of it is error,
-    so steps would be several times too long, in any direction. It is shortened to the length at which it is nearest.
-    The second moment is right where the old coordinates are uncorrelated, which learned ones are not: it comes out
-    several times too small or, between drawn ones, too large.
-    """
+    Of the gradients that made them only what the old subspace holds is known. P P^T of drawn
+    projectors is far from the identity: A M B is several times as long as the gradients' mean in
+    the new subspace, and nearly all of it is error, so steps would be several times too long, in
+    any direction. It is shortened to the length at which it is nearest. The second moment is right
+    if the old coordinates are uncorrelated, which learned ones are not: it comes out several times
+    too small or, between drawn ones, too large."""
     if check.carry is None:
         return m, v
     a, b = check.carry
@@ -373,10 +387,8 @@ def _factors(
         for left, right in (new, old)
     )
     known = carry[0] @ there @ carry[1]
-    length, squares = (
-        float(known.square().sum()),
-        float((carry[0].square() @ there.square() @ carry[1].square()).sum()),
-    )
+    length = float(known.square().sum())
+    squares = float((carry[0].square() @ there.square() @ carry[1].square()).sum())
     momentum = max(0.0, float((known * here).sum()) / length) if length else 1.0
     return momentum, float(here.square().sum()) / squares if squares else 1.0
 

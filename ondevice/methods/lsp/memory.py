@@ -1,4 +1,4 @@
-"""Bytes of an LSP-Offload step on the accelerator and on the host, from dimensions alone."""
+"""Bytes and work of an LSP-Offload step, from dimensions only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTISED_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}
 PROJECTOR_BYTES = 12
 """Of a value other than zero: its position, int64, and itself, float32."""
 FLAT_BYTES = 8
-"""Its position among those of its layer, int64; beside it, itself in the compute dtype."""
+"""Its position among those of its layer, int64; the value in the compute dtype comes on top."""
 LEARNING = 7
 """Arrays [m, s] in float32 that exist at once as projectors are learned."""
 FOLDING_BYTES = 16
@@ -34,13 +34,16 @@ def memory(
     activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator."""
-    item, tokens = 2 if config.compute == "bfloat16" else 4, batch_size * length_tokens
-    shapes, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
+    item = config.item_bytes
+    tokens = batch_size * length_tokens
+    shapes = projected(dims, config)
+    layer = dims.block_parameters
+    table = dims.vocab * dims.hidden
     matrices = sum(
         shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
     )  # of one layer
     inner = sum(shape.numel for shape in shapes if shape.kind == "layer")
-    own = 1 if dims.tied else 2
+    own = 2 - dims.tied
     tables = [shape for shape in shapes if shape.kind != "layer"]
     leaving = sum(shape.numel for shape in tables) + (0 if tables else own * table)
     slots = min(config.gradient_buffers, dims.layers)
@@ -66,8 +69,8 @@ def memory(
 
 
 def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
-    """Return the bytes that stay on the accelerator each time that all projectors are replaced: with quantised weights,
-    which take no changes, the old projectors and their changes."""
+    """Return the bytes that stay on the accelerator each time that all projectors are replaced:
+    with quantised weights, which take no changes, the old projectors and their changes."""
     if config.weight_dtype not in QUANTISED_BYTES:
         return 0
     values = min(config.nonzeros, config.subspace) * PROJECTOR_BYTES
@@ -82,13 +85,14 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and
-    answers.
+    """Return peak bytes by part in host memory: moments, parameters that are trained as they are,
+    gradients and updates.
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
-    item = 2 if config.compute == "bfloat16" else 4
-    shapes, table = projected(dims, config), dims.vocab * dims.hidden
+    item = config.item_bytes
+    shapes = projected(dims, config)
+    table = dims.vocab * dims.hidden
     after = config.schedule == "zero" or (
         config.clip == "global" and config.max_grad_norm is not None
     )
@@ -96,15 +100,15 @@ def host_memory(
     layer = dims.block_parameters + sum(
         shape.numel - shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
     )
-    own = (1 if dims.tied else 2) * table
+    own = (2 - dims.tied) * table
     own += sum(shape.numel - table for shape in shapes if shape.kind != "layer")
-    small = dims.parameters - dims.layers * dims.block_parameters - (1 if dims.tied else 2) * table
+    small = dims.parameters - dims.layers * dims.block_parameters - (2 - dims.tied) * table
     in_subspaces = narrow(dims, config)
     widest = max(sum(shape.numel for shape in shapes if shape.kind == kind) for kind in KINDS)
     parts = {
         "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
         "gradients": (waiting * layer + own + small) * item,
-        "answers": in_subspaces * item + 4 * widest,
+        "updates": in_subspaces * item + 4 * widest,
         "weights on the host": dims.layers * dims.block_parameters * item
         if slides(dims, config)
         else 0,
@@ -116,23 +120,23 @@ def host_memory(
 
 
 def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
-    """Bytes of a layer's weights on the accelerator; what is no matrix is not quantised."""
+    """Bytes of a layer's weights on the accelerator; only matrices are quantised."""
     layer = dims.block_parameters
     if config.weight_dtype in QUANTISED_BYTES:
         matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
         return matrices * QUANTISED_BYTES[config.weight_dtype] + (layer - matrices) * item
-    return (
-        0
-        if config.weight_placement == "host"
-        else layer * (4 if config.weight_dtype == "float32" else item)
-    )
+    if config.weight_placement == "host":
+        return 0
+    return layer * (4 if config.weight_dtype == "float32" else item)
 
 
 def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: int) -> int:
-    """The most that a check of one matrix takes: its gradient, and what fits projectors or what folds its change."""
+    """The most that a check of one matrix takes: its gradient, and what fits projectors or what
+    folds its change."""
     most = 0
     for shape in shapes:
-        longest, size = max(shape.rows, shape.columns), max(shape.left, shape.right)
+        longest = max(shape.rows, shape.columns)
+        size = max(shape.left, shape.right)
         learning = LEARNING * longest * size * 4
         folds = shape.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
         copy = layer * item * (shape.kind == "layer" and config.weight_placement == "host")
@@ -143,7 +147,8 @@ def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: in
 
 
 def _in_parts(dims: ModelDims, config: LspConfig, weight_bytes: int, runtime: str) -> int:
-    """None beside the parts: `memory` lists the weights where `config.weight_placement` says that they are."""
+    """No bytes in addition to the parts: `memory` lists the weights by
+    `config.weight_placement`."""
     return 0
 
 

@@ -1,10 +1,10 @@
 """Subspace, projectors and batch for LSP-Offload on a device, and why.
 
-The rule: take the largest subspace of `SIZES` with which a step is at most `SLOWDOWN` longer than the same training
-without offloading, even if no transfer were hidden behind the computation. Where none is, take `USUAL` and the smallest
-batch for which it is. Projectors get the most values of `NONZEROS` a row that take at most `SHARE` of the weights'
-bytes; the largest from a subspace of `USUAL` on.
-"""
+The rule: take the largest subspace of `SIZES` with which a step is at most `SLOWDOWN` longer than
+the same training without offloading, even if no transfer were hidden behind the computation. If
+there is none, take `USUAL` and the smallest batch for which it holds. Projectors get the most
+values of `NONZEROS` a row that take at most `SHARE` of the weights' bytes; the largest from a
+subspace of `USUAL` on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALLER: tuple[dict[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates a second: operations, and bytes over the bus to the host and back; None where not known."""
+    """Rates a second: operations, and bytes over the bus to the host and back; None if unknown."""
 
     flops: float | None
     to_host: float | None
@@ -55,7 +55,8 @@ class Cost:
 
     Attributes:
         to_host_bytes, to_device_bytes: over the bus; `to_host_s` and `to_device_s` the time of it.
-        making, collecting: multiplications for the projection; `saved` those of the weight gradients.
+        making, collecting: multiplications for the projection; `saved` those of the weight
+            gradients.
         native_s: the same training without offloading; `compute_s` with the projection's work.
         unhidden: compute and both directions one after the other, over `native_s`.
     """
@@ -84,13 +85,11 @@ def speed(request: Request, rates: Rates | None = None) -> Speed:
 
 def cost(request: Request, at: Speed) -> Cost:
     """Return a step of the request with its method's settings."""
-    dims, method, rows, length = (
-        request.dims,
-        request.method,
-        request.batch_size,
-        request.length_tokens,
-    )
-    up, down = bus_bytes(dims, method, rows, length, 2 if method.compute == "bfloat16" else 4)
+    dims = request.dims
+    method = request.method
+    rows = request.batch_size
+    length = request.length_tokens
+    up, down = bus_bytes(dims, method, rows, length, method.item_bytes)
     more = extra(dims, method, rows, length)
     counts = Cost(up, down, more.making, more.collecting, more.saved)
     native = recomputed_flops(dims, rows, length)
@@ -105,8 +104,8 @@ def cost(request: Request, at: Speed) -> Cost:
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
-    """Return seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see
-    `Offloads`."""
+    """Return seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`;
+    see `Offloads`."""
     estimate = cost(replace(request, batch_size=rows), speed(request, rates))
     updated = narrow(request.dims, request.method) + exact(request.dims, request.method)
     return {
@@ -121,7 +120,8 @@ def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, 
 def recommend(
     plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]
 ) -> dict[str, Any]:
-    """Recommend settings, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
+    """Recommend settings; compare the costs of the request, of complete gradients (ZeRO) and of the
+    result.
 
     Args:
         plan: of method lsp.
@@ -129,10 +129,12 @@ def recommend(
         plan_of: gives the plan of another request.
 
     Returns:
-        `given`, `zero` and `recommended`: each a `Cost`; `settings`: subspace, nonzeros, batch_size, weight_dtype and
-        weight_placement, None where rates are missing; `fits`; `sentences` for people.
+        `given`, `zero` and `recommended`: each a `Cost`; `settings`: subspace, nonzeros,
+            batch_size, weight_dtype and
+        weight_placement, None if rates are missing; `fits`; `sentences` for people.
     """
-    request, at = plan.request, speed(plan.request, rates)
+    request = plan.request
+    at = speed(plan.request, rates)
     unprojected = _with(request, project=False, weight_dtype="compute", weight_placement="device")
     costs = {"given": cost(request, at), "zero": cost(unprojected, at)}
     sentences = [_compared(request, costs["given"], costs["zero"], at)]
@@ -152,7 +154,8 @@ def recommend(
     chosen, why = _chosen(request, at)
     costs["recommended"] = cost(chosen, at)
     best, fitting = _fitting(chosen, plan_of)
-    method, rows = best.request.method, best.request.batch_size
+    method = best.request.method
+    rows = best.request.batch_size
     settings = {"subspace": method.subspace, "nonzeros": method.nonzeros}
     settings |= {"batch_size": rows} | {key: getattr(method, key) for key in SMALLER[0]}
     listed = f"subspace {method.subspace}, nonzeros {method.nonzeros}, batch {rows}, weights {_weights(method)}"
@@ -191,8 +194,9 @@ def _sized(request: Request, size: int) -> Request:
     """With that subspace, and as many values a row of the projectors as the rule gives it."""
     tried = _with(request, project=True, subspace=size)
     sides = sum(shape.sides * shape.count for shape in projected(tried.dims, tried.method))
-    item = 2 if tried.method.compute == "bfloat16" else 4
-    limit, value = SHARE * tried.dims.parameters * item, PROJECTOR_BYTES + FLAT_BYTES + item
+    item = tried.method.item_bytes
+    limit = SHARE * tried.dims.parameters * item
+    value = PROJECTOR_BYTES + FLAT_BYTES + item
     allowed = [
         d for d in NONZEROS if d * sides * value <= limit and (size >= USUAL or d < NONZEROS[0])
     ]

@@ -1,8 +1,8 @@
-"""Trained parameters of one unit: the changes of its projected matrices, and its other parameters as they are.
+"""Trained parameters of one unit: the changes of its projected matrices, and all others directly.
 
-Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer. Of several ranks
-each updates its shards of the two (`ondevice.offload.units`), which what fills up the last shards keeps equally long.
-"""
+Both are in one flat run, the changes first, so that each unit sends one gradient and gets one
+update. Each of several ranks updates its shards of the two (`ondevice.offload.units`), padded to
+equal lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PastChange:
-    """A change in a subspace that was left, beside a base that cannot take it."""
+    """A change in a former subspace, retained if the base cannot take it."""
 
     left: Projector
     right: Projector
@@ -35,19 +35,23 @@ class PastChange:
 
 @dataclass
 class ProjectedUnit:
-    """A unit whose large matrices change in a subspace and whose other parameters change as they are.
+    """A unit whose large matrices change in a subspace and whose other parameters change as they
+    are.
 
     Attributes:
-        matrices: each with its piece and where its s x s numbers begin.
-        exact: the unit of the other parameters, one after the other; the whole unit where nothing is projected.
+        matrices: each with its piece and the offset of its s x s numbers.
+        exact: the unit of the other parameters, one after the other; the entire unit without
+            projections.
         narrow: numbers of all matrices together.
         change: float32 [narrow] on the accelerator, D of every matrix.
         decay: factor of the base, of weight decay; set by `decay_by`.
-        factor: the same on the accelerator, float32 [1], which a graph reads anew; None without weight decay.
+        factor: the same on the accelerator, float32 [1], which a graph reads again; None without
+            weight decay.
         older: by matrix number.
         folded: whether the base is no longer what was loaded.
-        subspace: the changes as a unit; `own` is this rank's shard of it, and `own_exact` of `exact`.
-        start: where `exact` begins in the run, and `numel` where it ends: all ranks' shards together.
+        subspace: the changes as a unit; `own` is this rank's shard of it, and `own_exact` of
+            `exact`.
+        start: offset of `exact` in the run, and `numel` its end: all ranks' shards together.
         moments: AdamW's of this rank's shard of the changes, on the host.
     """
 
@@ -63,7 +67,8 @@ class ProjectedUnit:
     factor: Tensor | None = None
 
     def __post_init__(self) -> None:
-        ranks, exact = self.ranks, self.exact
+        ranks = self.ranks
+        exact = self.exact
         self.subspace = replace(self.unit, kind="layer", pieces=(), numel=self.narrow)
         self.own = ranks.shard(self.subspace)
         self.own_exact = ranks.shard(exact) if exact.numel else exact
@@ -83,13 +88,15 @@ class ProjectedUnit:
             self.factor.fill_(self.decay)
 
     def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
-        """Return D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
+        """Return D of a matrix, [s, s], out of all of them or of a copy of these in another
+        dtype."""
         return (self.change if change is None else change)[offset : offset + matrix.numel].view(
             matrix.sizes
         )
 
     def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
+        """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of
+        one dtype."""
         matrix.effective(base, change, self.decay if self.factor is None else self.factor, out)
         for old in self.older.get(matrix.number, ()):
             widen(old, out)
@@ -103,8 +110,8 @@ def widen(old: PastChange, out: Tensor, factor: float = 1.0) -> None:
 
 
 def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
-    """Return True for a shape that is updated in a subspace: a matrix with a side longer than it. Norms, biases and
-    small matrices are updated as they are."""
+    """Return True for a shape that is updated in a subspace: a matrix with a side longer than it.
+    Norms, biases and small matrices are updated as they are."""
     return len(shape) == 2 and max(shape) > subspace
 
 
@@ -112,19 +119,24 @@ def split(
     unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
     plane: Plane, decays: bool = False, ranks: Ranks = SINGLE,
 ) -> ProjectedUnit:  # fmt: skip
-    """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
+    """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers
+    and tables.
 
     Args:
         config: None projects nothing.
         numbers: of the model's parameters by name.
         decays: there is weight decay.
     """
-    matrices, rest, narrow, group = [], [], 0, Group(plane, where)
+    matrices = []
+    rest = []
+    narrow = 0
+    group = Group(plane, where)
     for piece in unit.pieces:
         if config is None or unit.kind == "rest" or not is_projected(piece.shape, config.subspace):
             rest.append(piece)
             continue
-        shape, number = (piece.shape[0], piece.shape[1]), numbers[piece.name]
+        shape = (piece.shape[0], piece.shape[1])
+        number = numbers[piece.name]
         matrix = Matrix(piece.name, shape, number, config, seed, group)
         matrices.append((piece, matrix, narrow))
         narrow += matrix.numel
@@ -136,7 +148,8 @@ def split(
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
     """A unit of some of a unit's parameters."""
-    packed, offset = [], 0
+    packed = []
+    offset = 0
     for piece in pieces:
         packed.append(replace(piece, offset=offset))
         offset += -(-piece.numel // ALIGN) * ALIGN

@@ -1,9 +1,10 @@
-"""A d-sparse projector (LSP-Offload, Definition 1): rows x size, with d values other than zero in each row.
+"""A d-sparse projector (LSP-Offload, Definition 1): rows x size, with d values other than zero in
+each row.
 
-The d positions of a row lie in d equal blocks of the columns, one in each (Kane and Nelson's block construction), so
-they are distinct without rejection. Values begin as N(0, 1 / d), by which E[P P^T] = I and P P^T G Q Q^T is an unbiased
-estimate of G; `fit.py` changes them. A side that is no longer than the subspace is not projected: P = I.
-"""
+The d positions of a row are in d equal blocks of the columns, one in each (Kane and Nelson's block
+construction), so they are distinct without rejection. Values begin as N(0, 1 / d), by which E[P
+P^T] = I and P P^T G Q Q^T is an unbiased estimate of G; `fit.py` changes them. A side that is no
+longer than the subspace is not projected: P = I."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Projector:
 
     Attributes:
         rows: of the side; `size` of the subspace.
-        positions: int64 [rows, d]; None where the side is not projected.
+        positions: int64 [rows, d]; None if the side is not projected.
         values: float32 [rows, d].
     """
 
@@ -43,9 +44,7 @@ class Projector:
     @property
     def bytes(self) -> int:
         """Of positions, as they are stored, and values."""
-        return sum(
-            t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None
-        )
+        return sum(t.nbytes for t in (self.positions, self.values) if t is not None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return [rows, size] in `dtype`."""
@@ -78,10 +77,11 @@ def draw(
     tensor: int,
     device: torch.device | str = "cpu",
 ) -> Projector:
-    """Return a random projector, a pure function of its arguments; the identity where `rows` is at most `size`.
+    """Return a random projector, a pure function of its arguments; the identity if `rows` is at
+    most `size`.
 
     Args:
-        nonzeros: d, in each row; `size` where that is less.
+        nonzeros: d, in each row; at most `size`.
         turn: how often the subspace was drawn before.
         tensor: number of the side, different for every one in a model.
     """

@@ -1,4 +1,5 @@
-"""Costs of a subspace, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
+"""Costs of a subspace, from dimensions only: numbers over the bus, and additional
+multiplications."""
 
 from __future__ import annotations
 
@@ -61,12 +62,13 @@ class Projected:
         return tokens * (self.dense + self.numel)
 
     def narrowing(self) -> int:
-        """Return multiplications of P^T G Q where the gradient is there."""
+        """Return multiplications of P^T G Q for a gradient G."""
         return self.rows * self.right * (self.columns * (self.right < self.columns) + self.left)
 
 
 def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
-    """Return every matrix of layers and tables with a side longer than the subspace; none with `project: false`."""
+    """Return every matrix of layers and tables with a side longer than the subspace; none with
+    `project: false`."""
     if not config.project:
         return []
     shapes: list[tuple[Kind, int, int, int]] = [
@@ -98,8 +100,8 @@ def exact(dims: ModelDims, config: LspConfig) -> int:
 def bus_bytes(
     dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int
 ) -> tuple[int, int]:
-    """Return bytes of a step to the host and to the accelerator: gradients and answers, and weights and kept inputs
-    that are on the host."""
+    """Return bytes of a step to the host and to the accelerator: gradients and updates, and weights
+    and saved inputs that are on the host."""
     moved = (narrow(dims, config) + exact(dims, config)) * item
     kept = (
         dims.layers
@@ -117,13 +119,14 @@ def bus_bytes(
 
 
 def slides(dims: ModelDims, config: LspConfig) -> bool:
-    """Return True where the layers' weights are on the host: only where something is projected."""
+    """Return True if the layers' weights are on the host and something is projected."""
     return config.weight_placement == "host" and bool(projected(dims, config))
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Multiplications of a step that training without projection does not have, and those of it that are not done.
+    """Multiplications of a step that training without projection does not have, and those of it
+    that are not done.
 
     Attributes:
         making: of the effective weights, in both passes; of the window's layers once.
@@ -137,7 +140,7 @@ class Extra:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations beside training's own; negative where fewer."""
+        """Floating-point operations in addition to training's own; negative if fewer."""
         return 2.0 * (self.making + self.collecting - self.saved)
 
 

@@ -1,4 +1,5 @@
-"""The session of LSP-Offload: its engine, its state for checkpoints, the trained weights, and checks of the bias."""
+"""The session of LSP-Offload: its engine, its state for checkpoints, the trained weights, and
+checks of the bias."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods import ranked_session
-from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
+from ondevice.methods.engine_session import EngineSession, as_numpy
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
 from ondevice.offload.device import memory_errors
 from ondevice.offload.host import DTYPES
 from ondevice.offload.ranks import SINGLE, Ranks, join
-from ondevice.offload.units import Joined, array_name
+from ondevice.offload.units import array_name
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
@@ -59,52 +60,44 @@ class LspSession(EngineSession):
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
-        """Run one AdamW step; its last answers come while the next step begins."""
+        """Run one AdamW step; its last updates arrive while the next step begins."""
         checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
         self.bias_checks = self._bias_checks() if checking else {}
         return result
 
     def report(self) -> dict[str, Any] | None:
-        """Return the overlap report of the step before the last, with the biases if that step checked them.
+        """Return the overlap report of the step before the last, with the biases if that step
+        checked them.
 
-        `bias_checks` holds them by parameter, each [before, after]; the means of both stand beside it. Where projectors
-        stay, after equals before."""
+        `bias_checks` holds them by parameter, each [before, after]; the means of both come with it.
+        If projectors stay, after equals before."""
         overlap = super().report()
-        return (
-            None
-            if overlap is None
-            else {**overlap, "transition_layer": self.engine.updates.transition, **self.bias_checks}
-        )
+        if overlap is None:
+            return None
+        return {**overlap, "transition_layer": self.engine.updates.transition, **self.bias_checks}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as
-        uint16. What all ranks have is rank 0's to give."""
+        """Return changes, projectors, moments, and the weights that changes have gone into: copies;
+        bfloat16 as uint16. Rank 0 returns what all ranks have."""
         self.engine.flush()
         arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
-        done = (
-            {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
-            if self.ranks.rank == 0
-            else {}
-        )
+        if self.ranks.rank == 0:
+            done = {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
+        else:
+            done = {}
         return {**arrays, **done}
 
-    def load_state(self, state: dict[str, np.ndarray] | None) -> None:
-        """Take back what `state` gave on any number of ranks; those but rank 0 have it from there."""
-        self.engine.flush()
-        problem: Exception | None = None
-        with self.ranks.lent(Joined(state or {})) as arrays:
-            try:
-                done = steps_of(arrays.get(OPTIMIZER_STEP))
-                load_arrays(self.engine, arrays)
-                self.steps_done, self.bias_checks = done, {}
-            except CheckpointError as error:
-                problem = error
-        self.ranks.agree(problem)
+    def _load(self, arrays: Arrays) -> None:
+        load_arrays(self.engine, arrays)
+        self.bias_checks = {}
+
+    def _after_load(self) -> None:
         self.engine.put_exact()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters by name, on the host in the compute dtype: bases with their changes."""
+        """Return the trained parameters by name, on the host in the compute dtype: bases with their
+        changes."""
         self.engine.flush()
         return self.engine.weights(DTYPES[self.config.compute])
 
@@ -132,14 +125,15 @@ class Follower(ranked_session.Follower, LspSession):
 
 
 def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
-    """Return everything a resume needs, on the host, as copies; call `flush` before. Ranks but the first return their
-    shards of the states alone."""
+    """Return everything a resume needs, on the host, as copies; call `flush` before. Ranks but the
+    first return only their shards of the states."""
     tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
     tensors |= engine.updates.clipping.norms() if engine.ranks.rank == 0 else {}
     for part in engine.parts:
         if not part.matrices:
             continue
-        key, own = part.unit.key, part.own
+        key = part.unit.key
+        own = part.own
         for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
             if own.here or not own.of:
                 tensors[array_name(name, own)] = moment[: own.here].clone()
@@ -174,7 +168,8 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
     for part in engine.parts:
         if not part.matrices:
             continue
-        key, own = part.unit.key, part.own
+        key = part.unit.key
+        own = part.own
         part.change.copy_(_array(saved, f"change/{key}", part.change))
         for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
             like = torch.empty(part.narrow)
@@ -188,7 +183,7 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
             engine.put_base(part, _array(saved, f"base/{key}", engine.base_of(part)))
         elif part.folded:
             raise CheckpointError(
-                f"the weights of {part.unit.name} have taken changes that the checkpoint has not",
+                f"the weights of {part.unit.name} have changes that the checkpoint lacks",
                 expected="a session that has not trained yet", hint="open the model again, then load the checkpoint",
             )  # fmt: skip
         for _, matrix, _ in part.matrices:
@@ -234,7 +229,8 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
 def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) -> Tensor:
     """An array of the shape and type of `like`, or elements `span` of it."""
     stored = torch.uint16 if like.dtype == torch.bfloat16 else like.dtype
-    value, dtype = saved.get(name), torch.empty(0, dtype=stored).numpy().dtype
+    value = saved.get(name)
+    dtype = torch.empty(0, dtype=stored).numpy().dtype
     if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:
         raise CheckpointError(
             f"the checkpoint does not fit: {name}",
@@ -253,5 +249,10 @@ def open_session(
     Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.
     """
     ranks, where = join(device or "cpu", config.timeout_s)
-    kind = LspSession if ranks.single else Follower if ranks.rank else Leader
+    if ranks.single:
+        kind = LspSession
+    elif ranks.rank:
+        kind = Follower
+    else:
+        kind = Leader
     return kind(loaded, ranks.settings(config), where, seed, ranks)

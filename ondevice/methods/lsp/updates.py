@@ -1,17 +1,19 @@
-"""Path of a gradient: to the host, AdamW in the subspace, and the answer's way back (Algorithm 3).
+"""Path of a gradient: to the host, through AdamW in the subspace, and back as an update (Algorithm
+3).
 
-Three threads, one for each direction of the bus and one for the update, so that different layers are in all of them at
-once. Each takes the most urgent of what is ready. Schedules:
+Three threads, one for each direction of the bus and one for the update, so that different layers
+are in all of them at once. Each takes the most urgent task that is ready. Schedules:
 
-- `layerwise`: first come, first served from the last layer down to the transition layer; below it the lowest layer
+- `layerwise`: first come, first served from the last layer down to the transition layer; below it
+  the lowest layer
   first, since the next forward pass needs it first, and before all that came earlier.
-- `zero`: ZeRO-Offload's (Algorithm 1): all updates and answers after the backward pass, in the order of arrival, and no
-  forward pass before the last of them.
+- `zero`: ZeRO-Offload's (Algorithm 1): all updates run and return after the backward pass, in the
+  order of arrival,
+  and no forward pass begins before the last of them.
 
-Of several ranks each updates its shards: gradients are summed on the accelerators before they leave, answers gathered
-when they are needed. Both are asked for by the thread that computes, in the order of the passes, because the threads'
-own order is not the same on every rank.
-"""
+Of several ranks each updates its shards: gradients are summed on the accelerators before they
+leave, updates gathered when they are needed. The computing thread asks for both, in the order of
+the passes, because the order of the other threads differs between ranks."""
 
 from __future__ import annotations
 
@@ -39,46 +41,51 @@ if TYPE_CHECKING:
     from ondevice.offload.units import Unit, Units
 
 LATER = 1 << 20
-"""Added to the priority of what is served in the order of arrival: all that is urgent goes before it."""
+"""Added to the priority of tasks in the order of arrival: all urgent tasks go before them."""
 
 
 class Ticket:
-    """One gradient under way, which may leave after `ready`. Once `answered` is set, its answer is in the accelerator's
-    memory; of several ranks, this one's shard of it."""
+    """One gradient under way, which may leave after `ready`.
+
+    Once `returned` is set, its update is in the accelerator's memory: this rank's shard of it."""
 
     def __init__(self, now: Step, ready: Event, doing: str) -> None:
-        self.now, self.ready, self.doing = now, ready, doing
-        self.answered = threading.Event()
+        self.now = now
+        self.ready = ready
+        self.doing = doing
+        self.returned = threading.Event()
 
 
 class Updates:
-    """Host memory for gradients and answers, the three threads, and clipping."""
+    """Host memory for gradients and updates, the three threads, and clipping."""
 
     def __init__(
         self, units: Units, parts: list[ProjectedUnit], store: HostStore, config: LspConfig, device: Device,
         timeline: Timeline, watch: Watch, threads: int, ranks: Ranks,
     ) -> None:  # fmt: skip
-        self.units, self.parts, self.store, self.config = units, parts, store, config
-        self.device, self.timeline, self.watch, self.threads = device, timeline, watch, threads
+        self.units = units
+        self.parts = parts
+        self.store = store
+        self.config = config
+        self.device = device
+        self.timeline = timeline
+        self.watch = watch
+        self.threads = threads
         self.ranks = ranks
         self.transfers = Transfers(device, timeline, ranks)
         self.clipping = Clipping(config, units, ranks)
-        narrow, exact = (
-            max(part.own.numel for part in parts),
-            max(part.own_exact.numel for part in parts),
-        )
+        narrow = max(part.own.numel for part in parts)
+        exact = max(part.own_exact.numel for part in parts)
         layers = [part for part in parts if part.unit.kind == "layer"]
-        count, largest = (
-            min(config.gradient_buffers, len(layers)),
-            max(part.here for part in layers),
-        )
+        count = min(config.gradient_buffers, len(layers))
+        largest = max(part.here for part in layers)
         self.buffers = [
             device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)
         ]
         own = [part for part in parts if part.unit.kind != "layer"]
         self.own = {part.unit.index: device.pinned(part.here, store.dtype) for part in own}
         self.pool = Pool(list(self.buffers), watch)
-        self.answers = {
+        self.host_updates = {
             part.unit.index: device.pinned(part.own.numel, store.dtype) for part in parts
         }
         self.arrivals = {part.unit.index: device.empty(part.start, store.dtype) for part in parts}
@@ -95,12 +102,18 @@ class Updates:
     def bytes(self) -> int:
         """Of host memory."""
         moments = [t for part in self.parts for t in part.moments.tensors().values()]
-        tensors = [*self.buffers, *self.own.values(), *self.answers.values(), *moments, self.steps]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = [
+            *self.buffers,
+            *self.own.values(),
+            *self.host_updates.values(),
+            *moments,
+            self.steps,
+        ]
+        return sum(t.nbytes for t in tensors)
 
     @property
     def after(self) -> bool:
-        """True where updates wait for the end of the backward pass."""
+        """True if updates wait for the end of the backward pass."""
         return self.config.schedule == "zero" or self.clipping.exact
 
     def send(self, part: ProjectedUnit, slot: Slot, exact: Tensor, norm: Tensor | None) -> None:
@@ -108,10 +121,12 @@ class Updates:
 
         Args:
             slot: its memory on the accelerator, [numel]; `slot.task` is set to when it has left.
-            exact: where the answer for the exact parameters goes, flat, in the compute dtype.
-            norm: its squared norm, float32 [1]; None where nothing is clipped, and of several ranks, whose sum has it.
+            exact: target of the exact parameters' update, flat, in the compute dtype.
+            norm: its squared norm, float32 [1]; None without clipping, or with several ranks (see
+                `_sum`).
         """
-        unit, ready = part.unit, self.device.record("compute")
+        unit = part.unit
+        ready = self.device.record("compute")
         host = self.norms[unit.index : unit.index + 1]
         if self.ranks.single:
             sources = [slot.memory[: part.numel]]
@@ -119,12 +134,14 @@ class Updates:
             sources = [slot.memory[span] for span in self._own(part)]
             ready = self._sum(part, slot.memory, sources, host, ready)
         ticket = self.tickets[unit.index] = Ticket(
-            self.clipping.now, ready, f"the answer for {unit.name}"
+            self.clipping.now, ready, f"the update of {unit.name}"
         )
         pair = None if norm is None else (norm, host)
 
         def run() -> Event:
-            buffer, low, event = self._buffer(part), 0, ready
+            buffer = self._buffer(part)
+            low = 0
+            event = ready
             for source in filter(torch.Tensor.numel, sources):
                 target = buffer[low : (low := low + source.numel())]
                 event = self.transfers.to_host(unit, target, source, ready, pair)
@@ -137,7 +154,7 @@ class Updates:
                 self._submit(part, ticket, buffer, exact)
             return event
 
-        # What is not computed yet would keep the lane from what is.
+        # A gradient that is not computed yet would block the lane for those that are.
         slot.task = self.offload.submit(
             unit.name, run, self._priority(part), ready.done, ready.wait
         )
@@ -155,14 +172,16 @@ class Updates:
             raise TrainingError(message, received=error.received, hint=error.hint) from error
 
     def _own(self, part: ProjectedUnit) -> tuple[slice, slice]:
-        """Elements of the run that this rank updates: of the changes, and of the exact parameters."""
-        low, size = part.start + part.own_exact.low, part.own_exact.numel
+        """Elements of the run that this rank updates: of the changes, and of the exact
+        parameters."""
+        low = part.start + part.own_exact.low
+        size = part.own_exact.numel
         return slice(part.own.low, part.own.low + part.own.numel), slice(low, low + size)
 
     def _sum(
         self, part: ProjectedUnit, memory: Tensor, own: list[Tensor], host: Tensor, computed: Event
     ) -> Event:
-        """Sum a gradient over the ranks; the squared norm of all of it goes to `host` where it is clipped."""
+        """Sum a gradient over the ranks; its squared norm goes to `host` if it is clipped."""
 
         def run() -> None:
             for low, unit in ((0, part.subspace), (part.start, part.exact)):
@@ -179,8 +198,8 @@ class Updates:
     def gather(
         self, part: ProjectedUnit, exact: Tensor, after: Event, changes: bool = True
     ) -> None:
-        """Let all ranks have what each has of an answer: of the exact parameters, and of the changes, too. Computations
-        that follow see it."""
+        """Gather an update from all ranks: exact parameters and, if `changes`, the changes.
+        Computations that follow see it."""
         if self.ranks.single:
             return
         runs = [(part.subspace, self.arrivals[part.unit.index])] if changes else []
@@ -200,18 +219,21 @@ class Updates:
         sent = len(self.tickets)
 
         def all_here() -> bool:
-            """A task that could begin goes before one that could not, so it would go before what is still computed."""
+            """Ready tasks go before others, so without this it would go before pending
+            gradients."""
             return len(self.waiting) == sent
 
         def run() -> None:
-            waiting, self.waiting = self.waiting, []
+            waiting = self.waiting
+            self.waiting = []
             for entry in waiting:
                 self._submit(*entry)
 
         self.offload.submit("the end of the backward pass", run, 2 * LATER, all_here)
 
     def wait(self, part: ProjectedUnit, exact: Tensor) -> Step | None:
-        """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken.
+        """Wait until the update is on the accelerator; return its step, None if no update is
+        pending.
 
         Args:
             exact: as for `send`.
@@ -219,7 +241,7 @@ class Updates:
         ticket = self.tickets.pop(part.unit.index, None)
         if ticket is None:
             return None
-        self.watch.until(ticket.answered.wait, ticket.doing)
+        self.watch.until(ticket.returned.wait, ticket.doing)
         self.gather(part, exact, ticket.ready)
         return ticket.now
 
@@ -229,14 +251,15 @@ class Updates:
         Args:
             layer_s: seconds of a layer's offload, upload and update.
         """
-        slowest, chain = max(layer_s.values()), sum(layer_s.values())
+        slowest = max(layer_s.values())
+        chain = sum(layer_s.values())
         if slowest > 0:
             self.transition = min(layers, max(0, round(layers - (backward_s - chain) / slowest)))
 
     def flush(self) -> None:
-        """Wait until every answer is there."""
+        """Wait until every update has arrived."""
         for ticket in list(self.tickets.values()):
-            self.watch.until(ticket.answered.wait, ticket.doing)
+            self.watch.until(ticket.returned.wait, ticket.doing)
 
     def close(self) -> bool:
         """End the threads; False if one hangs."""
@@ -249,7 +272,8 @@ class Updates:
         return LATER if order >= self.transition else order
 
     def _submit(self, part: ProjectedUnit, ticket: Ticket, buffer: Tensor, exact: Tensor) -> None:
-        unit, priority = part.unit, self._priority(part)
+        unit = part.unit
+        priority = self._priority(part)
 
         def update() -> None:
             started = time.perf_counter()
@@ -263,7 +287,7 @@ class Updates:
             copies: list[tuple[Tensor, Tensor]] = []
             if part.narrow:
                 copies.append(
-                    (self.arrivals[unit.index][self._own(part)[0]], self.answers[unit.index])
+                    (self.arrivals[unit.index][self._own(part)[0]], self.host_updates[unit.index])
                 )
             if part.exact.numel:
                 copies.append(self.outgoing(part, exact))
@@ -274,25 +298,28 @@ class Updates:
                 self.store.sent(events[-1])
             for event in events[-1:]:  # the lane's last, so all
                 event.wait()
-            ticket.answered.set()
+            ticket.returned.set()
 
         self.update.submit(unit.name, update, priority)
 
     def outgoing(self, part: ProjectedUnit, exact: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where this rank's shard of the exact parameters goes, and what goes there; call `store.sent` after."""
+        """Return target and source of this rank's shard of the exact parameters; then call
+        `store.sent`."""
         own = part.own_exact
         return exact[own.low : own.low + own.numel], self.store.outgoing(own, slice(0, own.numel))
 
     def _step(self, part: ProjectedUnit, now: Step, buffer: Tensor) -> None:
-        """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate. What the
-        memory held decays to nothing in it, so it is written once."""
-        adam, narrow = self.clipping.apply(now, part.unit), part.own.numel
+        """AdamW: of the changes a step of length one, which the accelerator multiplies by the
+        learning rate. What the memory held decays to nothing in it, so it is written once."""
+        adam = self.clipping.apply(now, part.unit)
+        narrow = part.own.numel
         if narrow:
-            answer = self.answers[part.unit.index]
-            half = answer.dtype != torch.float32
-            steps, high = (
-                (self.steps[:narrow], answer.view(torch.uint16)) if half else (answer, None)
-            )
+            change = self.host_updates[part.unit.index]
+            half = change.dtype != torch.float32
+            if half:
+                steps, high = (self.steps[:narrow], change.view(torch.uint16))
+            else:
+                steps, high = (change, None)
             state = HostState(steps, high, None, part.moments, part.unit.index)
             self._adam(buffer[:narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
         if part.exact.numel:
@@ -305,10 +332,11 @@ class Updates:
             layer_adam(gradient, state, adam, threads=self.threads)
 
     def _buffer(self, part: ProjectedUnit) -> Tensor:
-        """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
+        """Host memory for a gradient: one of the layers' buffers, or the table's own, free since
+        the forward pass."""
         own = self.own.get(part.unit.index)
-        return (
-            self.pool.borrow(f"waiting for host memory for the gradients of {part.unit.name}")
-            if own is None
-            else own
-        )
+        if own is None:
+            return self.pool.borrow(
+                f"waiting for host memory for the gradients of {part.unit.name}"
+            )
+        return own

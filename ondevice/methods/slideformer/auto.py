@@ -1,11 +1,11 @@
-"""The values of `auto`: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
-many gradients may wait, by the memory of both sides and the rates of the machine. Of several processes each decides by
-its own memory, as if all shared one host, and all take the least of what any of them chose (`agreed`).
+"""The values of `auto`: how many layers and whether the tables stay on the accelerator, how wide
+the window is, and how many gradients may wait, by the memory of both sides and the rates of the
+machine. Of several processes each decides by its own memory, as if all shared one host, and all
+take the least of what any of them chose (`agreed`).
 
-Every choice gives the same bits, so the one with the least predicted time is taken, and of equals the smallest. A step
-takes as long as its longest lane, and what its boundary adds: the gradients of the first unit on the host are the last
-to arrive and the first to be needed.
-"""
+Every choice gives the same bits, so the one with the least predicted time is taken, and of equals
+the smallest. A step takes as long as its longest lane, and what its boundary adds: the gradients of
+the first unit on the host are the last to arrive and the first to be needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOST_SHARE = 0.9
 EQUAL = 1.004
 """Times that differ by less are equal."""
 SLACK = 1.25
-"""Of the update and the copies beside the computation: they wait for each other, and for the first gradient."""
+"""Factor of the update and the copies: they wait for each other, and for the first gradient."""
 HIDDEN = 0.7
 """Of the computation is the backward pass, under which an update hides without more buffers."""
 FITTED_MATRIX = 0.75
@@ -45,7 +45,7 @@ FITTED_MATRIX = 0.75
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that the run may take, bytes; `host_bytes` is None where it is not known."""
+    """Memory that the run may take, bytes; `host_bytes` is None if unknown."""
 
     accelerator_bytes: int
     host_bytes: int | None
@@ -54,9 +54,9 @@ class Room:
 def resolve(
     config: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
 ) -> tuple[SlideformerConfig, str]:
-    """Return `config` with every `auto` decided, and why in a sentence.
+    """Return `config` with every `auto` decided, and the reason in a sentence.
 
-    Numbers that are set stay. What does not fit at all is decided as small as it can be: the plan then says so.
+    Given numbers stay. If nothing fits, the smallest choice is taken, and the plan says so.
     """
     options = [
         change for change in _options(config, dims) if _fits(config, change, dims, work, room)
@@ -92,7 +92,7 @@ def resolve_request(
 
 
 def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
-    """Return rank 0's settings, with numbers that every rank has memory for: of each the least that any chose."""
+    """Return rank 0's settings, with the least of each number that any rank chose."""
     if ranks.single:
         return config
     mine = {
@@ -108,7 +108,7 @@ def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
 
 
 def assumed(device: Any, config: SlideformerConfig) -> Rates:
-    """Return rates of a machine that nobody measured: the device's products, PCIe 5.0, host memory of 140 GB/s."""
+    """Return assumed rates: the device's products, PCIe 5.0, host memory of 140 GB/s."""
 
     flops = device.flops_s.get(config.compute) or device.flops_s.get("float32") or 100e12
     return Rates(flops, 50e9, 50e9, 140e9 / moved_bytes(config), 3e9)
@@ -134,7 +134,7 @@ def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfi
 
 
 def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
-    """Every number of layers on the accelerator, with and without the tables, each with windows from small to whole."""
+    """Every number of resident layers, with and without the tables, each with several windows."""
     exact = config.max_grad_norm is not None
     may = not (exact and config.clip == "global") and config.disk_fraction < 1
     options = []
@@ -152,7 +152,7 @@ def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]
 
 
 def _size(option: dict[str, Any]) -> tuple[int, int]:
-    """Of two that are equally quick: fewer layers on the accelerator, then the smaller window."""
+    """The tie-break of equally quick options: fewer resident layers, then the smaller window."""
     return option["resident_layers"] + 2 * option["resident_tables"], option["window"]
 
 
@@ -183,8 +183,9 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     """The longest lane, and the boundary between two steps that nothing hides."""
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     hidden = lanes["compute"] / dims.layers * min(config.kept_layers, dims.layers)
-    item = 2 if config.compute == "bfloat16" else 4
-    layer, moved = dims.block_parameters, dims.block_parameters * item / work.world
+    item = config.item_bytes
+    layer = dims.block_parameters
+    moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
     waits = 0.0 if config.keeps_tables else tokens * dims.hidden / rates.parameters_s
     if config.kept_layers < dims.layers:
@@ -201,13 +202,11 @@ def _buffers(
     room: Room,
     rates: Rates,
 ) -> int:
-    """A few where the backward pass hides the update; else as many as the host holds of those that there are."""
+    """A few if the backward pass hides the update; else as many as are useful and fit the host."""
     if config.gradient_buffers != "auto":
         return config.gradient_buffers
-    lanes, left = (
-        lanes_of(dims, chosen, work, rates, FITTED_MATRIX),
-        max(2, dims.layers - chosen.kept_layers),
-    )
+    lanes = lanes_of(dims, chosen, work, rates, FITTED_MATRIX)
+    left = max(2, dims.layers - chosen.kept_layers)
     if SLACK * max(lanes["update"], lanes["disk"]) <= HIDDEN * lanes["compute"]:
         return min(BUFFERS, left)
     most = next(
@@ -243,7 +242,8 @@ DEVICE_PARAMETERS_S = 60e9
 
 @dataclass(frozen=True)
 class Work:
-    """Rows of a step and their length, tokens; `rows` are one's of `world` processes, which share the host."""
+    """Rows of a step and their length, tokens; `rows` are one's of `world` processes, which share
+    the host."""
 
     rows: int
     length_tokens: int
@@ -251,12 +251,13 @@ class Work:
 
 
 def moved_bytes(config: SlideformerConfig) -> float:
-    """Return the bytes of host memory that the update of a parameter reads and writes, its gradient's among them."""
-    return 2 * STATE_BYTES[config.moments] + (2 if config.compute == "bfloat16" else 4)
+    """Return the bytes of host memory that the update of a parameter reads and writes, its
+    gradient's among them."""
+    return 2 * STATE_BYTES[config.moments] + config.item_bytes
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
-    """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `Offloads`."""
+    """Return seconds by lane of a step of that many rows, of `flops` operations; see `Offloads`."""
     return _lanes(
         request.dims, request.method, Work(rows, request.length_tokens, request.world), rates, flops
     )
@@ -265,7 +266,7 @@ def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, 
 def lanes_of(
     dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, efficiency: float
 ) -> dict[str, float]:
-    """Return the same where layers reach the fraction `efficiency` of the rate of products."""
+    """Return the same for layers that reach the fraction `efficiency` of the rate of products."""
     flops = step_cost(dims, config, work.rows, work.length_tokens, 0).flops
     return _lanes(dims, config, work, rates, flops / efficiency)
 
@@ -273,7 +274,8 @@ def lanes_of(
 def _lanes(
     dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, flops: float
 ) -> dict[str, float]:
-    item, stored = 2 if config.compute == "bfloat16" else 4, STATE_BYTES[config.moments]
+    item = config.item_bytes
+    stored = STATE_BYTES[config.moments]
     kept = (
         dims.layers
         * work.rows
@@ -288,18 +290,26 @@ def _lanes(
     again = (
         max(0, layers - min(config.slots, layers)) * dims.block_parameters
     )  # fetched for the backward pass, too
-    # Each rank copies its shard over its own link. Copies and updates of all share the host's memory: what one moves
-    # the other waits for.
-    entering, leaving, ranks = (on_host + again) * item, on_host * item, work.world
-    memory, moved = rates.parameters_s * moved_bytes(config), entering + leaving + 2 * kept * ranks
+    # Each rank copies its shard over its own link. Copies and updates of all share the host's
+    # memory: what one moves the other waits for.
+    entering = (on_host + again) * item
+    leaving = on_host * item
+    ranks = work.world
+    memory = rates.parameters_s * moved_bytes(config)
+    moved = entering + leaving + 2 * kept * ranks
     on_disk = 2 * config.disk_fraction * (stored - 4) * on_host
     cold = config.disk_masters * config.disk_fraction
     on_disk += cold * (layers * dims.block_parameters * (8 + item) + again * item)
     on_disk += 2 * kept * ranks * (config.activations == "disk")
     return {
         "compute": flops / rates.flops_s + here / ranks / DEVICE_PARAMETERS_S,
-        "h2d": (entering / ranks + kept) / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
-        "d2h": (leaving / ranks + kept) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
+        "h2d": _seconds_of(entering / ranks + kept, rates.h2d_bytes_s),
+        "d2h": _seconds_of(leaving / ranks + kept, rates.d2h_bytes_s),
         "update": on_host / rates.parameters_s + (moved / memory if rates.h2d_bytes_s else 0.0),
-        "disk": on_disk / rates.disk_bytes_s if rates.disk_bytes_s else 0.0,
+        "disk": _seconds_of(on_disk, rates.disk_bytes_s),
     }
+
+
+def _seconds_of(amount: float, rate: float | None) -> float:
+    """Return the time of a lane; 0 for a lane that the machine does not have."""
+    return amount / rate if rate else 0.0

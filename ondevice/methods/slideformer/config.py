@@ -1,4 +1,5 @@
-"""Settings of SlideFormer: those of the engines, how states are spread, and AdamW's learning rate."""
+"""Settings of SlideFormer: those of the engines, how states are spread, and AdamW's learning
+rate."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from pydantic import Field
 from ondevice.core.flags import LEARNING_RATE
 from ondevice.offload.config import EngineConfig
 
-WINDOW, BUFFERS = 3, 4
+WINDOW = 3
+BUFFERS = 4
 """The values of a run whose sizes or machine are not known."""
 
 
 class SlideformerConfig(EngineConfig):
-    """First-order fine-tuning of all parameters; layers slide through the accelerator while the host updates."""
+    """First-order fine-tuning of all parameters; layers slide through the accelerator while the
+    host updates."""
 
     RENAMED: ClassVar[dict[str, str]] = {"vocabulary_chunks": "loss_tiles"}
 
@@ -30,40 +33,42 @@ class SlideformerConfig(EngineConfig):
     """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
 
     window: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by the memory of both sides
-    and by how quickly this machine computes, copies and updates; `ondevice plan` shows the choice. No bit of the
-    result depends on it."""
+    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by the
+    memory of both sides and by the measured rates of this machine; `ondevice plan` shows the
+    choice. The result does not depend on it."""
 
     resident_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """The first so many layers keep their masters and moments on the accelerator and are updated there: as many bytes a
-    parameter as on the host, for a shorter boundary between steps and less work on the host."""
+    """The first so many layers keep their masters and moments on the accelerator and are updated
+    there: as many bytes a parameter as on the host, for a shorter boundary between steps and less
+    work on the host."""
 
     resident_tables: bool | Literal["auto"] = "auto"
     """Embedding and output head keep theirs there, too; like layers, not with `clip: global`."""
 
     gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next
-    forward pass, too."""
+    """Layers whose gradients wait in host memory for their update. More of them also hide a slow
+    update behind the next forward pass."""
 
     activations: Literal["device", "host", "disk"] = "host"
-    """Where each layer's input waits for the backward pass."""
+    """Placement of each layer's input until the backward pass."""
 
     disk_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the layers whose moments are kept in a file."""
+    """Fraction of the layers whose moments are in a file."""
 
     disk_masters: bool = False
-    """Of those layers the masters are in a file, too, and are read a layer ahead; the tables' stay in memory."""
+    """Keep the masters of those layers in a file, too, read a layer ahead; the tables' stay in
+    memory."""
 
     disk_folder: Path | None = None
     """Folder of those files, on a local disk; None: a temporary folder."""
 
     loss_tiles: int = Field(default=1, ge=1)
-    """Vocabulary tiles: ranges of the output head's rows that are on the accelerator one after the other; more than one
-    computes the logits twice."""
+    """Vocabulary tiles: ranges of the output head's rows that are on the accelerator one after the
+    other; more than one computes the logits twice."""
 
     @property
     def is_auto(self) -> bool:
-        """True where something is left to decide."""
+        """True if something is left to decide."""
         return "auto" in (
             self.window,
             self.resident_layers,

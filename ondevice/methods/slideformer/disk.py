@@ -1,10 +1,10 @@
-"""The tier on a local disk: inputs of layers, and states of units (`disk_states`); SlideFormer sections 3.3 and 4.4."""
+"""The tier on a local disk: inputs of layers, and states of units (`disk_states`); SlideFormer
+sections 3.3 and 4.4."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ondevice.methods.slideformer.disk_states import DiskStates
+from ondevice.methods.slideformer.disk_states import DiskStates, timed
 from ondevice.methods.slideformer.store import resident_units
 from ondevice.offload.host import buffer
 from ondevice.offload.ranks import SINGLE, Ranks
@@ -30,12 +30,14 @@ class DiskActivations:
     """Layers' inputs in a file: a ring of host buffers between the accelerator and the disk."""
 
     def __init__(self, folder: Path, timeline: Timeline, watch: Watch) -> None:
-        self.folder, self.timeline, self.watch = folder, timeline, watch
+        self.folder = folder
+        self.timeline = timeline
+        self.watch = watch
         self.file: TierFile | None = None
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
-        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their
-        count."""
+        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at`
+        modulo their count."""
         if self.file is not None:
             self.file.close()
         self.file = TierFile(
@@ -47,7 +49,7 @@ class DiskActivations:
         return self.ring
 
     def place(self, at: int) -> None:
-        """Let input `at` have its buffer, once what that held before is on the disk."""
+        """Give input `at` its buffer, once the buffer's previous input is on the disk."""
         self._wait(at % len(self.ring))
         self.holds[at % len(self.ring)] = at
 
@@ -55,7 +57,9 @@ class DiskActivations:
         """Write an input that is in its buffer."""
         if self.file is not None:
             turn = at % len(self.ring)
-            self.futures[turn] = self._timed(self.file.write(at, self.ring[turn]))
+            self.futures[turn] = timed(
+                self.timeline, "activations", self.file.write(at, self.ring[turn])
+            )
 
     def read(self, at: int) -> None:
         """Begin to bring an input back, unless its buffer still has it; the buffer must be free."""
@@ -63,18 +67,13 @@ class DiskActivations:
         if self.file is not None and self.holds[turn] != at:
             self._wait(turn)
             self.holds[turn] = at
-            self.futures[turn] = self._timed(self.file.read(at, self.ring[turn]))
+            self.futures[turn] = timed(
+                self.timeline, "activations", self.file.read(at, self.ring[turn])
+            )
 
     def wait(self, at: int) -> None:
         """Wait until the input is in its buffer."""
         self._wait(at % len(self.ring))
-
-    def _timed(self, future: Future[None]) -> Future[None]:
-        started = time.perf_counter()
-        future.add_done_callback(
-            lambda _: self.timeline.add("disk", "activations", started, time.perf_counter())
-        )
-        return future
 
     def _wait(self, turn: int) -> None:
         future, self.futures[turn] = self.futures[turn], None
@@ -95,7 +94,7 @@ class Disk:
     temporary: Path | None
 
     def close(self) -> None:
-        """Remove the files; whether the last writes succeeded matters no more."""
+        """Remove the files; the last writes need not succeed."""
         with ExitStack() as closing:
             if self.temporary is not None:
                 closing.callback(shutil.rmtree, self.temporary, ignore_errors=True)
@@ -116,14 +115,16 @@ def open_disk(
     """Return the files that `config` asks for; see `SlideformerConfig.uses_disk`.
 
     Raises:
-        StorageError: there is no room for them.
+        StorageError: the disk has not enough room for them.
     """
     kept = resident_units(units, config)
     owned = [ranks.shard(unit) for unit in units.all if unit.kind != "rest" and unit not in kept]
-    states, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
-    temporary = (
-        Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
-    )
+    states = config.disk_fraction > 0 and bool(owned)
+    activations = config.activations == "disk"
+    if config.disk_folder is None:
+        temporary = Path(tempfile.mkdtemp(prefix="ondevice-offload-"))
+    else:
+        temporary = None
     folder = temporary or Path(str(config.disk_folder))
     if not ranks.single:
         folder = folder / f"rank-{ranks.rank}"

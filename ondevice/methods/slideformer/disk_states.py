@@ -1,7 +1,9 @@
-"""States of some units on a local disk: AdamW's moments, and of layers the masters, too (SlideFormer section 3.3).
+"""States of some units on a local disk: AdamW's moments, and of layers the masters, too
+(SlideFormer section 3.3).
 
-Two files: what an update alone needs, and what the accelerator reads as well. Whatever is read is begun ahead, a unit's
-state when its gradients are on their way, a layer's weights when the window asks for them.
+Two files: states that only an update needs, and weights that the accelerator reads as well. Reads
+begin ahead: of a unit's state when its gradients are on their way, of a layer's weights when the
+window asks for them.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
     from ondevice.offload.worker import Watch
 
 STAGED = 3
-"""Units whose states are in host memory at once: read ahead, updated, written back; and layers whose weights are."""
+"""Units whose states are in host memory at once: read ahead, updated, written back; and layers
+whose weights are."""
 Staged = tuple[tuple[Tensor, ...], tuple[Future[None], ...]]
 
 
 class DiskStates:
-    """The states on disk of each unit that was chosen for it; one thread updates, another one sends weights."""
+    """The states on disk of each unit that was chosen for it; one thread updates, another one sends
+    weights."""
 
     def __init__(
         self,
@@ -44,12 +48,10 @@ class DiskStates:
         timeline: Timeline,
         watch: Watch,
     ) -> None:
-        self.kind, self.split, self.timeline, self.watch = (
-            config.moments,
-            is_split(config),
-            timeline,
-            watch,
-        )
+        self.kind = config.moments
+        self.split = is_split(config)
+        self.timeline = timeline
+        self.watch = watch
         count = max(1, round(config.disk_fraction * len(owned)))
         chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
@@ -97,11 +99,11 @@ class DiskStates:
                 self.staged[unit.index] = self._read(unit, memories)
 
     def load(self, unit: Unit, state: HostState) -> HostState:
-        """Return `state` with what is on the disk of it, in memory until `save`.
+        """Return `state` with its parts on the disk read into memory, until `save`.
 
         Raises:
-            StorageError: the disk failed, or what was read is not what was written.
-            TrainingError: the disk does not answer.
+            StorageError: the disk failed, or the data differs from what was written.
+            TrainingError: the disk does not respond.
         """
         if not self.holds(unit):
             return state
@@ -114,13 +116,13 @@ class DiskStates:
         return self._state(unit, state, memories)
 
     def save(self, unit: Unit) -> None:
-        """Begin to write back what `load` gave last."""
+        """Begin to write back the state of the last `load`."""
         if self.holds(unit):
             with self.lock:
                 self.writing.append(self._write(unit, self.loaded))
 
     def put(self, unit: Unit, state: HostState) -> HostState:
-        """Write a state that is in memory; gives what stays there of it."""
+        """Write a state that is in memory; return the part that stays there."""
         with self.lock:
             memories = self._memory()
         target = self._state(unit, state, memories)
@@ -133,15 +135,13 @@ class DiskStates:
         self.loaded = memories
         self.save(unit)
         moments = type(state.moments).empty(0, self.kind)
-        return (
-            HostState(None, None, None, moments, state.seed)
-            if self.holds_master(unit)
-            else replace(state, moments=moments)
-        )
+        if self.holds_master(unit):
+            return HostState(None, None, None, moments, state.seed)
+        return replace(state, moments=moments)
 
     def stored(self, unit: Unit, state: HostState) -> HostState:
-        """Return the whole state, what is on the disk as maps of the files, read when they are looked at; only while
-        nothing is being written."""
+        """Return the complete state, with parts on the disk as maps of the files; only without
+        writes."""
         self.flush()
         maps = [self.file.payload(self.records[unit.index])]
         if self.holds_master(unit):
@@ -149,7 +149,8 @@ class DiskStates:
         return self._state(unit, state, tuple(maps))
 
     def prefetch_weights(self, unit: Unit) -> None:
-        """Begin to read a layer's weights for the accelerator, if there is memory for them; its last update is done."""
+        """Begin to read a layer's weights for the accelerator, if memory is free; its update is
+        done."""
         if self.holds_master(unit):
             with self.lock:
                 at = next(
@@ -160,16 +161,14 @@ class DiskStates:
                     self.coming[unit.index] = self._read_weights(unit, at)
 
     def weights(self, unit: Unit) -> Tensor:
-        """Return a layer's weights, bfloat16 or float32 [numel], until `sent` says when their copy has ended.
+        """Return a layer's weights, bfloat16 or float32 [numel], valid until `sent`.
 
         Raises:
             StorageError: as `load`.
         """
         with self.lock:
             entry = self.coming.pop(unit.index, None)
-            if (
-                entry is None and not self.idle
-            ):  # what is read ahead, and is needed later, gives its memory
+            if entry is None and not self.idle:  # a read ahead, needed later, gives up its memory
                 _, (memory, future) = self.coming.popitem()
                 self.watch.result(future, "read of weights")
                 self.idle.append((memory, None))
@@ -180,7 +179,7 @@ class DiskStates:
         return self._weights(unit, self.sending)
 
     def sent(self, event: Event) -> None:
-        """Note that the copy of what `weights` gave last ends at `event`."""
+        """Note that the copy of the last `weights` ends at `event`."""
         if self.sending is not None:
             with self.lock:
                 self.idle.append((self.sending, event))
@@ -232,33 +231,29 @@ class DiskStates:
         of: Callable[[TierFile], Callable[..., Future[None]]],
     ) -> tuple[Future[None], ...]:
         name = f"{what} {unit.name}"
-        futures = [self._timed(name, of(self.file)(self.records[unit.index], memories[0]))]
+        futures = [timed(self.timeline, name, of(self.file)(self.records[unit.index], memories[0]))]
         if self.holds_master(unit):
             futures.append(
-                self._timed(name, of(self.files[1])(self.weight_records[unit.index], memories[1]))
+                timed(
+                    self.timeline,
+                    name,
+                    of(self.files[1])(self.weight_records[unit.index], memories[1]),
+                )
             )
         return tuple(futures)
 
     def _read_weights(self, unit: Unit, at: int) -> tuple[Tensor, Future[None]]:
-        """Read into the idle memory `at`, once the copy that it was for has ended. The lock is held."""
+        """Read into the idle memory `at`, once its last copy has ended. The lock is held."""
         memory, sent = self.idle.pop(at)
         if sent is not None:
             sent.wait()
         name = f"read {unit.name} weights"
-        return memory, self._timed(
-            name, self.files[1].read(self.weight_records[unit.index], memory)
+        return memory, timed(
+            self.timeline, name, self.files[1].read(self.weight_records[unit.index], memory)
         )
-
-    def _timed(self, name: str, future: Future[None]) -> Future[None]:
-        """Put the time of a transfer into the disk's lane."""
-        started = time.perf_counter()
-        future.add_done_callback(
-            lambda _: self.timeline.add("disk", name, started, time.perf_counter())
-        )
-        return future
 
     def _memory(self) -> tuple[Tensor, ...]:
-        """Staging memory, once some is free; what is read ahead gives its own last. The lock is held."""
+        """Staging memory, once some is free; reads ahead give up theirs last. The lock is held."""
         while (memories := self._spare()) is None:
             if not self.writing:
                 _, (memories, futures) = self.staged.popitem()
@@ -282,3 +277,10 @@ class DiskStates:
             other for other in self.writing if other is not entry
         ]  # tensors have no plain ==
         self.free.append(entry[0])
+
+
+def timed(timeline: Timeline, name: str, future: Future[None]) -> Future[None]:
+    """Put the time of a transfer into the disk's lane."""
+    started = time.perf_counter()
+    future.add_done_callback(lambda _: timeline.add("disk", name, started, time.perf_counter()))
+    return future

@@ -1,10 +1,10 @@
-"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers, gradients leave as soon
-as they are there, and the host updates a layer while the accelerator computes the next.
+"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers,
+gradients leave as soon as they are there, and the host updates a layer while the accelerator
+computes the next.
 
-A step goes through the layers once, up and down. All micro-batches pass a layer while it is there, so accumulation
-costs no transfers, and gradients accumulate on the accelerator. Between two steps nothing waits but what must: the
-embedding's rows that the batch reads, and layer 0.
-"""
+A step goes through the layers once, up and down. All micro-batches pass a layer while it is there,
+so accumulation costs no transfers, and gradients accumulate on the accelerator. Between two steps
+only the embedding's rows of the batch and layer 0 are waited for."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SlideformerEngine(OffloadEngine):
         family: the model on the CPU; its parameters' values move into the engine.
         config: sizes and precisions.
         device: `cpu`, `cuda` or `cuda:N`.
-        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
-            rows of its batch, and so does an evaluation.
+        ranks: those that train together. All make the same calls with the same batches; a step
+            computes this rank's rows of its batch, and so does an evaluation.
 
     Raises:
         StorageError: host memory cannot be locked, or the disk tier does not fit.
@@ -57,7 +57,8 @@ class SlideformerEngine(OffloadEngine):
         self.disk: Disk | None = None
         if config.uses_disk:
             self.disk = open_disk(self.units, config, self.device, self.timeline, self.watch, ranks)
-        self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        self.transfers = Worker("transfer", self.watch)
+        self.updates = Worker("update", self.watch)
         self.overdue = None if ranks.single else Overdue(self.watch, ranks)
         try:
             self._allocate(family)
@@ -66,7 +67,8 @@ class SlideformerEngine(OffloadEngine):
             raise
 
     def _allocate(self, family: Family) -> None:
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         states = None if self.disk is None else self.disk.states
         inputs = None if self.disk is None else self.disk.activations
         self.store = TieredStore(self.units, config, self.device, states, ranks)
@@ -85,20 +87,25 @@ class SlideformerEngine(OffloadEngine):
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
+        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled
+        token.
 
-        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
+        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for
+        them.
 
         Raises:
             DataError: no token of the batch is labelled.
             ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs, and the message names the layer; or a step before ended half done.
+            TrainingError: a thread died or hangs, and the message names the layer; or a step failed
+                before.
         """
         count = self._labelled(labels)
-        every, rows = ids, self.ranks.rows(len(ids))
+        every = ids
+        rows = self.ranks.rows(len(ids))
         self._open(True)
         self.updater.clipping.begin(step, learning_rate)
-        ids, labels = ids[rows], labels[rows]
+        ids = ids[rows]
+        labels = labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=every)
         for unit in (
@@ -127,7 +134,7 @@ class SlideformerEngine(OffloadEngine):
         self.updater.clipping.restore(arrays)
 
     def flush(self) -> None:
-        """Wait until all updates are done; the host then holds the state after the last step."""
+        """Wait until all updates are done: the host then has the state after the last step."""
         if self.last is not None:
             self.last.wait()
         self.updater.flush()
@@ -140,7 +147,7 @@ class SlideformerEngine(OffloadEngine):
         return self.store.bytes + self.updater.bytes + self.activations.bytes + self.window.bytes
 
     def close(self) -> None:
-        """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
+        """End the threads and unlock the host memory; a hanging thread ends with the process."""
         if self.overdue is not None:
             self.overdue.close()
         if all([worker.close() for worker in (self.transfers, self.updates)]):
@@ -165,13 +172,13 @@ def _check(config: SlideformerConfig) -> None:
         and config.clip == "global"
     ):
         raise ConfigError(
-            "what stays on the accelerator is updated at once, before a global norm is known",
+            "resident units are updated at once, before a global norm is known",
             expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",
             received=f"resident_layers: {config.kept_layers}, resident_tables: {config.keeps_tables}",
         )
     if config.disk_masters and not config.disk_fraction:
         raise ConfigError(
-            "masters go to the disk with the moments of their layers, and none do",
+            "masters go to the disk with the moments of their layers, but no moments do",
             expected="disk_fraction above 0, or disk_masters: false",
             received="disk_masters: true, disk_fraction: 0",
         )

@@ -1,4 +1,4 @@
-"""Bytes of a SlideFormer step on the accelerator and on the host, from dimensions alone (section 3.2)."""
+"""Bytes and work of a SlideFormer step, from dimensions only (section 3.2)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GRADIENT_SLOTS = 2
 
 def resident_parameters(dims: ModelDims, config: SlideformerConfig) -> int:
     """Return the parameters whose masters and moments are on the accelerator."""
-    tables = config.keeps_tables * dims.vocab * dims.hidden * (1 if dims.tied else 2)
+    tables = config.keeps_tables * dims.vocab * dims.hidden * (2 - dims.tied)
     return min(config.kept_layers, dims.layers) * dims.block_parameters + tables
 
 
 def _here_bytes(config: SlideformerConfig) -> float:
-    """Bytes of a parameter on the accelerator; without the C++ update there is a bfloat16 copy besides."""
+    """Bytes of a parameter on the accelerator; without the C++ update, with a bfloat16 copy."""
     copied = config.compute == "bfloat16" and config.optimizer == "torch"
     return STATE_BYTES[config.moments] + 2 * copied
 
@@ -35,15 +35,18 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
-    item = 2 if config.compute == "bfloat16" else 4
+    """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's
+    activations."""
+    item = config.item_bytes
     tile = -(-dims.vocab // config.loss_tiles)
     slots = min(config.slots, max(1, dims.layers - config.kept_layers)) + GRADIENT_SLOTS
-    tables, rows = 2 * min(2, config.loss_tiles), tile
+    tables = 2 * min(2, config.loss_tiles)
+    rows = tile
     if (
         config.keeps_tables
     ):  # the head is among the resident parts; gradients of what stays are whole
-        tables, rows = 1 if dims.tied else 2, dims.vocab
+        tables = 2 - dims.tied
+        rows = dims.vocab
     parts = {
         "window": slots * dims.block_parameters * item,
         "head": tables * rows * dims.hidden * item,
@@ -57,11 +60,11 @@ def memory(
 def on_ranks(
     parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int
 ) -> dict[str, int]:
-    """Return `parts` of `memory` as one of `world` ranks has them: all weights of what stays on the accelerator, and of
-    the rest of its states a shard."""
+    """Return `parts` of `memory` for one of `world` ranks: resident units have all their weights
+    there, and a shard of the other states."""
     if "resident states" not in parts:
         return parts
-    weights = (2 if config.compute == "bfloat16" else 4) * resident_parameters(dims, config)
+    weights = config.item_bytes * resident_parameters(dims, config)
     return {**parts, "resident states": weights + (parts["resident states"] - weights) // world}
 
 
@@ -72,17 +75,24 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs.
+    """Return peak bytes by part in host memory: masters and moments, gradients on their way, kept
+    inputs.
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
-    item = 2 if config.compute == "bfloat16" else 4
+    item = config.item_bytes
     exact = config.clip == "global" and config.max_grad_norm is not None
     left = max(0, dims.layers - config.kept_layers)
     waiting = dims.layers if exact else min(config.buffers, left)
-    table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
+    table = dims.vocab * dims.hidden
+    layers = dims.layers * dims.block_parameters
     resident = resident_parameters(dims, config)
-    tables = 0 if config.keeps_tables else 1 if dims.tied else 2
+    if config.keeps_tables:
+        tables = 0
+    elif dims.tied:
+        tables = 1
+    else:
+        tables = 2
     on_disk = (
         config.disk_fraction * (STATE_BYTES[config.moments] - 4) * (dims.parameters - resident)
     )
@@ -134,10 +144,9 @@ def step_cost(
     weight_bytes: int,
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
-    # A layer's forward pass runs twice; the head's logits once, unless the vocabulary comes in parts.
-    forward, head = (
-        forward_flops(dims, batch_size, length_tokens),
-        head_flops(dims, batch_size, length_tokens),
-    )
+    # A layer's forward pass runs twice; the head's logits once, unless the vocabulary comes in
+    # parts.
+    forward = forward_flops(dims, batch_size, length_tokens)
+    head = head_flops(dims, batch_size, length_tokens)
     heads = 3 * head * (1 if config.loss_tiles == 1 else 4 / 3)
     return StepCost(4 * forward + heads, 3 * weight_bytes, config.compute)

@@ -1,5 +1,10 @@
-"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of some units all on the accelerator
-(`resident`)."""
+"""SlideFormer's masters and moments: in host memory, on a disk, or on the accelerator (`Resident`).
+
+Resident are the first layers and the tables: the gradients of layer 0 and of the embedding arrive
+last and are needed first, so nothing has to be copied for them between two steps, and the host
+updates less. A state has the same form as on the host, and is updated to the same bits
+(`runtime_ops.triton_adam`). Each of several ranks has all weights of a resident layer, and masters
+and moments of its shard; updated weights are gathered at once."""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
+from ondevice.offload.host import DTYPES, HostStore, fields, native, parameters, release
 from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.units import array_name
 from ondevice.runtime_ops import rows as row_ops
@@ -25,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class TieredStore(HostStore):
-    """Masters and moments of this rank's shard of all units; those of `resident` stay on the accelerator."""
+    """Masters and moments of this rank's shard of all units; those of `resident` stay on the
+    accelerator."""
 
     def __init__(
         self,
@@ -35,7 +41,9 @@ class TieredStore(HostStore):
         disk: DiskStates | None,
         ranks: Ranks,
     ) -> None:
-        self.units, self.disk, self.ranks = units, disk, ranks
+        self.units = units
+        self.disk = disk
+        self.ranks = ranks
         kept = resident_units(units, config)
         self.resident = Resident(kept, device, DTYPES[config.compute], native(config), ranks)
         super().__init__(
@@ -64,7 +72,7 @@ class TieredStore(HostStore):
         return state
 
     def prefetch(self, unit: Unit) -> None:
-        """Begin to read weights that `outgoing` will be asked for; the unit's last update is done."""
+        """Begin to read weights for the next `outgoing`; the unit's last update is done."""
         if self.disk is not None:
             self.disk.prefetch_weights(unit)
 
@@ -91,7 +99,7 @@ class TieredStore(HostStore):
 
     @property
     def shards(self) -> tuple[Unit, ...]:
-        """All that this rank keeps, wherever it is."""
+        """All shards of this rank, wherever they are."""
         return (*self.resident.shards, *self.owned)
 
     @property
@@ -100,7 +108,7 @@ class TieredStore(HostStore):
         return "high" if self.split else "master"
 
     def flats(self) -> dict[str, Tensor]:
-        """Return those of `arrays` that `weights` is made of."""
+        """Return the arrays that `weights` is made of."""
         part = self.flat_part
         flats = {array_name(part, unit): fields(self.state(unit))[part] for unit in self.owned}
         for unit in self.resident.shards:
@@ -110,22 +118,25 @@ class TieredStore(HostStore):
         return flats
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return every parameter by name, out of the `flats` or `arrays` of the only rank: bfloat16 as computed with in
-        split form, else the float32 masters; no copies."""
+        """Return every parameter by name, from the `flats` or `arrays` of the only rank, without
+        copies.
+
+        In split form they are bfloat16, else the float32 masters."""
         weights = {}
         for unit in self.units.all:
             weights |= parameters(unit, arrays[array_name(self.flat_part, unit)])
         return weights
 
     def weight_parts(self, arrays: dict[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield the same of this rank's shard: parameter, its first element that is here, elements, flat."""
+        """Yield the same of this rank's shard: parameter, its first element that is here, elements,
+        flat."""
         for unit in self.shards:
             for piece in unit.pieces if unit.here else ():
                 flat = arrays[array_name(self.flat_part, unit)]
                 yield piece.name, piece.start, flat[piece.offset : piece.offset + piece.numel]
 
     def masters(self) -> dict[str, Tensor]:
-        """See `HostStore.masters`; of all that is kept here, and of parameters that are cut the flat part."""
+        """See `HostStore.masters`; of all units of this rank, of cut parameters the flat part."""
         masters = super().masters()
         for unit in self.resident.shards:
             masters |= parameters(unit, self.resident.master(unit))
@@ -164,37 +175,29 @@ class TieredStore(HostStore):
     def bytes(self) -> int:
         """Of masters, moments, and buffers for conversion and for the disk."""
         staging = [] if self.disk is None else self.disk.staging
-        return super().bytes + sum(memory.numel() * memory.element_size() for memory in staging)
+        return super().bytes + sum(memory.nbytes for memory in staging)
 
 
 CHUNK = 1 << 25
-"""Elements whose gradients are there in float32 at once, where the update is torch's."""
-
-
-def fields(state: HostState) -> dict[str, Tensor]:
-    """Return a state's tensors by the name that a checkpoint has for them."""
-    named = {
-        "master": state.master,
-        "high": state.high,
-        "low": state.low,
-        **state.moments.tensors(),
-    }
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+"""Elements whose gradients exist in float32 at once, if the update is torch's."""
 
 
 def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
     """Return the units whose states stay on the accelerator: the first layers, and the tables."""
-    tables = (
-        (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
-    )
+    if config.keeps_tables:
+        tables = (units.embedding, *(() if units.tied else (units.head,)))
+    else:
+        tables = ()
     return (*units.layers[: config.kept_layers], *tables)
 
 
 class Resident:
-    """States of `units` on the accelerator: as many bytes a parameter as on the host, and none there.
+    """States of `units` on the accelerator: as many bytes a parameter as on the host, and none
+    there.
 
     Attributes:
-        units: whole, as they are computed with; `shards` is what this rank keeps of their states, and updates.
+        units: complete, for the computation; `shards` are those whose states this rank has and
+            updates.
     """
 
     def __init__(
@@ -205,13 +208,11 @@ class Resident:
         native: bool,
         ranks: Ranks = SINGLE,
     ) -> None:
-        self.units, self.device, self.dtype, self.native, self.ranks = (
-            units,
-            device,
-            dtype,
-            native,
-            ranks,
-        )
+        self.units = units
+        self.device = device
+        self.dtype = dtype
+        self.native = native
+        self.ranks = ranks
         self.shards = tuple(ranks.shard(unit) for unit in units)
         self.computed: dict[int, Tensor] = {}
         self.states: dict[int, HostState] = {}
@@ -220,7 +221,7 @@ class Resident:
         return any(unit is one for one in self.units)
 
     def fill(self, unit: Unit) -> None:
-        """Take what is computed with from a unit's parameters, which are whole on every rank."""
+        """Copy a unit's weights from its parameters, which are complete on every rank."""
         memory = self.computed[unit.index] = self.device.empty(
             self.ranks.bounds(unit)[-1], self.dtype
         )
@@ -228,31 +229,34 @@ class Resident:
             memory[piece.offset : piece.offset + piece.numel].copy_(piece.values)
 
     def adopt(self, unit: Unit, state: HostState) -> None:
-        """Take over the state of this rank's shard, which is on the host; it may be let go of after."""
+        """Copy the state of this rank's shard from the host, where it may be released
+        afterwards."""
         own = self.computed[unit.index][self.ranks.own(self.ranks.bounds(unit))]
         moments = Moments(
             state.moments.kind, **{n: self._copy(t) for n, t in state.moments.tensors().items()}
         )
         low = None if state.low is None else self._copy(state.low)
         if state.high is not None:
-            master, high = None, own.copy_(state.high)
+            master = None
+            high = own.copy_(state.high)
         elif self.dtype == torch.float32:
-            master, high = own.copy_(_there(state.master)), None
+            master = own.copy_(_there(state.master))
+            high = None
         else:
             master = self._copy(_there(state.master))
             high = own.copy_(master)
         self.states[unit.index] = HostState(master, high, low, moments, state.seed)
 
     def memory(self, unit: Unit) -> Tensor:
-        """Return what is computed with, flat; of several ranks with what fills up the last shards."""
+        """Return the unit's weights, flat; with several ranks padded to all shards."""
         return self.computed[unit.index]
 
     @torch.no_grad()
     def update(
         self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None, threads: int
     ) -> None:
-        """Run AdamW on the current stream. `gradient` of this rank's shard, in the compute dtype, is multiplied by
-        `scale` first."""
+        """Run AdamW on the current stream. `gradient` of this rank's shard, in the compute dtype,
+        is multiplied by `scale` first."""
         state = self.states[unit.index]
         if self.native:
             device_adam(gradient, state, adam, scale, threads)
@@ -278,16 +282,16 @@ class Resident:
         )
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """Return the tensor that holds the shard's weights, a copy on the host, under the name that `arrays` has for
-        it."""
+        """Return the shard's weights, a copy on the host, by their name in `arrays`."""
         state = self.states[unit.index]
-        name, weights = (
-            ("high", _there(state.high)) if state.master is None else ("master", state.master)
-        )
+        if state.master is None:
+            name, weights = ("high", _there(state.high))
+        else:
+            name, weights = ("master", state.master)
         return {name: weights.to("cpu", copy=True)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
-        """Return everything a resume needs, copies on the host, as the shard's state there would be."""
+        """Return everything a resume needs, copies on the host, as `HostStore` would."""
         state = self.states[unit.index]
         kept = fields(state)
         if state.master is not None:

@@ -1,4 +1,5 @@
-"""The session of SlideFormer: its engine, its state for checkpoints, and the trained weights; and those of ranks."""
+"""The session of SlideFormer: its engine, its state for checkpoints, and the trained weights; and
+those of ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +12,21 @@ import numpy as np
 import torch
 
 from ondevice.artifact.together import make, write_parts
-from ondevice.core.errors import CheckpointError, StorageError
+from ondevice.core.errors import StorageError
 from ondevice.core.session import OPTIMIZER_STEP, HoldsState
 from ondevice.methods import ranked_session
-from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
+from ondevice.methods.engine_session import EngineSession, as_numpy
 from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.save import FILE_NAME, save_description, save_weights
 from ondevice.offload.device import memory_errors
 from ondevice.offload.ranks import SINGLE, Ranks, join
-from ondevice.offload.units import Joined, unit_key
+from ondevice.offload.units import unit_key
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.models import LoadedModel
+    from ondevice.offload.messages import Arrays
 
 
 WINDOW_HINT = "method.window: 2, method.loss_tiles: 4; `ondevice plan` lists what each part needs"
@@ -47,10 +49,11 @@ class SlideformerSession(EngineSession, HoldsState):
         self.unwritten: Counter[str] = Counter()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return this rank's masters and moments as they lie in host memory, views that the next step changes; bfloat16
-        as uint16."""
+        """Return this rank's masters and moments: views that the next step changes; bfloat16 as
+        uint16."""
         self.engine.flush()
-        arrays, first = self.engine.store.arrays(), self.ranks.rank == 0
+        arrays = self.engine.store.arrays()
+        first = self.ranks.rank == 0
         if first:
             arrays |= self.engine.updater.clipping.norms()
         arrays = self.arrays = dict(
@@ -58,18 +61,17 @@ class SlideformerSession(EngineSession, HoldsState):
         )  # what the next step updates first comes first
         self.unwritten = Counter(unit_key(name) for name in arrays)
         state = {name: as_numpy(tensor) for name, tensor in arrays.items()}
-        return (
-            {**state, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
-            if first
-            else state
-        )
+        if first:
+            return {**state, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
+        return state
 
     def hold(self) -> None:
-        """Update no unit before `written` has named all its arrays: the last `state` is written beside the steps."""
+        """Update no unit before `written` has named all its arrays: the last `state` is being
+        written."""
         self.engine.updater.keep(set(self.unwritten))
 
     def written(self, name: str | None) -> None:
-        """Note that the array `name` of `state` has been read, or None: nothing of it will be read any more."""
+        """Note that the array `name` of `state` has been read; None: no more will be."""
         if name is None:
             self.engine.updater.release(None)
             self.arrays = {}
@@ -84,30 +86,23 @@ class SlideformerSession(EngineSession, HoldsState):
         save_weights(folder / "model", self.engine.store.weights(self.arrays), self.loaded)
         return None
 
-    def load_state(self, state: dict[str, np.ndarray] | None) -> None:
-        """Take back what `state` gave on any number of ranks; those but rank 0 have theirs from there."""
-        self.engine.flush()
-        problem: Exception | None = None
-        with self.ranks.lent(Joined(state or {})) as arrays:
-            try:
-                done = steps_of(arrays.get(OPTIMIZER_STEP))
-                self.engine.load(arrays)
-                self.steps_done = done
-            except CheckpointError as error:
-                problem = error
-        self.ranks.agree(problem)
+    def _load(self, arrays: Arrays) -> None:
+        self.engine.load(arrays)
+
+    def _after_load(self) -> None:
         if not self.ranks.single:
             self.engine.window.gather_resident()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters by name, views; bfloat16 where that is what was computed with. Of one process:
-        no rank holds those of all."""
+        """Return the trained parameters by name, views; bfloat16 if computed in it. Only for one
+        process: no rank has the parameters of all."""
         self.engine.flush()
         return self.engine.store.weights(self.engine.store.flats())
 
 
 class RankedSession(SlideformerSession):
-    """One of several ranks: each writes its own shard, of the model into one file, of the state into its own."""
+    """One of several ranks: each writes its own shard, of the model into one file, of the state
+    into its own."""
 
     def make_model(self, folder: Path) -> None:
         """Make the model's folder, with room for what `write_model` writes on every rank."""
@@ -120,7 +115,7 @@ class RankedSession(SlideformerSession):
         """Write this rank's shard of the weights, out of `arrays` or as they are now.
 
         Raises:
-            StorageError: the folder is not where rank 0 made it, or the disk fails.
+            StorageError: rank 0's folder is not visible here, or the disk fails.
         """
         store = self.engine.store
         parts = store.weight_parts(store.flats() if arrays is None else arrays)
@@ -156,10 +151,15 @@ class Follower(ranked_session.Follower, RankedSession):
 def open_session(
     loaded: LoadedModel, config: Any, seed: int, device: str | None = None
 ) -> SlideformerSession:
-    """See `MethodSpec.open_session`; the model is on the host, and nothing is drawn from `seed`.
+    """See `MethodSpec.open_session`; the model is on the host, and `seed` is not used.
 
     Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.
     """
     ranks, where = join(device or "cpu", config.timeout_s)
-    kind = SlideformerSession if ranks.single else Follower if ranks.rank else Leader
+    if ranks.single:
+        kind = SlideformerSession
+    elif ranks.rank:
+        kind = Follower
+    else:
+        kind = Leader
     return kind(loaded, agreed(config, ranks), where, ranks)

@@ -1,10 +1,11 @@
-"""The update thread: gradients that arrived in host memory become AdamW steps, the layers needed first before others.
+"""The update thread: gradients that arrived in host memory become AdamW steps, the layers needed
+first before others.
 
-Order: the next forward pass begins with the embedding and layer 0, whose gradients arrive last. So the thread takes the
-lowest layer among those that have arrived, and what waits longest in host memory is what is needed last. Of an
-embedding the rows that the next batch reads come first, all others when there is time. Rows of an untied one that no
-batch has read so far have no moments, so without weight decay AdamW leaves them as they are: they are left out.
-"""
+Order: the next forward pass begins with the embedding and layer 0, whose gradients arrive last. So
+the thread takes the lowest layer among those that have arrived, and the layer needed last waits
+longest in host memory. Of an embedding the rows that the next batch reads come first, all others
+when there is time. Rows of an untied one that no batch has read so far have no moments, so without
+weight decay they are left out."""
 
 from __future__ import annotations
 
@@ -50,14 +51,15 @@ class Updater:
         threads: int,
         disk: DiskStates | None,
     ) -> None:
-        self.units, self.store, self.config, self.device = units, store, config, device
-        self.worker, self.watch, self.timeline, self.threads, self.disk = (
-            worker,
-            watch,
-            timeline,
-            threads,
-            disk,
-        )
+        self.units = units
+        self.store = store
+        self.config = config
+        self.device = device
+        self.worker = worker
+        self.watch = watch
+        self.timeline = timeline
+        self.threads = threads
+        self.disk = disk
         self.clipping = Clipping(config, units, store.ranks)
         self.embedded = store.ranks.shard(units.embedding)
         largest = max(store.ranks.shard(unit).numel for unit in units.layers)
@@ -68,38 +70,36 @@ class Updater:
         size = {unit.kind: unit.numel for unit in store.owned}
         self.rest = device.pinned(size.get("rest", 0), store.dtype)
         self.table = device.pinned(size.get(units.head.kind, 0), store.dtype)
-        self.embedding = (
-            self.table if units.tied else torch.zeros(size.get("embedding", 0), dtype=store.dtype)
-        )
-        self.scratch = (
-            None
-            if store.native
-            else torch.empty(max((unit.numel for unit in store.owned), default=0))
-        )
+        if units.tied:
+            self.embedding = self.table
+        else:
+            self.embedding = torch.zeros(size.get("embedding", 0), dtype=store.dtype)
+        if store.native:
+            self.scratch = None
+        else:
+            self.scratch = torch.empty(max((unit.numel for unit in store.owned), default=0))
         self.pending: dict[int, Task] = {}
         self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
         self.width = self.embedded.pieces[0].shape[1]
-        # Int8 moments share a scale in tiles that may cross rows, and a file is read whole: then all rows go together.
+        # Int8 moments share a scale in tiles that may cross rows, and a file is read entirely: all
+        # rows then.
         tiled = config.moments == "int8" and self.width % TILE != 0
         self.by_rows = store.native and not tiled and not (disk and disk.holds(self.embedded))
         self.read = torch.ones(self.embedded.pieces[0].shape[0], dtype=torch.bool)
         self.loaded()
-        self.bytes = sum(
-            t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table)
-        )
-        self.bytes += (
-            0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
-        )
-        self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
+        self.bytes = sum(t.nbytes for t in (*self.buffers, self.rest, self.table))
+        self.bytes += 0 if self.scratch is None else self.scratch.nbytes
+        self.bytes += 0 if units.tied else self.embedding.nbytes
 
     def loaded(self) -> None:
-        """Find out which rows of the embedding have moments, in the states as they are now."""
+        """Determine which rows of the embedding have moments in the current states."""
         lazy = self.by_rows and not self.units.tied and self.config.weight_decay == 0
         if not lazy or self.embedded.index not in self.store.states or not len(self.read):
             return
-        moments, count = self.store.moments(self.embedded), self.embedded.pieces[0].numel
+        moments = self.store.moments(self.embedded)
+        count = self.embedded.pieces[0].numel
         self.read.zero_()
         for moment in (moments.m, moments.v):
             table = moment[:count].view(-1, self.width)
@@ -113,15 +113,15 @@ class Updater:
             task.wait()
 
     def idle(self, unit: Unit) -> bool:
-        """Return True where the unit's last submitted update is done."""
+        """Return True if the unit's last submitted update is done."""
         task = self.pending.get(unit.index)
         return task is None or task.finished.is_set()
 
     def submit(
         self, unit: Unit, gradient: Tensor, event: Event, total: Tensor | None, pooled: bool
     ) -> None:
-        """Update `unit`, this rank's shard, once its gradient is here at `event`; `total` is the squared norm of the
-        whole unit's, on the host by then."""
+        """Update `unit`, this rank's shard, once its gradient is here at `event`; `total` is the
+        squared norm of the whole unit's, on the host by then."""
         now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)
@@ -147,7 +147,8 @@ class Updater:
             send()
 
     def submit_norm(self, unit: Unit, event: Event, total: Tensor) -> None:
-        """Note the squared norm of a unit that the accelerator updates, once it is here at `event`."""
+        """Note the squared norm of a unit that the accelerator updates, once it is here at
+        `event`."""
         now = self.clipping.now
 
         def run() -> None:
@@ -158,16 +159,17 @@ class Updater:
         )
 
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
-        """Send the embedding's gradient: int64 [R] of this rank's rows and [R, hidden]; held until the next batch says
-        what it reads."""
+        """Send the embedding's gradient: int64 [R] of this rank's rows and [R, hidden]; stored
+        until the next batch names its rows."""
         self.rows = (rows, gradient, event, self.clipping.now)
 
     def end_backward(self) -> None:
-        """End the backward pass: every gradient of the step is on its way; with exact clipping the updates begin
-        here."""
+        """End the backward pass: every gradient of the step is on its way; with exact clipping the
+        updates begin here."""
         if not self.clipping.exact:
             return
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         if self.rows is not None:
             self._merge(*self.rows)
         for event, arrived, _ in waiting:
@@ -177,25 +179,28 @@ class Updater:
             send()
 
     def read_rows(self, needed: Tensor | None) -> Task | None:
-        """Update the embedding: the rows `needed` of this rank's (sorted) at once, the others later; None: all at once.
+        """Update the embedding: the rows `needed` of this rank's (sorted) at once, the others
+        later; None: all at once.
 
         Returns:
             The task after which those rows may be read.
         """
         if self.rows is None:
             return self.pending.get(self.units.embedding.index)
-        waiting, unit = self.rows, self.embedded
-        rows, now = waiting[0], waiting[3]
-        merged, width = self.clipping.exact, self.width
+        waiting = self.rows
+        unit = self.embedded
+        rows = waiting[0]
+        now = waiting[3]
+        merged = self.clipping.exact
+        width = self.width
         self.read[rows] = True
-        at_once, others = None, None
+        at_once = None
+        others = None
         if self.by_rows and needed is not None:
             first_ones = torch.zeros_like(self.read)
             first_ones[needed] = True
-            at_once, others = (
-                (self.read & first_ones).nonzero()[:, 0],
-                (self.read & ~first_ones).nonzero()[:, 0],
-            )
+            at_once = (self.read & first_ones).nonzero()[:, 0]
+            others = (self.read & ~first_ones).nonzero()[:, 0]
         elif self.by_rows and not bool(self.read.all()):
             at_once = self.read.nonzero()[:, 0]
 
@@ -206,7 +211,8 @@ class Updater:
             if others is None:
                 self._cleared(rows, width)
 
-        # The next step begins with these rows, so they come before all layers, and the other rows after them.
+        # The next step begins with these rows, so they come before all layers, and the other rows
+        # after them.
         task = self.worker.submit(unit.name, first, FIRST)
         self.pending[unit.index] = task
         if others is not None:
@@ -227,7 +233,7 @@ class Updater:
         return task
 
     def keep(self, keys: set[str]) -> None:
-        """Leave these units (`Unit.key`) as they are until `release` names them."""
+        """Do not update these units (`Unit.key`) until `release` names them."""
         self.kept = {key: threading.Event() for key in keys}
 
     def release(self, key: str | None) -> None:
@@ -244,9 +250,10 @@ class Updater:
             task.wait()
 
     def _merge(self, rows: Tensor, gradient: Tensor, event: Event, now: Step) -> None:
-        """Put the rows' gradient into the embedding's: added to the head's where they are tied."""
+        """Put the rows' gradient into the embedding's: added to the head's if they are tied."""
         event.wait()
-        started, unit = time.perf_counter(), self.embedded
+        started = time.perf_counter()
+        unit = self.embedded
         table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
         (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:

@@ -1,9 +1,8 @@
-"""The accelerator's units (SlideFormer section 3.2: pre-allocated cache units) and the thread that fills and empties
+"""The accelerator's cache units (SlideFormer section 3.2), and the thread that fills and empties
 them.
 
-Layer i lives in unit i modulo the window, in the forward as in the backward pass, so the layers that end the forward
-pass are still there when the backward pass begins.
-"""
+Layer i lives in unit i modulo the window, in the forward as in the backward pass, so the layers
+that end the forward pass are still there when the backward pass begins."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def bind(unit: Unit, memory: Tensor, gradient: Tensor | None = None) -> None:
-    """Let the model's parameters of `unit` be views of `memory`, and their gradients of `gradient`."""
+    """Let the model's parameters of `unit` be views of `memory`, and their gradients of
+    `gradient`."""
     for piece in unit.pieces:
         span = slice(piece.offset, piece.offset + piece.numel)
         piece.parameter.grad = None
@@ -44,7 +44,8 @@ def _host(norm: tuple[Tensor | None, Tensor] | None) -> Tensor | None:
 
 
 class Window:
-    """Cache units for layers, for the head and for the rest, each with its gradients, all made once."""
+    """Cache units for layers, for the head and for the rest, each with its gradients, all made
+    once."""
 
     def __init__(
         self,
@@ -56,11 +57,16 @@ class Window:
         worker: Worker,
         updater: Updater,
     ) -> None:
-        self.units, self.store, self.updater, self.device = units, store, updater, device
-        self.worker, self.ranks = worker, store.ranks
+        self.units = units
+        self.store = store
+        self.updater = updater
+        self.device = device
+        self.worker = worker
+        self.ranks = store.ranks
         self.dtype = dtype = store.dtype
         self.transfers = Transfers(device, timeline, store.ranks)
-        ranks, kept = self.ranks, store.resident
+        ranks = self.ranks
+        kept = store.resident
         largest = max(ranks.padded(unit) for unit in units.layers)
         self.kept_layers = sum(unit.kind == "layer" for unit in kept.units)
         slots = min(config.slots, max(1, len(units.layers) - self.kept_layers))
@@ -81,13 +87,15 @@ class Window:
         size = ranks.padded(units.head) if count == 1 else self.rows * self.width
         self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
-        scattered = (
-            ranks.shard(units.embedding).numel if units.embedding in kept and not units.tied else 0
-        )
+        if units.embedding in kept and not units.tied:
+            scattered = ranks.shard(units.embedding).numel
+        else:
+            scattered = 0
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
-        self.clipping, self.head_squares = config.max_grad_norm is not None, list[Tensor]()
+        self.clipping = config.max_grad_norm is not None
+        self.head_squares = list[Tensor]()
         self.leaving: Task | None = None
         self.entering: Slot | None = None
         self.rows_in, self.rows_out = (device.pinned(0, dtype) for _ in range(2))
@@ -96,7 +104,7 @@ class Window:
     @property
     def bytes(self) -> int:
         """Host memory for the embedding's rows, in and out."""
-        return sum(t.numel() * t.element_size() for t in (self.rows_in, self.rows_out))
+        return sum(t.nbytes for t in (self.rows_in, self.rows_out))
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
         """Let the model's parameters of `unit` be what `slot` holds."""
@@ -143,7 +151,8 @@ class Window:
         return slot, self._tile(slot, tile).view(-1, self.width)
 
     def _tile(self, slot: Slot, tile: int) -> Tensor:
-        """Return the tile's part of `slot`, which holds that tile alone or, of a head that stays, the whole table."""
+        """Return the tile's part of `slot`, which has only that tile or, for a resident head, the
+        table."""
         low, high = self.tiles[tile]
         first = low if self.units.head.index in self.resident else 0
         return slot.memory[first * self.width : (first + high - low) * self.width]
@@ -162,14 +171,15 @@ class Window:
         return slot
 
     def send_layer(self, i: int, slot: Slot) -> None:
-        """Let the gradients of layer `i` leave, then update it; or update it where it is."""
+        """Send the gradients of layer `i`, then update it; or update it on the accelerator."""
         unit = self.units.layers[i]
         if unit.index in self.resident:
-            (self._update_here if self.ranks.single else self._update_together)(unit, slot)
+            self._update_resident(unit, slot)
             return
         norm = self._norm(unit.index, slot.memory[: unit.numel])
         computed = self.device.record("compute")  # after the norm, which leaves with the gradients
-        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit)
+        shard = self.ranks.shard(unit)
+        bounds = self.ranks.bounds(unit)
 
         def run() -> Event:
             summed, ready = self.transfers.reduce(
@@ -185,7 +195,8 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def _update_head(self, unit: Unit, slot: Slot, tile: int) -> None:
-        """Update the head after its last tile; norms are summed as of a head that leaves tile by tile."""
+        """Update the head after its last tile; norms are summed as of a head that leaves tile by
+        tile."""
         if not self.ranks.single:
             if tile == len(self.tiles) - 1:
                 self._update_together(unit, slot)
@@ -197,19 +208,28 @@ class Window:
             self.head_squares.clear()
             self._update_here(unit, slot, total)
 
+    def _update_resident(self, unit: Unit, slot: Slot) -> None:
+        if self.ranks.single:
+            self._update_here(unit, slot)
+        else:
+            self._update_together(unit, slot)
+
     def _update_here(self, unit: Unit, slot: Slot, total: Tensor | None = None) -> None:
-        """Run AdamW where the gradient is; `total` is its squared norm, if that is known."""
+        """Run AdamW on the accelerator; `total` is the gradient's squared norm, if known."""
         norm = self._norm(unit.index, slot.memory[: unit.numel], total)
-        started, scale = self.device.record("compute"), None
+        started = self.device.record("compute")
+        scale = None
         if norm is not None and norm[0] is not None:
             scale = self.updater.clipping.scale(norm[0])
-        adam, threads = self.updater.clipping.now.adam, self.updater.threads
+        adam = self.updater.clipping.now.adam
+        threads = self.updater.threads
         self.store.resident.update(unit, slot.memory[: unit.numel], adam, scale, threads)
         computed = self.device.record("compute")
         self.transfers.timeline.span("backward", f"{unit.name} update", started, computed)
         if norm is None or norm[0] is None:
             return
-        square, target = norm[0], norm[1]
+        square = norm[0]
+        target = norm[1]
 
         def run() -> Event:
             self.device.hold("d2h", computed)
@@ -221,7 +241,7 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def _update_together(self, unit: Unit, slot: Slot) -> None:
-        """Sum the gradients, and update this rank's shard of a unit that stays."""
+        """Sum the gradients, and update this rank's shard of a resident unit."""
         bounds = self.ranks.bounds(unit)
         gradient = slot.memory[: bounds[-1]]
 
@@ -233,19 +253,19 @@ class Window:
         slot.task = self._update_shard(unit, summed)
 
     def _update_shard(self, unit: Unit, summed: Callable[[], tuple[Tensor, Tensor]]) -> Task:
-        """Update this rank's shard on the accelerator, and gather what all have updated.
+        """Update this rank's shard on the accelerator, and gather all shards.
 
         Args:
-            summed: gives the shard's gradient, summed over the ranks, and what of it the norm is taken of; called on
-                the transfer thread, in the lane of what the ranks do together.
+            summed: gives the shard's gradient, summed over the ranks, and what of it the norm is
+                taken of; called on the transfer thread, in the lane of what the ranks do together.
         """
-        computed, resident = self.device.record("compute"), self.resident[unit.index]
-        bounds, clipping, now = (
-            self.ranks.bounds(unit),
-            self.updater.clipping,
-            self.updater.clipping.now,
-        )
-        host, threads = _host(self._norm(unit.index, resident.memory)), self.updater.threads
+        computed = self.device.record("compute")
+        resident = self.resident[unit.index]
+        bounds = self.ranks.bounds(unit)
+        clipping = self.updater.clipping
+        now = self.updater.clipping.now
+        host = _host(self._norm(unit.index, resident.memory))
+        threads = self.updater.threads
 
         def update() -> None:
             gradient, part = summed()
@@ -264,7 +284,7 @@ class Window:
         return resident.task
 
     def gather_resident(self) -> None:
-        """Let all ranks have what each has loaded of the layers that stay."""
+        """Gather the resident layers after each rank has loaded its shard."""
         loaded = self.device.record("compute")
         for unit in self.store.resident.units:
             slot = self.resident[unit.index]
@@ -273,10 +293,12 @@ class Window:
 
     def send_rest(self) -> None:
         """Send the same for what belongs to no layer."""
-        unit, slot = self.units.rest, self.rest_gradient
+        unit = self.units.rest
+        slot = self.rest_gradient
         norm = self._norm(unit.index, slot.memory)
         computed = self.device.record("compute")
-        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit)
+        shard = self.ranks.shard(unit)
+        bounds = self.ranks.bounds(unit)
 
         def run() -> Event:
             summed, ready = self.transfers.reduce(unit, slot.memory, bounds, computed, _host(norm))
@@ -288,13 +310,16 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def send_head(self, tile: int, slot: Slot) -> None:
-        """Send the same for a tile of the head; the update follows the last one, or for a tied head the embedding."""
-        unit, span = self.units.head, self._tile_span(tile)
+        """Send the same for a tile of the head; the update follows the last one, or for a tied head
+        the embedding."""
+        unit = self.units.head
+        span = self._tile_span(tile)
         if unit.index in self.resident:
             if not self.units.tied:  # else once the embedding's rows are in it
                 self._update_head(unit, slot, tile)
             return
-        shard, bounds = self.ranks.shard(unit), self.ranks.bounds(unit, span)
+        shard = self.ranks.shard(unit)
+        bounds = self.ranks.bounds(unit, span)
         memory = slot.memory[: bounds[-1]]
         norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
         computed = self.device.record("compute")
@@ -312,14 +337,17 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """Let the embedding's gradient leave: int64 [R], [R, hidden]; each rank gets that of its rows. Or update it
-        where it is."""
+        """Send the embedding's gradient, int64 [R] and [R, hidden], each rank's rows to it; or
+        update it here."""
         if self.units.embedding.index in self.resident:
             self._update_embedding(rows, gradient)
             return
-        unit, computed = self.units.embedding, self.device.record("compute")
-        bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
-        own, width = self.ranks.own(bounds), gradient.shape[1]
+        unit = self.units.embedding
+        computed = self.device.record("compute")
+        bounds = self.ranks.row_bounds(unit, rows)
+        shard = self.ranks.shard(unit)
+        own = self.ranks.own(bounds)
+        width = gradient.shape[1]
         self.rows_out = self._rows_on_host(self.rows_out, shard)
         here = rows[own] - shard.low // width
         host = self.rows_out[: len(here) * width].view(-1, width)
@@ -336,22 +364,22 @@ class Window:
     def _update_embedding(self, rows: Tensor, gradient: Tensor) -> None:
         unit = self.units.embedding
         if self.units.tied:
-            slot, at = self.head_gradient[0], self._upload(rows)
+            slot = self.head_gradient[0]
+            at = self._upload(rows)
             table = slot.memory[: unit.numel].view(-1, self.width)
             table.index_copy_(0, at, table[at] + gradient)
-            (self._update_here if self.ranks.single else self._update_together)(unit, slot)
+            self._update_resident(unit, slot)
         elif self.ranks.single:
-            at, table = (
-                self._upload(rows),
-                self.embedding_gradient[: unit.numel].view(-1, self.width),
-            )
+            at = self._upload(rows)
+            table = self.embedding_gradient[: unit.numel].view(-1, self.width)
             table.index_copy_(0, at, gradient)
             slot = Slot(self.embedding_gradient)
             self._update_here(unit, slot, square(gradient) if self.clipping else None)
             self.leaving = slot.task  # keeps the norm until it has left
             table.index_fill_(0, at, 0.0)
         else:
-            bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
+            bounds = self.ranks.row_bounds(unit, rows)
+            shard = self.ranks.shard(unit)
             own = self.ranks.own(bounds)
             at = self._upload(rows[own] - shard.low // self.width)
 
@@ -365,7 +393,7 @@ class Window:
             self.leaving = self._update_shard(unit, summed)  # keeps the rows until they have left
 
     def _upload(self, rows: Tensor) -> Tensor:
-        """int64 [R] to the accelerator without waiting for what it computes."""
+        """Copy int64 [R] to the accelerator without waiting for its work."""
         if self.device.type == "cpu":
             return rows
         if not len(rows):  # of a rank none of whose rows were read
@@ -373,8 +401,11 @@ class Window:
         return rows.pin_memory().to(self.head_gradient[0].memory.device, non_blocking=True)
 
     def _fetch(self, unit: Unit, slot: Slot, span: slice | None = None) -> None:
-        used, shard, bounds = slot.used, self.ranks.shard(unit), self.ranks.bounds(unit, span)
-        memory, here = slot.memory[: bounds[-1]], self._of_shard(shard, bounds, span)
+        used = slot.used
+        shard = self.ranks.shard(unit)
+        bounds = self.ranks.bounds(unit, span)
+        memory = slot.memory[: bounds[-1]]
+        here = self._of_shard(shard, bounds, span)
         own = memory[self.ranks.own(bounds)]
         if self.updater.idle(unit):
             self.store.prefetch(shard)
@@ -394,26 +425,32 @@ class Window:
         return None if len(self.tiles) == 1 else slice(low * self.width, high * self.width)
 
     def _of_shard(self, shard: Unit, bounds: Bounds, span: slice | None) -> slice:
-        """Elements of this rank's shard that are in `span` of the unit, whose parts begin at `bounds`."""
-        own, first = self.ranks.own(bounds), (0 if span is None else span.start) - shard.low
+        """Elements of this rank's shard that are in `span` of the unit, whose parts begin at
+        `bounds`."""
+        own = self.ranks.own(bounds)
+        first = (0 if span is None else span.start) - shard.low
         return slice(own.start + first, own.stop + first) if own.stop > own.start else slice(0, 0)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Return rows of the embedding for all ranks: int64 [R], at most `most`; each rank reads those that it keeps
-        once they are updated."""
-        unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
+        """Return rows of the embedding for all ranks: int64 [R], at most `most`; each rank reads
+        its own."""
+        unit = self.units.embedding
+        width = self.units.embedding.pieces[0].shape[1]
         if unit.index in self.resident:
             table = self.arrive(self.resident[unit.index]).memory[: unit.numel].view(-1, width)
             return Slot(table[self._upload(rows)].view(-1))
-        bounds, shard = self.ranks.row_bounds(unit, rows), self.ranks.shard(unit)
+        bounds = self.ranks.row_bounds(unit, rows)
+        shard = self.ranks.shard(unit)
         own = self.ranks.own(bounds)
-        here, self.most = rows[own] - shard.low // width, most
+        here = rows[own] - shard.low // width
+        self.most = most
         updated = self.updater.read_rows(here)
         self.rows_in = self._rows_on_host(self.rows_in, shard)
         host = self.rows_in[: len(here) * width].view(-1, width)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
-        slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)
+        slot = self.entering
+        target = self.entering.memory[: len(rows) * width].view(-1, width)
         target_free = self.device.record("compute")
 
         def run() -> Event:
@@ -427,21 +464,23 @@ class Window:
         return slot
 
     def _rows_on_host(self, memory: Tensor, shard: Unit) -> Tensor:
-        """Return memory for this rank's part of any rows that a batch of this size may have. It is made anew for a
-        larger batch alone: CUDA unlocks memory once the accelerator is idle, and lets no other thread ask it anything
-        meanwhile; where a rank is gone, that is never."""
+        """Return memory for this rank's part of any rows that a batch of this size may have.
+
+        Only a larger batch replaces it: CUDA unlocks memory once the accelerator is idle, and
+        blocks all other threads until then; with a lost rank, for ever."""
         size = min(self.most, shard.numel // self.width) * self.width
         return memory if memory.numel() >= size else self.device.pinned(size, self.dtype)
 
     def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
-        """Let the loss leave, summed over the ranks; the result gives the event after which it is in `host`."""
+        """Send the loss, summed over the ranks; the result returns the event after which it is in
+        `host`."""
         computed = self.device.record("compute")
         return self.worker.submit(
             "the loss", lambda: self.transfers.all_reduce(total, host, computed)
         ).wait
 
     def arrive(self, slot: Slot) -> Slot:
-        """Let computations that follow run once what was asked of `slot` is done."""
+        """Let the computations that follow wait for the last task of `slot`."""
         if slot.task is not None:
             self.device.hold("compute", slot.task.wait())
             slot.task = None
@@ -450,7 +489,7 @@ class Window:
     def _norm(
         self, index: int, gradient: Tensor, total: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor] | None:
-        """The squared norm, None while the sum over the ranks is still to come, and where it goes on the host."""
+        """The squared norm, None before the sum over the ranks, and its target on the host."""
         if not self.clipping:
             return None
         if total is None and self.ranks.single:

@@ -69,7 +69,7 @@ def entries(model: Any, optimizer: LspAdamW) -> list[tuple[str, Any, Any, Any, A
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_subspace_that_holds_everything_is_torchs_adamw(family: str) -> None:
+def test_a_full_subspace_matches_pytorch_adamw(family: str) -> None:
     plain, model = language_model(family), language_model(family)
     optimizer = LspAdamW(model, config(512), beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.1)
     reference = torch.optim.AdamW(
@@ -95,7 +95,7 @@ def signed_permutation(size: int, seed: int) -> Projector:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_signed_permutations_are_torchs_adamw(bias: bool) -> None:
+def test_signed_permutations_match_pytorch_adamw(bias: bool) -> None:
     """AdamW knows no order and no sign of its coordinates."""
     size = 17
     plain, model = nn.Linear(size, size, bias=bias), nn.Linear(size, size, bias=bias)
@@ -178,7 +178,7 @@ def test_the_loss_falls(kind: str) -> None:
     assert all(look.before >= 0 for look in optimizer.bias_checks.values())
 
 
-def test_looks_come_every_so_many_steps_and_carry_the_moments() -> None:
+def test_refreshes_come_at_intervals_and_carry_the_moments() -> None:
     model = language_model()
     optimizer = LspAdamW(model, config(check_every=3, threshold=0.0), seed=1)
     turns = []
@@ -207,7 +207,7 @@ def test_looks_come_every_so_many_steps_and_carry_the_moments() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_look_at_a_gradient_that_is_not_finite_leaves_projectors_and_moments(
+def test_a_non_finite_gradient_leaves_projectors_and_moments(
     value: float,
 ) -> None:
     model = language_model(tied=False)

@@ -48,7 +48,7 @@ def test_moments_are_carried_by_the_old_and_new_projectors(
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str
 )
-def test_on_the_gradient_of_the_look_the_carried_second_moment_has_the_right_sum(
+def test_the_carried_second_moment_has_the_right_sum_on_the_checked_gradient(
     m: int, n: int, size: int, nonzeros: int, learned: bool, dtype: Any, tolerance: float
 ) -> None:
     projection, gradient = (

@@ -111,7 +111,7 @@ def test_the_engine_is_the_method_in_memory(name: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_schedules_and_places_change_no_bit(name: str) -> None:
+def test_schedules_and_placements_change_no_bit(name: str) -> None:
     data = batches(7)
     losses, weights, _ = train(name, data)
     for values in SAME:
@@ -308,7 +308,7 @@ def test_a_thread_that_hangs_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("schedule", ["zero", "layerwise"])
-def test_a_step_that_ended_half_done_is_not_gone_on_with(
+def test_no_step_follows_a_half_finished_one(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LspEngine(
@@ -332,7 +332,7 @@ def test_a_step_that_ended_half_done_is_not_gone_on_with(
 def test_a_batch_without_labels_is_refused() -> None:
     engine = LspEngine(tiny_model("llama", layers=1).family, settings(), "cpu")
     ids = np.ones((2, 5), dtype=np.int64)
-    with pytest.raises(DataError, match="no token to learn from"):
+    with pytest.raises(DataError):
         engine.step(ids, np.full_like(ids, -100), 0, RATE)
     engine.close()
 

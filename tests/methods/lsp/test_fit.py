@@ -350,7 +350,7 @@ def test_more_gamma_gives_smaller_values(name: str) -> None:
     assert all(b < 0.98 * a for a, b in pairwise(squares))
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_fitting_does_not_change_its_inputs() -> None:
     gradient, drawn = low_rank(31, 23, 2), pair(31, 23, 9, 4)
     before, kept = gradient.clone(), sides(*drawn)
     fit(*drawn, gradient)

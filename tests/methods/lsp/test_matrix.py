@@ -94,7 +94,7 @@ def test_float32_is_collected_in_bfloat16_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["factors", "whole", "rows"])
-def test_a_look_sees_the_whole_gradient_once(how: str) -> None:
+def test_a_bias_check_sees_the_complete_gradient_once(how: str) -> None:
     projection, seen = matrix(41, 29, 13, 4), list[tuple[Matrix, Tensor]]()
     rows, columns = normal(7, 41), normal(7, 29, seed=1)
     some, whole = torch.tensor([40, 3, 40]), normal(3, 29)
@@ -118,7 +118,7 @@ def test_a_look_sees_the_whole_gradient_once(how: str) -> None:
     near(projection.gradient, 3 * projected(projection, expected))
 
 
-def test_projectors_put_by_a_look_are_those_that_collect() -> None:
+def test_refreshed_projectors_collect_the_gradient() -> None:
     projection = matrix(41, 29, 13, 4)
     before = table(projection.left)
     projection.watch = lambda who, gradient: who.put(*who.drawn(9))

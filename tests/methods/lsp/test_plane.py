@@ -101,7 +101,7 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
     assert all(actual is memory[dtype] for dtype, actual in plane.memory.items())
 
 
-def test_members_of_a_group_collect_and_change_as_they_do_alone() -> None:
+def test_members_of_a_group_match_single_matrices() -> None:
     """Backward through the group and the other one, with projectors put by a look on the way."""
     plane = Plane()
     group, other = members(plane), members(plane, [(31, 33)], first=len(MEMBERS))

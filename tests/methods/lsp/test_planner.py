@@ -130,7 +130,7 @@ def test_projectors_take_at_most_a_twentieth_of_the_weights() -> None:
     assert few["subspace"] >= 512 or few["nonzeros"] <= 8
 
 
-def test_what_does_not_fit_gets_smaller_weights() -> None:
+def test_weights_that_do_not_fit_become_smaller() -> None:
     roomy = recommend(planned())
     assert roomy["fits"] and roomy["settings"]["weight_dtype"] == "compute"
     tight = recommend(planned(device=replace(CARD, usable_bytes=12 << 30)))

@@ -63,7 +63,7 @@ def ranks(folder: Path, single: list[float], warm: Warm) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_match_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     """Only the order of additions differs: over the rows of a batch, then over the ranks."""
     exact, (first, second) = (
         RUNS[name][0].get("compute") == "float32",

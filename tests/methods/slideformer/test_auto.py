@@ -49,13 +49,13 @@ def test_a_small_batch_leaves_more_on_the_accelerator_and_a_large_one_little() -
     assert chosen(24, 8).kept_layers < small.kept_layers
 
 
-def test_numbers_that_are_set_stay() -> None:
+def test_given_numbers_are_not_changed() -> None:
     resolved = chosen(80, 8, window=5, resident_layers=3)
     assert (resolved.window, resolved.resident_layers) == (5, 3)
     assert chosen(80, 8, gradient_buffers=9, resident_tables=False).gradient_buffers == 9
 
 
-def test_what_excludes_states_on_the_accelerator_is_kept_to() -> None:
+def test_settings_that_exclude_resident_states_are_respected() -> None:
     exact = chosen(80, 8, max_grad_norm=1.0, clip="global", moments="int8")
     assert exact.resident_layers == 0 and exact.resident_tables is False
     assert chosen(80, 8, max_grad_norm=1.0, loss_tiles=4).keeps_tables
@@ -69,7 +69,7 @@ def test_ranks_leave_about_as_much_on_the_accelerator() -> None:
         assert abs(four.kept_layers - one.kept_layers) <= 6
 
 
-def test_ranks_have_a_share_of_the_states_that_stay() -> None:
+def test_ranks_have_a_shard_of_resident_states() -> None:
     """What one accelerator of 60 GB cannot hold of them, four can: each has all weights, and a quarter of the rest."""
     four, one = chosen(60, 4, world=4), chosen(60, 4)
     assert four.keeps_tables and four.kept_layers > one.kept_layers
@@ -89,7 +89,7 @@ def test_ranks_have_a_share_of_the_states_that_stay() -> None:
     assert states[0] - states[1] == pytest.approx(10 * 20 * DIMS.block_parameters * 3 / 4)
 
 
-def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:
+def test_the_smallest_choice_is_taken_if_nothing_fits() -> None:
     resolved = chosen(4, 8)
     assert (resolved.window, resolved.resident_layers, resolved.gradient_buffers) == (
         WINDOW,

@@ -81,7 +81,7 @@ def run_reference(reference: InMemory, data: list[Batch]) -> list[float]:
 
 @aligned_rounding
 @pytest.mark.parametrize(("family", "sizes", "config"), MODELS)
-def test_50_steps_are_those_of_adamw_in_memory(
+def test_50_steps_match_adamw_in_memory(
     family: str, sizes: dict[str, Any], config: dict[str, Any]
 ) -> None:
     held_against(config, family, sizes, batches(50, rows=3))
@@ -126,7 +126,7 @@ def test_random_settings_and_batches_of_changing_shape(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_padding_row_learns_from_the_head_alone(tied: bool) -> None:
+def test_a_padding_row_learns_only_from_the_head(tied: bool) -> None:
     """As `nn.Embedding` with a `padding_idx` does, which `load_model` takes away; the last row begins with it."""
     reference, loaded, data = (
         InMemory({}, layers=2, tied=tied),
@@ -164,7 +164,7 @@ def test_the_layout_of_adamw_shows_in_the_tails_alone() -> None:
 @needs_compiler
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_each_native_step_is_torchs(family: str, compute: str) -> None:
+def test_each_native_step_matches_pytorch(family: str, compute: str) -> None:
     """From the same state, step after step: a part in 10^6. (Over many steps rounding to bfloat16, and a gradient that
     is zero but for rounding, such as that of GPT-2's key biases, make more of the last bit than that.)"""
     config = {"compute": compute, "weight_decay": 0.1}
@@ -201,7 +201,7 @@ def take_state(engine: Any, reference: InMemory, step: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(("compute", "tolerance"), [("float32", 2e-6), ("bfloat16", 5e-3)])
-def test_50_native_steps_stay_with_torchs(compute: str, tolerance: float) -> None:
+def test_50_native_steps_stay_close_to_pytorch(compute: str, tolerance: float) -> None:
     data = batches(50, rows=3)
     reference = InMemory({"compute": compute}, layers=2)
     expected = [reference.step(*batch, step, LEARNING_RATE / 10) for step, batch in enumerate(data)]
@@ -213,7 +213,7 @@ def test_50_native_steps_stay_with_torchs(compute: str, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_reference_is_transformers_and_cross_entropy(family: str) -> None:
+def test_the_reference_matches_transformers_and_cross_entropy(family: str) -> None:
     """The engine in float32 against nothing that is ours: transformers' own forward, autograd through all of it."""
     config: dict[str, Any] = {"compute": "float32", "micro_batch_size": 2, "weight_decay": 0.1}
     data, sizes = batches(6), {"layers": 3, **ODD}

@@ -76,7 +76,7 @@ class Clipped:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rule", ["previous", "layer", "global"])
-def test_each_rule_is_what_the_configuration_says(
+def test_each_clipping_rule_matches_its_definition(
     rule: str, tied: bool, options: dict[str, Any]
 ) -> None:
     config = {"eps": 0.05, **options}
@@ -111,7 +111,7 @@ def opened(rule: str) -> Clipping:
 
 
 @pytest.mark.parametrize("rule", ["previous", "layer"])
-def test_a_scale_on_the_accelerator_is_the_host_s(rule: str) -> None:
+def test_the_scale_on_the_accelerator_matches_the_hosts(rule: str) -> None:
     clipping = opened(rule)
     for step in range(3):
         clipping.begin(step, RATE)
@@ -143,7 +143,7 @@ def test_a_checkpoint_keeps_the_norms_that_the_next_step_reads(rule: str) -> Non
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_global_is_torchs_clip_grad_norm(
+def test_global_clipping_matches_pytorch(
     tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One scale for all units, that of `clip_grad_norm_` on the gradients in memory: its sums round otherwise."""
@@ -205,7 +205,7 @@ def test_no_unit_exceeds_the_limit(rule: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not layer_adam.available(), reason="no C++ compiler")
 @pytest.mark.parametrize("rule", ["previous", "layer", "global"])
-def test_where_the_state_lies_changes_no_bit_of_a_clipped_step(rule: str) -> None:
+def test_the_placement_of_states_changes_no_bit_of_a_clipped_step(rule: str) -> None:
     sizes, data = {"layers": 5, "tied": False}, batches(4)
     config = {"max_grad_norm": LIMIT, "clip": rule}
     expected = outcome(config, "gpt2", sizes, data)

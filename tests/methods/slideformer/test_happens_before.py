@@ -101,7 +101,7 @@ def test_a_lane_that_does_not_wait_is_noticed(
     assert races(config, False, ranked, monkeypatch)
 
 
-def test_the_list_of_what_was_taken_out_is_of_these_sources() -> None:
+def test_the_mutation_list_matches_the_sources() -> None:
     """`python -m tests.offload.mutations TEXT` tries a place again."""
     known = json.loads(mutations.LIST.read_text())
     assert list(known) == [site.place for site in mutations.sites()]
@@ -111,7 +111,7 @@ def test_the_list_of_what_was_taken_out_is_of_these_sources() -> None:
 @pytest.mark.parametrize(
     "text", ["DiskStates.load", "Window._update_here: self.device.hold", "Transfers._ended"]
 )
-def test_what_is_taken_out_is_noticed(text: str) -> None:
+def test_each_mutation_is_noticed(text: str) -> None:
     site = next(site for site in mutations.sites() if text in site.place)
     name = json.loads(mutations.LIST.read_text())[site.place].removeprefix("noticed: ")
     assert (

@@ -54,7 +54,7 @@ def base(family: str, tied: bool, micro_batch_size: int | None, weight_decay: fl
 
 
 @pytest.mark.parametrize("change", EXACT)
-def test_no_place_and_no_count_changes_a_bit(change: str) -> None:
+def test_placements_and_counts_change_no_bit(change: str) -> None:
     """The update is the fused one where there is a compiler; moments on disk update the whole embedding at once."""
     family, tied = ("llama", True) if len(change) % 2 else ("gpt2", False)
     config = {"weight_decay": 0.1, **EXACT[change]}
@@ -67,7 +67,7 @@ def test_no_place_and_no_count_changes_a_bit(change: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @needs_compiler
-def test_rows_first_is_the_whole_embedding_at_once(
+def test_updating_rows_first_matches_updating_the_complete_embedding(
     tied: bool, moments: str, monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
     """`flush` after each step updates the embedding as a whole, else the rows that the next batch reads come first."""
@@ -102,7 +102,7 @@ def test_rows_first_is_the_whole_embedding_at_once(
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @needs_compiler
-def test_rows_that_no_batch_has_read_are_left_out_with_the_same_bits(
+def test_skipping_unread_rows_changes_no_bit(
     moments: str, monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
     """Through a checkpoint, too: which rows have moments is seen in them."""
@@ -178,7 +178,7 @@ def test_other_orders_of_addition_change_last_bits(
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1])
-def test_a_small_share_is_at_least_one_unit(fraction: float, engine: Any) -> None:
+def test_a_small_disk_fraction_is_at_least_one_unit(fraction: float, engine: Any) -> None:
     opened = engine({"disk_fraction": fraction}, layers=1)
     assert len(opened.disk.states.records) == 1
     assert run(opened, batches(2)) == outcome({}, "llama", {"layers": 1}, batches(2))[0]
@@ -191,7 +191,7 @@ def test_it_learns(engine: Any) -> None:
     assert losses[-1] < 0.5 < 4 < losses[0]
 
 
-def test_two_engines_do_not_meet() -> None:
+def test_two_engines_do_not_interfere() -> None:
     data = batches(3)
     one, other = open_engine({}, layers=2), open_engine({}, layers=2)
     for step, batch in enumerate(data):
