@@ -158,7 +158,7 @@ class Rows:
 
 
 _RECEIVED = re.compile(r"[;,] received |: byte ")
-"""Where the part of a reason begins that differs from row to row."""
+"""Begins the part of a reason that differs from row to row."""
 _NUMBERS = re.compile(r"\d+(?= tokens)|(?<=column )\d+|(?<=\.)\d+(?=[.:])")
 MOST_REASONS = 20
 

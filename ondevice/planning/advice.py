@@ -1,4 +1,4 @@
-"""A method's advice for a machine: a step predicted from ten seconds of measurement here, and settings for it."""
+"""A method's advice for this machine: a step predicted from ten seconds of measurement, settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure(plan: Plan) -> Rates:
 
 
 def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
-    """Predict seconds a step by lane, and the smallest batch that hides the update, from measured rates."""
+    """Predict seconds a step by lane, and the smallest batch that hides the update."""
     from ondevice.offload.calibrate import predict
 
     request, flops_a_row = plan.request, plan.flops / plan.request.batch_size
@@ -54,7 +54,7 @@ def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
 
 
 def recommend(plan: Plan, rates: Rates | None = None) -> dict[str, Any] | None:
-    """Return the settings that the method recommends on the plan's device; None where it recommends none."""
+    """Return the settings that the method recommends on the plan's device, or None."""
     advises = spec_of(plan.request.method).capability(Advises)
     if advises is None:
         return None
@@ -70,6 +70,7 @@ def describe(prediction: dict[str, Any]) -> list[str]:
     smallest = prediction["smallest_batch"]
     hidden = f"a batch of {smallest} or more" if smallest else "no batch up to 1024"
     return [
-        f"measured here: about {prediction['step_s']:.3g} s a step, bound by {prediction['bound']} ({lanes})",
+        f"measured here: about {prediction['step_s']:.3g} s a step, "
+        f"bound by {prediction['bound']} ({lanes})",
         f"hiding factor {prediction['hiding_factor']:.2f}; {hidden} hides the update",
     ]

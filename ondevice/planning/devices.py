@@ -1,6 +1,6 @@
-"""Devices that a run can be planned for: a table that users can extend, and this machine, measured.
+"""Devices of plans: a table that users can extend, and this machine, measured.
 
-Nothing here imports torch: memory, cores and GPUs are read from the system and the driver.
+Memory, cores and GPUs are read from the system and the driver, without torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ondevice.core.errors import ConfigError, Need
 from ondevice.core.method import Placement
 from ondevice.core.registry import backend_for, spec_of
 from ondevice.core.untrusted import read_plain
+from ondevice.core.untrusted.yaml_documents import parse_yaml
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -32,7 +33,7 @@ _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device; the memory is None where the driver does not say, as on a Jetson that shares it."""
+    """A CUDA device; the memory is None if the driver does not report it, as on a Jetson."""
 
     name: str
     memory_bytes: int | None
@@ -40,7 +41,7 @@ class Gpu:
 
 
 def total_bytes() -> int:
-    """Return the physical memory, or this container's limit where that is less."""
+    """Return the physical memory, or this container's limit if that is less."""
     import psutil
 
     limit, _ = _container()
@@ -48,7 +49,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that a new process can take without swapping, within this container's limit."""
+    """Return the memory that a new process can take without swapping, in this container."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -64,7 +65,7 @@ def cores() -> int:
 
 
 def gpus() -> list[Gpu]:
-    """List the CUDA devices, by the driver's library or its tool; empty where neither is there."""
+    """List the CUDA devices, by the driver's library or its tool; empty without both."""
     try:
         return _from_library()
     except Exception:  # the library is absent, or there is no driver behind it
@@ -84,9 +85,7 @@ def _from_library() -> list[Gpu]:
             try:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 listed.append(Gpu(name, int(memory.total), int(memory.free)))
-            except (
-                pynvml.NVMLError
-            ):  # a Jetson shares its memory with the CPU, and the driver names none
+            except pynvml.NVMLError:  # a Jetson shares the CPU's memory, and the driver names none
                 listed.append(Gpu(name, None, None))
         return listed
     finally:
@@ -118,11 +117,11 @@ def parse_tool(text: str) -> list[Gpu]:
 
 
 def _container(root: Path = _CGROUP, own: str | None = None) -> tuple[int | None, int]:
-    """Return the memory limit of this process's container and the bytes that count against it; (None, 0) without one.
+    """Return this container's memory limit and the bytes that count towards it, or (None, 0).
 
-    A limit holds for all that is below it, so every cgroup from this process's own up to the root counts: systemd and
-    Slurm set it on one in the middle. File pages that were not used lately count as free, as the kernel drops them
-    first.
+    A limit applies to everything below it, so each cgroup from this process's own up to the root
+    counts: systemd and Slurm set it on one in the middle. Inactive file pages count as free,
+    because the kernel drops them first.
 
     Args:
         root: where cgroups are mounted.
@@ -135,17 +134,17 @@ def _container(root: Path = _CGROUP, own: str | None = None) -> tuple[int | None
             lines = used_path.with_name("memory.stat").read_text().splitlines()
         except (OSError, ValueError):
             continue
-        if limit < 1 << 60:  # cgroup v1 says a number near 2^63 where there is no limit
-            droppable = sum(
-                int(line.split()[1]) for line in lines if line.startswith("inactive_file ")
-            )
+        if limit < 1 << 60:  # without a limit, cgroup v1 has a number near 2^63
+            inactive = [line.split()[1] for line in lines if line.startswith("inactive_file ")]
             limits.append(limit)
-            rooms.append(limit - max(0, used - droppable))
-    return (min(limits), min(limits) - min(rooms)) if limits else (None, 0)
+            rooms.append(limit - max(0, used - sum(map(int, inactive))))
+    if not limits:
+        return None, 0
+    return min(limits), min(limits) - min(rooms)
 
 
 def _files(root: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
-    """Yield the files with the limit and the use of each cgroup that this process is in, its own first."""
+    """Yield the limit's and the usage's file of each cgroup of this process, its own first."""
     if own is None:
         try:
             own = Path("/proc/self/cgroup").read_text()
@@ -157,7 +156,7 @@ def _files(root: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
         path = next(
             (name for controllers, name in names if controller in controllers.split(",")), "/"
         )
-        # In a container the path may be the host's, which does not lead anywhere here; the root always does.
+        # In a container the path may be the host's, which does not exist here; the root does.
         folder = mounted / path.strip("/")
         inside = [
             one
@@ -170,7 +169,7 @@ def _files(root: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
 
 GIB = 1 << 30
 THIS = ("this", "this-cpu", "this-cuda")
-"""`this` is the GPU where there is one, as `model.device: auto` is."""
+"""`this` is the GPU if there is one, as in `model.device: auto`."""
 FREE_FRACTION = 0.9
 """The fraction of the memory that is free now that a run on this machine may take."""
 
@@ -184,7 +183,7 @@ class DeviceEntry(StrictConfig):
     """Name and memory, for people."""
 
     kind: Kind
-    """`phone`: one app among others. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
+    """`phone`: one app of several. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
 
     memory_gib: float = Field(gt=0, le=1 << 20)
     """Physical memory in GiB."""
@@ -196,13 +195,13 @@ class DeviceEntry(StrictConfig):
     """Why that fraction."""
 
     torch_device: Literal["cpu", "cuda"] = "cpu"
-    """Where eager PyTorch runs on it."""
+    """The device of eager PyTorch on it."""
 
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
     """Bandwidth of its memory, 1e9 bytes a second."""
 
     bus_gb_s: float | None = Field(default=None, gt=0)
-    """Copies between host and accelerator in one direction, 1e9 bytes a second, as measured with pinned memory."""
+    """Copies between host and accelerator in one direction with pinned memory, 1e9 bytes a second."""
 
     tflops: dict[Literal["float32", "float16", "bfloat16"], float] = Field(default_factory=dict)
     """Peak of dense matrix products by dtype, 1e12 operations a second."""
@@ -220,11 +219,12 @@ class Device:
 
     Attributes:
         memory_bytes: physical memory.
-        usable_bytes: what one training process may use, by `rule`.
-        bus_bytes_s: bytes a second of copies between host and accelerator, in one direction; None where not known.
-        listed_rates: `flops_s` and `bandwidth_bytes_s` as the table has them. None for this CPU: they are measured
-            when they are first asked for, as a run needs its memory alone.
-        limited: `usable_bytes` is what the user allows.
+        usable_bytes: memory that one training process may use, by `rule`.
+        bus_bytes_s: bytes a second of copies between host and accelerator, in one direction; None
+            if not known.
+        listed_rates: `flops_s` and `bandwidth_bytes_s` from the table. None for this CPU, whose
+            rates are measured on demand, because a run only needs its memory.
+        limited: `usable_bytes` is the user's limit.
     """
 
     name: str
@@ -241,15 +241,15 @@ class Device:
 
     @property
     def flops_s(self) -> dict[str, float]:
-        """Operations a second that a step reaches, by dtype; empty where not known."""
-        return (
-            {"float32": measured_rates()[0]} if self.listed_rates is None else self.listed_rates[0]
-        )
+        """Operations a second that a step reaches, by dtype; empty if not known."""
+        if self.listed_rates is None:
+            return {"float32": measured_rates()[0]}
+        return self.listed_rates[0]
 
     @property
     def bandwidth_bytes_s(self) -> float | None:
-        """Bytes a second that a step reaches; None where not known."""
-        return measured_rates()[1] if self.listed_rates is None else self.listed_rates[1]
+        """Bytes a second that a step reaches; None if not known."""
+        return (self.listed_rates or measured_rates())[1]
 
     def within(self, limit_bytes: int | None) -> Device:
         """Return this device for a run that may take at most `limit_bytes`."""
@@ -269,7 +269,7 @@ class Device:
 
 
 def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry]:
-    """Read the built-in devices and those of `device_file`, which win where a name is in both.
+    """Read the built-in devices and those of `device_file`, which replace built-in ones.
 
     Raises:
         ConfigError: if the file cannot be read or an entry has an unknown key or a wrong value.
@@ -282,9 +282,10 @@ def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry
         try:
             text = read_plain(path, 1 << 20).decode("utf-8")
         except (OSError, ValueError) as error:
-            message = f"{path}: the device file cannot be read"
             raise ConfigError(
-                message, received=str(error), expected="a YAML file of devices"
+                f"{path}: the device file cannot be read",
+                expected="a YAML file of devices",
+                received=str(error),
             ) from None
         table |= _parse(text, str(path))
     return table
@@ -303,7 +304,7 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
         device_file: YAML with more devices.
 
     Raises:
-        ConfigError: for a name that is not there, with the list and the nearest name.
+        ConfigError: the name is unknown; with the list and the nearest name.
     """
     if name in THIS:
         return _this(name, device_file)
@@ -311,8 +312,11 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
     if name not in table:
         names = [*THIS, *table]
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+        message = f"unknown device '{name}'"
+        if near:
+            message += f", did you mean '{near[0]}'?"
         raise ConfigError(
-            f"unknown device '{name}'" + (f", did you mean '{near[0]}'?" if near else ""),
+            message,
             expected=", ".join(names),
             received=name,
             hint="describe it in a YAML file and pass --device-file FILE",
@@ -332,8 +336,6 @@ def find_device(name: str = "this", device_file: Path | str | None = None) -> De
 
 
 def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
-    from ondevice.core.untrusted.yaml_documents import parse_yaml
-
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -343,7 +345,8 @@ def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
     ):
         raise ConfigError(
             f"{where}: expected a device name with its settings",
-            expected="NAME: {description: ..., kind: ..., memory_gib: ..., usable_fraction: ..., rule: ...}",
+            expected="NAME: {description: ..., kind: ..., memory_gib: ..., "
+            "usable_fraction: ..., rule: ...}",
             received=type(values).__name__,
         )
     return {
@@ -391,14 +394,20 @@ def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
     entry = next(
         (e for e in entries if e.gpu_name and e.gpu_name.lower() in gpu.name.lower()), None
     )
-    shared = gpu.memory_bytes is None
-    free = available_bytes() if gpu.free_bytes is None else gpu.free_bytes
+    kind: Kind = "gpu"
+    description = f"this machine: {gpu.name}"
+    memory, free = gpu.memory_bytes, gpu.free_bytes
+    if memory is None:
+        kind = "board"
+        description += ", memory shared with the CPU"
+        memory = total_bytes()
+    if free is None:
+        free = available_bytes()
     return Device(
         name=name,
-        description=f"this machine: {gpu.name}"
-        + (", memory shared with the CPU" if shared else ""),
-        kind="board" if shared else "gpu",
-        memory_bytes=total_bytes() if gpu.memory_bytes is None else gpu.memory_bytes,
+        description=description,
+        kind=kind,
+        memory_bytes=memory,
         usable_bytes=int(free * FREE_FRACTION),
         rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
         torch_device="cuda",
@@ -411,12 +420,14 @@ def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
 def measured_rates() -> tuple[float, float]:
     """Measure this CPU: float32 operations a second of a matrix product, and bytes a second read.
 
-    Takes half a second, once a process; the best of many in turns, as other processes disturb it.
+    Takes half a second, once a process. The best of several alternating runs counts, because
+    other processes disturb them.
     """
     import numpy as np
 
-    size, count = 512, 1 << 23
-    a, source = np.ones((size, size), dtype=np.float32), np.ones(count, dtype=np.float32)
+    size = 512
+    a = np.ones((size, size), dtype=np.float32)
+    source = np.ones(1 << 23, dtype=np.float32)
     turns = [(_fastest(lambda: a @ a, 0.1), _fastest(lambda: source.max(), 0.05)) for _ in range(3)]
     products, reads = (min(best) for best in zip(*turns))
     return 2 * size**3 / products, source.nbytes / reads
@@ -434,17 +445,18 @@ def _fastest(function: Any, budget_s: float) -> float:
 
 
 def place(config: Any) -> Placement:
-    """Decide where the run of a `RunConfig` computes.
+    """Decide the device placement of a `RunConfig`'s run.
 
     Raises:
-        ConfigError: the method has no part in the backend, there is no such device, or the method or the batch cannot
-            be divided by the ranks.
+        ConfigError: the backend does not have the method, the device does not exist, or the method
+            or the batch cannot be divided among the ranks.
     """
-    spec, backend = spec_of(config.method), backend_for(config.method, config.train.backend)
-    device = "cpu" if backend == "mlx" else resolve_device(config.model.device)
-    if (
-        "WORLD_SIZE" not in os.environ
-    ):  # and torch, which knows of ranks, is not imported for what does without it
+    spec = spec_of(config.method)
+    backend = backend_for(config.method, config.train.backend)
+    device = "cpu"
+    if backend != "mlx":
+        device = resolve_device(config.model.device)
+    if "WORLD_SIZE" not in os.environ:  # a run of one process does without torch's ranks
         return Placement(spec, backend, device)
     from ondevice.offload.ranks import check_rows, launched
 
@@ -462,16 +474,18 @@ def place(config: Any) -> Placement:
 
 
 def resolve_device(name: str) -> str:
-    """Resolve `auto` to `cuda` where there is one, else `cpu`.
+    """Resolve `auto` to `cuda` if there is one, else `cpu`.
 
     Raises:
-        ConfigError: if CUDA is asked for and not there.
+        ConfigError: the name is `cuda`, and there is no CUDA device.
     """
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "model.device is cuda and no CUDA device is there",
-            hint="`ondevice doctor` says why; or use cpu",
+            "model.device is cuda, and there is no CUDA device",
+            hint="`ondevice doctor` tells why; or use cpu",
         )
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Does this machine work: a real kernel in every backend that is installed, each in a process of its own."""
+"""Check this machine with a real kernel in each installed backend, in separate processes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Check:
 
     Attributes:
         name: of the check.
-        ok: True if it works, False if it is there and does not, None if it is not installed.
-        detail: version and result, or what went wrong.
-        fix: the command that would help, empty where nothing is to be done.
+        ok: True if it works, False if it is broken, None if it is not installed.
+        detail: version and result, or the fault.
+        fix: a command that would help, or "".
         needed: the target cannot do without it.
     """
 
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Broken, or needed and absent."""
+        """True if it is broken, or needed and absent."""
         return self.ok is False or (self.needed and self.ok is not True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Check:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A check that `ondevice.planning.kernels` runs: the packages it needs, and how to get or repair them."""
+    """A check of `ondevice.planning.kernels`, with its packages and the commands to get them."""
 
     packages: tuple[str, ...]
     install: str
@@ -61,11 +61,12 @@ class _Kernel:
 
 ON_GPU = ("torch-cuda", "unified-memory")
 JETPACK_6_REPAIRS = {
-    "bitsandbytes": 'CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install --no-deps '
-    "--force-reinstall --no-binary bitsandbytes "
+    "bitsandbytes": 'CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install '
+    "--no-deps --force-reinstall --no-binary bitsandbytes "
     '"bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@0.50.2"   '
     "(PyPI's wheel for ARM is built for servers and ends at its first kernel here)",
-    "torch-cuda": "use NVIDIA's container pytorch:25.06-py3-igpu from NGC   (PyPI's torch for ARM is for servers)",
+    "torch-cuda": "use NVIDIA's container pytorch:25.06-py3-igpu from NGC   "
+    "(PyPI's torch for ARM is for servers)",
 }
 _TORCH = "pip install 'ondevice-train[torch]'"
 _EXECUTORCH = "pip install 'ondevice-train[executorch]'"
@@ -88,7 +89,8 @@ KERNELS: dict[str, _Kernel] = {
     "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
     "qnn": _Kernel(
         ("onnxruntime_qnn", "executorch", "cpuinfo"),
-        "pip install 'ondevice-train[qnn]'   (Qualcomm's libraries, under the Qualcomm AI Stack License)",
+        "pip install 'ondevice-train[qnn]'   "
+        "(Qualcomm's libraries, under the Qualcomm AI Stack License)",
         "pip install --force-reinstall 'ondevice-train[qnn]'",
     ),
     "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
@@ -104,12 +106,12 @@ MACHINES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuda": (("torch-cuda", "transformers"), ("peft", "bitsandbytes")),
     "mlx": (("mlx",), ()),
 }
-"""Where training runs in eager: what it needs, and what it can use (this project's ops, 4-bit weights)."""
+"""Checks that eager training on a device needs, and those of optional parts (ops, 4-bit weights)."""
 ALWAYS = ("python", "memory", "disk", "model-cache")
 
 
 def checks_by_target() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return names for `doctor`, with the checks that each needs and those of what it can use."""
+    """Return the targets of `doctor`, each with the checks that it needs and optional ones."""
     return MACHINES | {spec.name: (spec.needs, spec.uses) for spec in targets()}
 
 
@@ -120,12 +122,12 @@ def doctor(
 ) -> list[Check]:
     """Run every check, or those that concern `target`.
 
-    Never raises for what it finds: a backend that crashes, hangs or gives a wrong result is a failed check.
+    A backend that crashes, hangs or gives a wrong result is a failed check, never an exception.
 
     Args:
-        target: one of `checks_by_target()`; what it needs becomes mandatory.
-        progress: called with the name of each check before it runs; the slowest takes some 15 s.
-        names: these checks only.
+        target: one of `checks_by_target()`; the checks that it needs become mandatory.
+        progress: called with the name of each check before it runs; the slowest takes about 15 s.
+        names: run only these checks.
 
     Raises:
         ConfigError: for a target or check that is not known.
@@ -136,18 +138,19 @@ def doctor(
             f"unknown target '{target}'", expected=", ".join(by_target), received=target
         )
     every = [*SYSTEM_CHECKS, *KERNELS]
-    needed, useful = by_target[target] if target else ((), ())
-    apart = () if jetson.model() else (*JETSON_CHECKS, "unified-memory")
-    wanted = (
-        (*ALWAYS, *needed, *useful) if target else [name for name in every if name not in apart]
-    )
-    chosen = [name for name in every if name in wanted]
+    needed, useful = by_target.get(target or "", ((), ()))
     if names is not None:
         if unknown := [name for name in names if name not in every]:
             raise ConfigError(
                 "unknown check", expected=", ".join(every), received=", ".join(unknown)
             )
         chosen = list(names)
+    elif target is not None:
+        chosen = [name for name in every if name in (*ALWAYS, *needed, *useful)]
+    elif jetson.model():
+        chosen = every
+    else:
+        chosen = [name for name in every if name not in (*JETSON_CHECKS, "unified-memory")]
     checks = []
     for name in chosen:
         if progress is not None:
@@ -159,17 +162,11 @@ def doctor(
 
 
 def _training(working: set[str]) -> Check:
-    """Say where this machine can train; a machine that cannot train at all is what a check-up is to find."""
-    places = [name for name, (needed, _) in MACHINES.items() if set(needed) <= working]
-    if places:
-        return Check("training", True, f"can train here: {', '.join(places)}", needed=True)
-    return Check(
-        "training",
-        False,
-        "nothing here can train",
-        "pip install 'ondevice-train[torch]'",
-        needed=True,
-    )
+    """List the devices that can train; a machine without any has failed the check."""
+    devices = [name for name, (needed, _) in MACHINES.items() if set(needed) <= working]
+    if devices:
+        return Check("training", True, f"can train here: {', '.join(devices)}", needed=True)
+    return Check("training", False, "nothing here can train", _TORCH, needed=True)
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -181,7 +178,7 @@ def _run(name: str, needed: bool) -> Check:
     start = time.perf_counter()
     try:
         ok, detail, fix = SYSTEM_CHECKS[name]() if name in SYSTEM_CHECKS else _kernel(name)
-    except Exception as error:  # whatever happens inside is what the doctor is asked to report
+    except Exception as error:  # the doctor reports whatever goes wrong
         ok, detail, fix = False, f"{type(error).__name__}: {error}", ""
     return Check(name, ok, detail, "" if ok else fix, needed, round(time.perf_counter() - start, 2))
 
@@ -197,19 +194,18 @@ def _kernel(name: str) -> Outcome:
             "no GPU that the driver lists",
             "install the NVIDIA driver, if this machine has a GPU",
         )
-    # In a process: a package that imports may still crash at its first kernel, and the doctor must go on.
+    # In a process: an imported package may crash at its first kernel, and the doctor must go on.
     ok, detail, fix = run_kernel(python_command("-m", "ondevice.planning.kernels", name))
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
-    release = jetson.release()
-    repair = (
-        JETPACK_6_REPAIRS.get(name, kernel.repair) if release and release[0] < 38 else kernel.repair
-    )
+    release, repair = jetson.release(), kernel.repair
+    if release and release[0] < 38:
+        repair = JETPACK_6_REPAIRS.get(name, repair)
     return ok, detail, fix or repair or kernel.install
 
 
 def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:
-    """Run a process that ends with `{"detail": ...}` or `{"error": ..., "fix": ...}`; it may crash."""
+    """Run a process that prints `{"detail": ...}` or `{"error": ..., "fix": ...}`, or crashes."""
     try:
         done = subprocess.run(
             command,
@@ -220,7 +216,7 @@ def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> O
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return False, f"no answer in {timeout_s:g} s", ""
+        return False, f"no result in {timeout_s:g} s", ""
     except OSError as error:
         return False, str(error), ""
     if done.returncode < 0:
@@ -229,22 +225,23 @@ def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> O
         except ValueError:
             killer = f"signal {-done.returncode}"
         return False, f"the kernel crashed: {killer}", ""
-    answer = _last_json(done.stdout)
-    if done.returncode == 0 and "detail" in answer:
-        return True, str(answer["detail"]), ""
-    if "error" in answer:
-        return False, str(answer["error"]), str(answer.get("fix") or "")
-    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return False, errors[-1] if errors else f"exit status {done.returncode} and no message", ""
+    result = _last_json(done.stdout)
+    if done.returncode == 0 and "detail" in result:
+        return True, str(result["detail"]), ""
+    if "error" in result:
+        return False, str(result["error"]), str(result.get("fix") or "")
+    errors = [f"exit status {done.returncode} and no message"]
+    errors += [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return False, errors[-1], ""
 
 
 def _last_json(text: str) -> dict[str, Any]:
     lines = [line for line in text.splitlines() if line.strip()]
     try:
-        answer = json.loads(lines[-1]) if lines else {}
+        result = json.loads((lines or ["{}"])[-1])
     except ValueError:
         return {}
-    return answer if isinstance(answer, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _version(package: str) -> str:

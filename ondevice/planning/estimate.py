@@ -1,4 +1,4 @@
-"""Will a run fit, and how long does a step take: from dimensions alone, before any weight is loaded."""
+"""The memory of a run and the time of a step, from dimensions, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
+from ondevice.models import read_dims
 from ondevice.planning.devices import Device, find_device
+from ondevice.planning.request import Request, StepTime, step_time
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
     from ondevice.offload.config import Rates
-    from ondevice.planning.step_time import StepTime
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Q4_BITS = 5.0
@@ -29,7 +30,7 @@ W4_BITS = 4.5
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """4 bits a weight, an 8-bit scale for each 64, and a float32 scale for each 256 of these."""
 PACKED = ("nf4", "int8")
-"""Weights that PyTorch makes dense a matrix at a time; the other tensors keep the model's precision."""
+"""Weights that PyTorch makes dense a matrix at a time; other tensors keep the model's precision."""
 
 
 def weight_bytes(
@@ -38,41 +39,42 @@ def weight_bytes(
     """Count the bytes of a model's weights in `dtype`, or quantised as `ExportConfig.quantize` says.
 
     Args:
-        by_rows: of a block program, whose tables are in 8 bits with a scale a row; integers that are multiplied as they
-            are (8da8w) lie there twice, once transposed.
+        by_rows: for a block program, whose tables are in 8 bits with a scale a row; it has integers
+            that are multiplied directly (8da8w) twice, once transposed.
 
     Raises:
         ConfigError: for a dtype or quantisation that is not known.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError("unknown dtype", expected=", ".join(DTYPE_BYTES), received=dtype)
-    linears, table, item = dims.matrices, dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
-    vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
+    linears = dims.matrices
+    table = dims.vocab * dims.hidden
+    item = DTYPE_BYTES[dtype]
+    heads = int(not dims.tied)  # tables in addition to the embedding
+    vectors = dims.parameters - linears - table * (1 + heads)
     if quantize == "none":
-        return WeightBytes(
-            linears * item, table * item, 0 if dims.tied else table * item, vectors * item
-        )
+        return WeightBytes(linears * item, table * item, heads * table * item, vectors * item)
     rows = table + dims.vocab * 4
     if by_rows and quantize in ("int8", "q4", "8da8w"):
         outputs = dims.layers * sum(outputs for _, outputs in dims.linear_shapes.values())
         bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16}[quantize]
-        packed = int(linears * bits / 8) + (0 if quantize == "q4" else 4 * outputs)
-        return WeightBytes(packed, rows, 0 if dims.tied else rows, vectors * 4)
+        packed = int(linears * bits / 8)
+        if quantize != "q4":
+            packed += 4 * outputs
+        return WeightBytes(packed, rows, heads * rows, vectors * 4)
     if quantize in PACKED:
         outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
-        packed = (
-            int(linears * NF4_BITS / 8)
-            if quantize == "nf4"
-            else linears + dims.layers * outputs * 8
-        )
-        return WeightBytes(packed, table * item, 0 if dims.tied else table * item, vectors * item)
+        packed = linears + dims.layers * outputs * 8
+        if quantize == "nf4":
+            packed = int(linears * NF4_BITS / 8)
+        return WeightBytes(packed, table * item, heads * table * item, vectors * item)
     if quantize == "q4":
-        return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
+        return WeightBytes(int(linears * Q4_BITS / 8), rows, heads * rows, vectors * 4)
     if quantize == "8da4w":
         return WeightBytes(int(linears * W4_BITS / 8), rows, int(table * W4_BITS / 8), vectors * 4)
     if quantize == "w8":
         scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
-        return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
+        return WeightBytes(linears + scales, table * 4, heads * table * 4, vectors * 4)
     raise ConfigError(
         "unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize
     )
@@ -97,28 +99,10 @@ BASELINE_BYTES = {
     ("executorch", "python"): 420 * MIB,
     ("executorch", "app"): 150 * MIB,
 }
-"""The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
-transformers and peft; Python with MLX, transformers' tokenizers and this package; Python with ExecuTorch 1.4. On CUDA:
-the context and the libraries' workspaces on the GPU. The app's is an assumption: a plain Android app."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of a plan, kept so that a variation can be planned too."""
-
-    dims: ModelDims
-    method: Any
-    batch_size: int
-    length_tokens: int
-    dtype: str
-    export: ExportConfig | None
-    runtime: Runtime
-    device: Device
-    evaluates: bool
-    world: int = 1
-    """Processes that train together."""
-    why: str = ""
-    """The decision on `method`, in a sentence."""
+"""The process before a model is loaded, measured as anonymous memory on Linux x86-64: Python with
+torch 2.13, transformers and peft; Python with MLX, transformers' tokenizers and this package;
+Python with ExecuTorch 1.4. On CUDA it is the context and the libraries' workspaces on the GPU. The
+app's is an assumption for a plain Android app."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +111,11 @@ class Plan:
 
     Attributes:
         parts: bytes by part, in the order of the table; their sum is `total_bytes`.
-        usable_bytes: what the device lets one process use.
-        host_parts: the same of host memory, where a method keeps the model there beside an accelerator;
-            `host_usable_bytes` is None where the host is not this machine.
-        file_bytes: of the program on disk, 0 for eager PyTorch; its pages can be dropped and read again.
-        weight_bytes: that one pass over the model reads.
+        usable_bytes: memory that the device lets one process use.
+        host_parts: the same for host memory, if a method holds the model there and computes on an
+            accelerator; `host_usable_bytes` is None if the host is not this machine.
+        file_bytes: the program on disk, 0 for eager PyTorch; pages can be dropped and read again.
+        weight_bytes: bytes that one pass over the model reads.
     """
 
     model: str
@@ -152,9 +136,7 @@ class Plan:
 
     @cached_property
     def _time(self) -> StepTime:
-        # Counted when it is asked for: a run needs its memory alone.
-        from ondevice.planning.step_time import step_time
-
+        # Computed on demand: a run only needs its memory.
         return step_time(self.request, self.weight_bytes)
 
     @property
@@ -178,7 +160,7 @@ class Plan:
 
     @property
     def margin_bytes(self) -> int:
-        """Usable bytes that are left; negative where the plan does not fit."""
+        """Usable bytes that are left; negative if the plan does not fit."""
         return self.usable_bytes - self.total_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,13 +216,13 @@ def plan(
         batch_size: rows of data a step.
         length_tokens: tokens a row; for a program with several buckets, the longest.
         dtype: precision of frozen weights and activations in eager PyTorch; programs are float32.
-        export: how the program is exported; its quantisation counts in both runtimes.
+        export: settings of the program's export; its quantisation counts in both runtimes.
         runtime: `torch`, `mlx` or `executorch`.
         device: a name of the device table or a `Device`.
         device_file: YAML with more devices.
         evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
-        memory_limit_bytes: what the run may take at most, where that is less than the device allows.
-        rates: of this machine, measured; they decide a setting that is `auto`.
+        memory_limit_bytes: the run's limit, if that is less than the device allows.
+        rates: of this machine, measured; they decide settings that are `auto`.
         world: processes that train together; `batch_size` is one's.
 
     Raises:
@@ -253,15 +235,12 @@ def plan(
         if value < 1:
             raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
     if isinstance(model_source, str | Path):
-        from ondevice.models import read_dims
-
         name, dims = str(model_source), read_dims(str(model_source), revision)
     elif not hasattr(model_source, "family"):
-        message, received = "a model of the wrong type", type(model_source).__name__
         raise ConfigError(
-            message,
+            "a model of the wrong type",
             expected="a hub id, a path, package:NAME, or a model's `dims`",
-            received=received,
+            received=type(model_source).__name__,
         )
     else:
         name, dims = model_source.family, model_source
@@ -269,9 +248,7 @@ def plan(
     if runtime == "executorch":
         export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
         if target.torch_device == "cuda" and isinstance(device, str) and device == "this":
-            target = find_device(
-                "this-cpu"
-            )  # here it is PyTorch that uses the GPU; ExecuTorch computes on the CPU
+            target = find_device("this-cpu")  # ExecuTorch computes on the CPU here
     target = target.within(memory_limit_bytes)
     request = Request(
         dims,
@@ -289,7 +266,7 @@ def plan(
 
 
 PLAN_LENGTH_TOKENS = 128
-"""Length that is planned for where neither the run file nor its data says one."""
+"""Length of a plan if neither the run file nor its data names one."""
 
 
 def plan_run(
@@ -298,8 +275,11 @@ def plan_run(
     dims: ModelDims | None = None,
     rates: Rates | None = None,
 ) -> Plan:
-    """Estimate the run of a run file where it computes here, with what its method chooses; under `torchrun`, of each
-    rank. `dims` are the model's, where it is loaded already, and `rates` the machine's, where they were measured.
+    """Estimate a run file's run on this machine; under `torchrun`, one rank of it.
+
+    Args:
+        dims: of the model, if it is already loaded.
+        rates: of this machine, if they were measured.
 
     Raises:
         ConfigError, ModelError: as `plan`.
@@ -321,7 +301,8 @@ def plan_run(
 
 
 def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
-    """Return the method's settings with `auto` decided for the request's device, and why; see `DecidesFromMemory`."""
+    """Return the method's settings with `auto` decided for the device, and the reason; see
+    `DecidesFromMemory`."""
     spec = spec_of(request.method)
     decides = spec.capability(DecidesFromMemory)
     if decides is None or request.runtime != "torch":
@@ -330,7 +311,7 @@ def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
 
 
 def _host_bytes(device: Device) -> int | None:
-    """Usable bytes of the host of `device`, where that is this machine."""
+    """Return the usable bytes of the device's host, or None if it is not this machine."""
     return find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
 
 
@@ -343,17 +324,20 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
     spec.check_model(dims)
     offloads = spec.capability(Offloads) is not None
     quantize = export.quantize if export else "none"
-    # What a step needs beside the weights, as the method says it.
+    # The memory of a step in addition to the weights, from the method.
     weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
     memory, item = spec.memory(), DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     if request.world > 1 and memory.ranked is not None:
         working = memory.ranked(working, dims, method, request.world)
     host: dict[str, int] = {}
-    host_usable, notes = None, [*dims.notes, *([request.why] if request.why else [])]
+    host_usable = None
+    notes = [*dims.notes]
+    if request.why:
+        notes.append(request.why)
     if (targets := dims.resolve_targets(method)) and targets != tuple(method.target_modules):
         notes.append(f"method.target_modules: {', '.join(targets)}, as this model names its layers")
-    # Where the weights are, and the process around them: by runtime.
+    # The placement of the weights, and the process around them, by runtime.
     if request.runtime == "executorch" and export is not None:
         place, working, baseline = _as_program(request, weights, working, notes)
     else:
@@ -403,7 +387,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
 
 
 def _in_blocks(request: Request) -> bool:
-    """True for an ExecuTorch program of functions of one block."""
+    """Return whether this is an ExecuTorch program of functions of one block."""
     if request.runtime != "executorch" or request.export is None:
         return False
     return spec_of(request.method).memory().blocks is not None
@@ -414,9 +398,9 @@ def _as_program(
 ) -> tuple[WeightPlacement, dict[str, int], int]:
     """Return weights, working memory and the process' bytes of an exported ExecuTorch program; adds to `notes`."""
     dims, method, export = request.dims, request.method, request.export
-    assert export is not None  # noqa: S101  the caller looked
+    assert export is not None  # noqa: S101  the caller has checked it
     memory = spec_of(method).memory()
-    # On the runtime's own kernels the mapped file and the arenas are all.
+    # The runtime's own kernels need only the mapped file and the arenas.
     if memory.blocks is not None and _in_blocks(request):
         working = memory.blocks(
             dims, method, request.batch_size, request.length_tokens, export.quantize
@@ -431,11 +415,8 @@ def _as_program(
     notes += place.notes
     if export.uses_ops and memory.blocks is None:
         notes.append("the program needs this project's ops in the runtime")
-    return (
-        place,
-        working,
-        BASELINE_BYTES["executorch", "app" if request.device.kind == "phone" else "python"],
-    )
+    process = "app" if request.device.kind == "phone" else "python"
+    return place, working, BASELINE_BYTES["executorch", process]
 
 
 def _retained(request: Request, working: dict[str, int]) -> int:

@@ -1,6 +1,4 @@
-"""Refuse a plan that does not fit, before anything is loaded, and say what would help. And keep a run within a limit of
-memory while it goes on.
-"""
+"""Refuse a plan that does not fit, with changes that would help, and keep a run within its limit."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING
 from ondevice.core.config import size_text
 from ondevice.core.errors import DoesNotFitError, OndeviceError
 from ondevice.core.registry import methods, spec_of
+from ondevice.planning.advice import measure
 from ondevice.planning.estimate import BASELINE_BYTES, plan_request, plan_run
 from ondevice.planning.limit import own_memory, status_bytes, was_refused
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ondevice.planning.estimate import Plan, Request
 
 Change = Callable[["Request"], "Request | None"]
-"""A request to one that needs less; None where the change does not apply."""
+"""Turns a request into one that needs less memory, or None if the change does not apply."""
 SHORTEST_TOKENS = 16
 
 
@@ -98,14 +97,17 @@ def _changes(request: Request) -> list[tuple[str, Change]]:
 def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
     """List changes that need less memory: those that fit first, then the smallest.
 
-    Each change is alone; if none of them fits alone, all of them together come first.
+    Each is a single change; if none of them fits, all of them together come first.
     """
-    options, together, words_of_all = [], plan.request, []
+    options: list[tuple[str, Plan]] = []
+    together = plan.request
+    words_of_all: list[str] = []
     for template, change in _changes(plan.request):
         changed = change(plan.request)
         if changed is None:
             continue
-        other, words = plan_request(plan.model, changed), template.format(changed)
+        other = plan_request(plan.model, changed)
+        words = template.format(changed)
         if other.total_bytes < plan.total_bytes:
             options.append((words, other))
             together = change(together) or together
@@ -124,29 +126,32 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
     """
     if plan.fits or force:
         return
-    limited = plan.request.device.limited
-    listed = parts_text(plan.parts, len(plan.parts) if limited else 3)
-    options = [
-        f"{words} ({size_text(other.total_bytes)}, {'fits' if other.fits else 'too much'})"
-        for words, other in alternatives(plan)[:3]
-    ]
     device = plan.request.device
+    memory = device.name
+    listed = f"biggest parts: {parts_text(plan.parts, 3)}"
+    way_out = "--force to run anyway"
+    if device.limited:
+        memory = "the memory limit"
+        listed = f"parts: {parts_text(plan.parts, len(plan.parts))}"
+        way_out = "a higher --memory-limit"
+    options = []
+    for words, other in alternatives(plan)[:3]:
+        verdict = "fits" if other.fits else "too much"
+        options.append(f"{words} ({size_text(other.total_bytes)}, {verdict})")
     if plan.total_bytes <= plan.usable_bytes and plan.host_usable_bytes is not None:
         listed = parts_text(plan.host_parts, 3)
         raise DoesNotFitError(
-            f"{plan.model} with {plan.request.method.name} does not fit the host's memory; biggest parts: {listed}",
+            f"{plan.model} with {plan.request.method.name} does not fit the host's memory; "
+            f"biggest parts: {listed}",
             expected=f"at most {size_text(plan.host_usable_bytes)}",
             received=size_text(plan.host_total_bytes),
             hint=f"{spec_of(plan.request.method).memory().host_hint}, --force to run anyway",
         )
     raise DoesNotFitError(
-        f"{plan.model} with {plan.request.method.name} does not fit "
-        f"{'the memory limit' if limited else device.name}; {'' if limited else 'biggest '}parts: {listed}",
+        f"{plan.model} with {plan.request.method.name} does not fit {memory}; {listed}",
         expected=f"at most {size_text(plan.usable_bytes)} ({device.rule})",
         received=size_text(plan.total_bytes),
-        hint="; ".join(
-            [*options, "a higher --memory-limit" if limited else "--force to run anyway"]
-        ),
+        hint="; ".join([*options, way_out]),
     )
 
 
@@ -169,11 +174,13 @@ def plan_within(
     dims: ModelDims | None = None,
     decided: RunConfig | None = None,
 ) -> Iterator[Plan]:
-    """Plan the run of a run file, refuse one that does not fit, and keep it within its memory limit in the block. Where
-    the method leaves something to the machine, and that has a GPU, its rates are measured first (some seconds).
+    """Plan a run file's run, refuse it if it does not fit, and limit its memory within the block.
+
+    If the method has `auto` settings and the machine has a GPU, the machine's rates are measured
+    first, which takes some seconds.
 
     Args:
-        decided: the same run with a placement that was decided before; it is kept if it still fits.
+        decided: the same run with settings that were decided before; used if it still fits.
 
     Raises:
         DoesNotFitError: as `ensure_fits`, and as `memory_limit`.
@@ -188,8 +195,6 @@ def plan_within(
         and placement.device == "cuda"
         and placement.world == 1
     ):
-        from ondevice.planning.advice import measure
-
         estimate = plan_run(config, placement, dims, measure(estimate))
     ensure_fits(estimate, force)
     with memory_limit(config.train.memory_limit_bytes, estimate):
@@ -198,24 +203,28 @@ def plan_within(
 
 @contextmanager
 def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
-    """Limit this process to `limit_bytes` within the block; None is no limit. An allocation beyond it fails here, with
-    the plan, before the system ends the process.
+    """Limit this process to `limit_bytes` within the block; None sets no limit.
 
-    On a CPU the kernel counts private writable memory (RLIMIT_DATA). What libraries had mapped without touching it,
-    before the limit was set, is added to it. On a GPU, PyTorch's allocator has the cap; where CPU and GPU share their
-    memory, both hold, and what this process takes on the CPU's side is taken from the GPU's. In MLX the limit holds in
-    the plan alone, and a warning says so: its allocator does not look whether memory was refused, and the process would
-    end by a signal. `ondevice serve` puts a job into a cgroup besides, where it may make one.
+    An allocation beyond the limit fails here, with the plan, before the system ends the process.
+
+    - On a CPU the kernel counts private writable memory (RLIMIT_DATA). Memory that libraries had
+      mapped without touching it is added to the limit.
+    - On a GPU, PyTorch's allocator has the limit. If CPU and GPU share their memory, both are
+      limited, and the CPU's share of this process is subtracted from the GPU's.
+    - In MLX only the plan has the limit, with a warning: its allocator does not check for refused
+      memory, and a signal would end the process.
+
+    `ondevice serve` also puts a job into a cgroup if it may create one.
 
     Raises:
-        DoesNotFitError: an allocation was refused; says what was planned, part by part.
+        DoesNotFitError: an allocation was refused; lists the planned parts.
     """
     if limit_bytes is None:
         yield
         return
     if plan.request.runtime == "mlx":
         log.warning(
-            "--memory-limit was held against the plan; nothing holds MLX to it while it runs (a cgroup can)"
+            "--memory-limit was compared with the plan; only a cgroup can limit MLX while it runs"
         )
         yield
         return
@@ -225,17 +234,19 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
         with own_memory(limit_bytes if on_cpu else None):
             yield
     except (OndeviceError, MemoryError, RuntimeError, OSError) as raised:
-        # A method may have raised DoesNotFitError already, without the plan: its cause is the refused allocation.
-        error = raised.__cause__ if isinstance(raised, DoesNotFitError) else raised
+        # A method may have raised DoesNotFitError itself, with the refused allocation as its cause.
+        error: BaseException | None = raised
+        if isinstance(raised, DoesNotFitError):
+            error = raised.__cause__
         if not isinstance(error, (MemoryError, RuntimeError, OSError)) or not was_refused(error):
             raise
+        parts = parts_text(plan.parts, len(plan.parts))
         raise DoesNotFitError(
-            f"an allocation beyond the memory limit was refused; planned: {parts_text(plan.parts, len(plan.parts))}",
+            f"an allocation beyond the memory limit was refused; planned: {parts}",
             expected=f"at most {size_text(limit_bytes)} (--memory-limit)",
-            received=str(error).strip().splitlines()[0][:200]
-            if str(error).strip()
-            else type(error).__name__,
-            hint="a smaller batch or shorter rows, a higher --memory-limit; the run's last checkpoint is unharmed",
+            received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
+            hint="a smaller batch or shorter rows, a higher --memory-limit; "
+            "the run's last checkpoint is intact",
         ) from error
     finally:
         if capped:

@@ -1,7 +1,8 @@
 """Checks of a Jetson: the board, its swap, power mode and clocks.
 
-jetson-stats is asked first where it is installed and its service answers; else the files that NVIDIA's own tools keep,
-and tegrastats for what no file says. Every function takes the root of the file system, so that a copied tree does.
+jetson-stats comes first, if it is installed and its service responds; then the files of NVIDIA's
+own tools, and tegrastats for figures that no file has. Each function takes the root of the file
+system, so that a copied tree works, too.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import re
 import subprocess
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ondevice.planning.system import Outcome
+Outcome = tuple[bool | None, str, str]
+"""True if it works (None: not installed), the detail to show, and the command that would help."""
 
 ROOT = Path("/")
 MODEL = ("proc/device-tree/model", "sys/firmware/devicetree/base/model")
 GPU_NAMES = ("gpu", "ga10b", "gv11b", "gp10b")
 JETPACK = {35: "JetPack 5", 36: "JetPack 6", 38: "JetPack 7", 39: "JetPack 7"}
 """By release of L4T."""
-NOT_HERE = (None, "this is no Jetson", "")
+NOT_HERE = (None, "not a Jetson", "")
 SWAP_FIX = (
-    "sudo fallocate -l 8G /swapfile && sudo chmod 600 /swapfile && sudo mkswap /swapfile && sudo swapon /swapfile   "
-    "(on an NVMe disk; what is not used then makes room for training)"
+    "sudo fallocate -l 8G /swapfile && sudo chmod 600 /swapfile && sudo mkswap /swapfile && "
+    "sudo swapon /swapfile   (on an NVMe disk; idle memory then makes room for training)"
 )
 
 
@@ -38,7 +39,7 @@ def read(path: Path) -> str | None:
 
 
 def model(root: Path = ROOT) -> str | None:
-    """Return the board's name; None if this is no Jetson."""
+    """Return the board's name; None if this is not a Jetson."""
     for name in MODEL:
         text = read(root / name)
         if text and ("Jetson" in text or "Tegra" in text or "Orin" in text):
@@ -72,7 +73,7 @@ def board(root: Path = ROOT) -> Outcome:
 
 
 def swap(root: Path = ROOT) -> Outcome:
-    """Check for swap beyond the memory that CPU and GPU share: zram only compresses, a disk is real room."""
+    """Check for swap on a disk: zram only compresses the memory that CPU and GPU share."""
     if model(root) is None:
         return NOT_HERE
     lines = (read(root / "proc/swaps") or "").splitlines()[1:]
@@ -165,7 +166,7 @@ def _hertz(path: Path) -> int:
 
 
 def from_jetson_stats() -> dict[str, Any] | None:
-    """Ask jetson-stats' service; None where it is not installed or does not answer."""
+    """Ask jetson-stats' service; None if it is not installed or does not respond."""
     if importlib.util.find_spec("jtop") is None:
         return None
     try:
@@ -176,7 +177,7 @@ def from_jetson_stats() -> dict[str, Any] | None:
 
 
 def tegrastats(timeout_s: float = 5.0) -> dict[str, float]:
-    """Run NVIDIA's own tool for one line; empty where it is not there."""
+    """Run NVIDIA's own tool for one line; empty if it is not installed."""
     try:
         with subprocess.Popen(
             ["tegrastats", "--interval", "100"], stdout=subprocess.PIPE, text=True
@@ -194,14 +195,12 @@ def tegrastats(timeout_s: float = 5.0) -> dict[str, float]:
 
 
 def parse_tegrastats(line: str) -> dict[str, float]:
-    """Parse a line: memory and swap (MiB), GPU load (percent) and clock (MHz), temperatures (C) and power (mW)."""
+    """Parse a line: memory, swap (MiB), GPU load (%), clock (MHz), temperatures (C), power (mW)."""
     figures: dict[str, float] = {}
     for name, key in (("RAM", "memory"), ("SWAP", "swap")):
         if match := re.search(rf"{name} (\d+)/(\d+)MB", line):
-            figures[f"{key}_used_mib"], figures[f"{key}_total_mib"] = (
-                float(match[1]),
-                float(match[2]),
-            )
+            figures[f"{key}_used_mib"] = float(match[1])
+            figures[f"{key}_total_mib"] = float(match[2])
     if match := re.search(r"GR3D_FREQ (\d+)%(?:@\[?(\d+))?", line):
         figures["gpu_percent"] = float(match[1])
         if match[2]:

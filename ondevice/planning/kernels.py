@@ -1,10 +1,10 @@
-"""One real computation for each backend, run by `doctor` in a process of its own.
+"""One real computation for each backend, run by `doctor` in separate processes.
 
     python -m ondevice.planning.kernels NAME
 
-ends with one line of JSON: {"detail": "..."} if the result is right, else {"error": "...", "fix": "..."}; a
-crash is a failed check too. A package that imports may still die at its first kernel, so each of these
-computes something and looks at the result.
+ends with one line of JSON: {"detail": "..."} if the result is right, else {"error": "...",
+"fix": "..."}. A crash is a failed check, too. A package that imports may still crash at its first
+kernel, so each check computes something and compares the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ondevice.core.errors import OndeviceError
 
 
 class WrongResult(Exception):
-    """A kernel ran and gave a wrong answer."""
+    """A kernel ran and gave a wrong result."""
 
 
 def _expect_close(name: str, received: object, expected: object, tolerance: float) -> float:
@@ -84,7 +84,7 @@ def executorch() -> str:
     program = edge.to_executorch()
     delegates = len(program.executorch_program.execution_plan[0].delegates)
     if delegates == 0:
-        raise WrongResult("XNNPACK took no part of the program")
+        raise WrongResult("XNNPACK took nothing of the program")
     method = Runtime.get().load_program(program.buffer).load_method("forward")
     if method is None:
         raise WrongResult("the runtime does not load the program")
@@ -96,7 +96,7 @@ def executorch() -> str:
 
 
 def runtime_ops() -> str:
-    """Compile this project's ops, load them into PyTorch, and hold the generator against numpy's."""
+    """Compile this project's ops, load them into PyTorch, compare the generator with numpy's."""
     import torch
 
     from ondevice.runtime_ops import generator, torch_ops
@@ -113,7 +113,7 @@ def runtime_ops() -> str:
 
 
 def executorch_ops() -> str:
-    """Compile this project's kernels for the ExecuTorch runtime, and run a program that needs one of them."""
+    """Compile this project's kernels for ExecuTorch, and run a program that needs one of them."""
     import torch
     from executorch.exir import to_edge_transform_and_lower
     from executorch.runtime import Runtime
@@ -170,7 +170,10 @@ def qnn() -> str:
             raise WrongResult("the runtime does not load the program")
         received = method.execute([x])[0].numpy()
     error = _expect_close("NPU program", received, model(x).detach().numpy(), 1e-2)
-    return f"onnxruntime-qnn {libraries.VERSION}: compiled for SM8650 and ran in the simulator, error {error:.1e}"
+    return (
+        f"onnxruntime-qnn {libraries.VERSION}: compiled for SM8650 and ran in the simulator, "
+        f"error {error:.1e}"
+    )
 
 
 def mlx() -> str:
@@ -188,7 +191,7 @@ def mlx() -> str:
 
 
 def bitsandbytes() -> str:
-    """Quantise to NF4, dequantise, and run a 4-bit linear, on the CPU and on the GPU if there is one."""
+    """Quantise to NF4, dequantise, and run a 4-bit linear, on the CPU and the GPU if any."""
     import torch
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import LinearNF4
@@ -236,7 +239,7 @@ def unified_memory() -> str:
 
 
 def peft() -> str:
-    """Wrap a linear layer with LoRA: unchanged at B = 0, changed by B, and merged to the same function."""
+    """Wrap a linear layer with LoRA: unchanged at B = 0, changed by B, the same when merged."""
     import peft as library
     import torch
 

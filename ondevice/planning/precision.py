@@ -1,4 +1,4 @@
-"""The numbers that a run computes in, if its method may choose: those that the processor has units for."""
+"""The precision of a run, if its method may choose: one that the processor has units for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
 
 
 def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, list[str]]:
-    """Return the run file with a precision that the machine has units for, and sentences that say so.
+    """Return the run file with a precision that the machine has units for, and notes on it.
 
     A precision that the run file or a flag names is kept.
     """
@@ -43,7 +43,7 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
 def has_bfloat16_units() -> bool:
     """Return whether this CPU multiplies in bfloat16 itself, by its flags.
 
-    A stopwatch is no judge: on one machine the measured ratio to float32 was 0.36 to 145 between starts.
+    Timing does not tell: on one machine the ratio to float32 was 0.36 to 145 between starts.
     """
     import torch
 

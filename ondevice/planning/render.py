@@ -33,15 +33,15 @@ MEANING = {
     "runtime": "the process before a model is loaded",
     "window": "layers and their gradients on the accelerator",
     "head": "the output head and its gradient",
-    "block inputs": "of all blocks, or of a few while the others are on the host",
+    "block inputs": "saved inputs of each block, or of a few while the others are on the host",
     "kept inputs": "of the layers, for the backward pass",
     "inputs on the host": "of the layers, for the backward pass",
     "masters and moments": "float32 parameters and AdamW's moments",
     "resident states": "masters and moments that stay on the accelerator",
     "disk staging": "states on their way from and to the disk",
     "gradients": "waiting for their update",
-    "exact parameters": "what no subspace is for: norms, biases, small matrices",
-    "tables": "embedding and head, where they are trained in a subspace",
+    "exact parameters": "without a subspace: norms, biases, small matrices",
+    "tables": "embedding and head, if they are trained in a subspace",
     "projectors": "positions and values of the subspaces",
     "dense projectors": "one of each side, shared by all matrices",
     "changes": "of the weights, in their subspaces, and the answers",
@@ -53,7 +53,7 @@ MEANING = {
 
 
 def render(plan: Plan) -> RenderableType:
-    """Render a plan: parts, total, the device's memory, the verdict, and changes that help if it does not fit."""
+    """Render a plan: parts, total, the device's memory, the verdict, and changes that would help."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -70,7 +70,7 @@ def render(plan: Plan) -> RenderableType:
     table.add_column("part", footer="total")
     table.add_column("memory", justify="right", footer=size_text(plan.total_bytes))
     table.add_column("share", justify="right")
-    table.add_column("what it is", footer=f"of {size_text(plan.usable_bytes)} usable")
+    table.add_column("contents", footer=f"of {size_text(plan.usable_bytes)} usable")
     for part, size in plan.parts.items():
         table.add_row(
             part, size_text(size), f"{size / plan.total_bytes:.0%}", MEANING.get(part, "")
@@ -82,7 +82,7 @@ def render(plan: Plan) -> RenderableType:
         host = Table(title="host memory", title_justify="left", show_footer=True)
         host.add_column("part", footer="total")
         host.add_column("memory", justify="right", footer=size_text(plan.host_total_bytes))
-        host.add_column("what it is", footer=footer)
+        host.add_column("contents", footer=footer)
         for part, size in plan.host_parts.items():
             host.add_row(part, size_text(size), MEANING.get(part, ""))
         lines.append(host)
@@ -123,11 +123,13 @@ def render_checks(checks: Sequence[Check]) -> RenderableType:
         table.add_column(heading, justify="right" if heading == "s" else "left")
     lines: list[RenderableType] = [table]
     for check in checks:
-        mark, style = (
-            ("✓", "green") if check.ok else ("✗", "bold red") if check.failed else ("–", "dim")
-        )
-        name = check.name + (" (needed)" if check.needed else "")
-        detail = Text(check.detail, style="" if check.ok or check.failed else "dim")
+        mark, style, text_style = "–", "dim", "dim"
+        if check.ok:
+            mark, style, text_style = "✓", "green", ""
+        elif check.failed:
+            mark, style, text_style = "✗", "bold red", ""
+        name = check.name + " (needed)" * check.needed
+        detail = Text(check.detail, style=text_style)
         table.add_row(Text(mark, style=style), name, detail, f"{check.seconds:.1f}")
         if check.failed and check.fix:
             lines.append(Text.assemble((f"{check.name}: ", "bold"), check.fix))
@@ -139,11 +141,14 @@ def render_checks(checks: Sequence[Check]) -> RenderableType:
 
 
 def _seconds(value: float) -> str:
-    """Two digits, without an exponent: 12 ms, 3.8 s, 110 s, 25 min."""
+    """Format two digits without an exponent: 12 ms, 3.8 s, 110 s, 25 min."""
     if value >= 600:
         return f"{value / 60:,.0f} min"
-    unit, shown = ("ms", value * 1e3) if value < 1 else ("s", value)
-    digits = max(0, 1 - math.floor(math.log10(shown))) if shown > 0 else 0
-    return (
-        f"{round(shown, 1 - math.floor(math.log10(shown))) if shown > 0 else 0:.{digits}f} {unit}"
-    )
+    unit = "s"
+    if value < 1:
+        value *= 1e3
+        unit = "ms"
+    if value <= 0:
+        return f"0 {unit}"
+    digits = 1 - math.floor(math.log10(value))
+    return f"{round(value, digits):.{max(0, digits)}f} {unit}"

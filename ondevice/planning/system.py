@@ -1,4 +1,4 @@
-"""The doctor's checks without a kernel: Python, memory, disk, the model cache, the compiler."""
+"""The doctor's checks of the system: Python, memory, disk, the model cache, the compiler."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from ondevice.core.errors import MissingPackageError, ModelError
+from ondevice.models.sources.cache import RECORD_NAME, cache_root, read_record
 from ondevice.planning import jetson
 from ondevice.planning.devices import available_bytes, total_bytes
+from ondevice.planning.jetson import Outcome
+from ondevice.runtime_ops.build import find_compiler
 
-Outcome = tuple[bool | None, str, str]
-"""True if it works (None: not installed), the detail to show, and the command that would help."""
 NEEDED_DISK_BYTES = 4 << 30
-"""A converted model, a program and a checkpoint of a model of some 100M parameters, with room."""
+"""A converted model, a program and a checkpoint of a model of about 100M parameters, with room."""
 ADB_FIX = "sudo apt-get install adb   (macOS: brew install android-platform-tools)"
 COMPILER_FIX = "sudo apt-get install g++   (macOS: xcode-select --install)"
 
@@ -40,15 +41,9 @@ def memory() -> Outcome:
     )
 
 
-def _cache() -> Path:
-    from ondevice.models.sources.cache import cache_root
-
-    return cache_root()
-
-
 def disk() -> Outcome:
-    """Check that there is room beside the model cache."""
-    cache = _cache()
+    """Check the free space on the disk of the model cache."""
+    cache = cache_root()
     folder = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     fix = "free space, or set ONDEVICE_CACHE to a folder on another disk"
@@ -56,11 +51,8 @@ def disk() -> Outcome:
 
 
 def model_cache() -> Outcome:
-    """Check that the cache can be written, and that the converted models in it are whole."""
-    from ondevice.core.errors import ModelError
-    from ondevice.models.sources.cache import RECORD_NAME, read_record
-
-    cache = _cache()
+    """Check that the cache can be written, and that the converted models in it are complete."""
+    cache = cache_root()
     folder = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         return (
@@ -82,9 +74,6 @@ def model_cache() -> Outcome:
 
 def compiler() -> Outcome:
     """Check that the compiler of this project's ops takes a C++20 program."""
-    from ondevice.core.errors import MissingPackageError
-    from ondevice.runtime_ops.build import find_compiler
-
     try:
         path = find_compiler()
     except MissingPackageError as error:
@@ -106,7 +95,7 @@ def compiler() -> Outcome:
 
 
 def adb() -> Outcome:
-    """Check that the tool that talks to a phone answers."""
+    """Check that the tool for phones runs."""
     path = shutil.which("adb")
     if path is None:
         return None, "adb not installed: `ondevice push` and `pull` need it", ADB_FIX

@@ -65,7 +65,7 @@ def test_the_board_and_its_jetpack(tree: Path) -> None:
 
 @pytest.mark.parametrize("check", [jetson.board, jetson.swap, jetson.power_mode, jetson.clocks])
 def test_other_machines_are_no_jetson(check, tmp_path: Path) -> None:
-    assert check(tmp_path) == (None, "this is no Jetson", "")
+    assert check(tmp_path) == (None, "not a Jetson", "")
 
 
 def test_zram_is_no_room_and_a_disk_is(tree: Path) -> None:

@@ -86,8 +86,8 @@ class _Text:
         self._column = 0  # characters of the first line that were dropped
 
     def grow(self, position: int, least: int = 1) -> int:
-        """Drop the text before `position`, read `least` characters or more, and return 0, where
-        the position is then."""
+        """Drop the text before `position`, read `least` characters or more, and return the new
+        position, 0."""
         self._column = self.column_of(position) - 1
         self.line_of(position)
         self._counted = 0

@@ -27,7 +27,7 @@ BENCHMARKS = ("mmlu", "gsm8k", "mt_bench")
 LETTERS = ("A", "B", "C", "D")
 EVAL_NAMES = ("test", "valid", "validation", "val", "question")
 SHOT_NAMES = ("fewshot", "dev", "train")
-"""Names that the files of a folder have, without .jsonl or .csv; the first that is there is taken."""
+"""Names that the files of a folder have, without .jsonl or .csv; the first that exists is used."""
 
 _GOLD = ("answer", "label")
 _SUFFIXES = (".jsonl", ".csv")
@@ -41,7 +41,7 @@ class Question:
         line: line of the file, from 1.
         turns: what the user says, turn by turn; of `mmlu` the question with its choices.
         answer: the letter of `mmlu`, the worked answer of `gsm8k`, "" of `mt_bench`.
-        group: the subject of `mmlu`, the category of `mt_bench`; "" where the file names none.
+        group: the subject of `mmlu`, the category of `mt_bench`; "" if the file names none.
         id: `question_id` of `mt_bench`; the line elsewhere.
     """
 
@@ -98,10 +98,8 @@ def read_questions(path: Path, task: str) -> list[Question]:
             problems.append(RowProblem(str(path), line, bad.field, bad.reason))
     if problems or not questions:
         raise DataError(
-            f"{path} is not usable as {task}: {len(problems)} bad rows"
-            if problems
-            else f"no row in {path}",
-            received="; ".join(map(str, problems[:3])) or "nothing",
+            f"{path} is not usable as {task}: {len(problems)} bad rows",
+            received="; ".join(map(str, problems[:3])) or "no row",
             hint="correct or remove the rows: a score over other rows is another score",
         )
     return questions

@@ -1,4 +1,4 @@
-"""Chat templates that write the date, as Llama 3.2's does: a run renders its rows at one date, that of its start."""
+"""Chat templates that write the date, as Llama 3.2's: a run renders all rows at its start's date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMAT = re.compile(r"""(["'])([^"'\\\n]*%[^"'\\\n]*)\1""")
 
 
 def dated(tokenizer: Any, when: datetime | None) -> Any:
-    """Return a tokenizer whose chat template sees `when` as the present; the tokenizer itself stays as it is."""
+    """Return a copy of the tokenizer whose chat template sees `when` as the present."""
     template: Any = getattr(tokenizer, "chat_template", None)
     if when is None or CLOCK not in json.dumps(template):
         return tokenizer

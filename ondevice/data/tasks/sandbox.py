@@ -1,9 +1,9 @@
-"""Chat templates under limits: a template is a program of whoever made the model, and may try to fill the memory.
+"""Chat templates under limits: a template is a program of the model's author, and may fill memory.
 
-transformers renders in Jinja's sandbox, which keeps a template from files and from code, but not from `'A' * 10**9` or
-from loops in loops. `LimitedEnvironment` is that sandbox with a budget for each rendering: of characters and list
-entries that it makes, and of processor time. What an operator, a method or a filter would make is estimated before it
-does; what goes through it unchanged costs nothing but its size.
+transformers renders in Jinja's sandbox, which keeps a template from files and code, but not from
+`'A' * 10**9` or from nested loops. `LimitedEnvironment` is that sandbox with a budget for each
+rendering: characters and list entries that it creates, and processor time. The result's size of an
+operator, a method or a filter is estimated before it runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST = 32_000_000
-"""Characters of one rendering, with all that it makes on the way."""
+"""Characters that one rendering may create, including intermediate texts."""
 ENTRY = 16
-"""Characters that an entry of a list or dictionary counts as: so many bytes it takes, and time to walk."""
+"""Characters that a list's or dictionary's entry counts as, for its bytes and the time to visit it."""
 MOST_S = 5.0
 """Processor time of one rendering."""
 WIDEST = 1000
@@ -41,8 +41,9 @@ class TemplateLimitError(SecurityError):
 
 
 def begin() -> None:
-    """Begin a rendering: its budget is whole."""
-    _budget.left, _budget.until_s = MOST, time.thread_time() + MOST_S
+    """Begin a rendering with a full budget."""
+    _budget.left = MOST
+    _budget.until_s = time.thread_time() + MOST_S
 
 
 def spend(count: int) -> None:
@@ -55,8 +56,9 @@ def spend(count: int) -> None:
 
 
 def weigh(value: Any) -> int:
-    """Count the characters that a value has when it is written out, however often a part is shared."""
-    total, waiting = 0, [value]
+    """Count the characters of a value when it is written out, shared parts each time."""
+    total = 0
+    waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, str | bytes):
@@ -81,11 +83,8 @@ def _size(value: Any) -> int:
 def _check_widths(text: str, values: tuple[Any, ...] = ()) -> None:
     """Refuse widths in a format that are wider than any text needs; `values` may be widths too."""
     numbers = [int(number[:9]) for number in re.findall(r"\d+", text)]
-    numbers += (
-        [value for value in values if isinstance(value, int)]
-        if re.search(r":[^}]*\{|\*", text)
-        else []
-    )
+    if re.search(r":[^}]*\{|\*", text):
+        numbers += [value for value in values if isinstance(value, int)]
     if max(numbers, default=0) > WIDEST:
         raise TemplateLimitError(f"the template formats wider than {WIDEST} characters")
 
@@ -119,7 +118,7 @@ def _before_method(
 
 
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that spends what it takes and makes."""
+    """Return a filter that spends the size of its arguments and its result."""
 
     @functools.wraps(function)
     def limited(*arguments: Any, **named: Any) -> Any:
@@ -138,23 +137,16 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             spend(len(texts[0]) * max(map(len, texts[1:])))
         elif name in ("indent", "tojson") and (numbers or len(texts) > 1):
             width = max([*numbers, *map(len, texts[1:])])
-            spend(
-                width * max(text.count("\n") for text in texts)
-                if texts
-                else width * weigh(values[0])
-            )
+            lines = [text.count("\n") for text in texts] or [weigh(values[0])]
+            spend(width * max(lines))
         elif name == "join":
             # The list is before the separator; a context or an environment may stand before both.
-            place = next(
-                (i for i, value in enumerate(arguments) if hasattr(value, "__iter__")), None
-            )
-            if place is not None:
-                separator = next((text for text in texts if text is not arguments[place]), "")
-                arguments = (
-                    *arguments[:place],
-                    _joined(arguments[place], separator),
-                    *arguments[place + 1 :],
-                )
+            lists = [i for i, value in enumerate(arguments) if hasattr(value, "__iter__")]
+            if lists:
+                at = lists[0]
+                separator = next((text for text in texts if text is not arguments[at]), "")
+                joined = _joined(arguments[at], separator)
+                arguments = (*arguments[:at], joined, *arguments[at + 1 :])
         result = function(*arguments, **named)
         spend(_size(result))
         return result
@@ -249,15 +241,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             spend(len(left) * WIDEST if re.search(r"\d|\*", left) else len(left))
             spend(sum(map(weigh, values)) * max(1, left.count("%")))
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = (
-                left.bit_length() * max(1, right)
-                if operator == "**"
-                else left.bit_length() + right.bit_length()
-            )
+            bits = left.bit_length() + right.bit_length()
+            if operator == "**":
+                bits = left.bit_length() * max(1, right)
             if bits > LONGEST_INT_BITS:
-                raise TemplateLimitError(
-                    f"the template computes a number of more than {LONGEST_INT_BITS} bits"
-                )
+                limit = f"{LONGEST_INT_BITS} bits"
+                raise TemplateLimitError(f"the template computes a number of more than {limit}")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:

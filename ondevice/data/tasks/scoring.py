@@ -1,5 +1,5 @@
-"""Scores of answers: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number; and of a
-whole file the measures of classes and of numbers."""
+"""Scores: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number, and
+the metrics of a file's classes and numbers."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _MARK = "####"
 
 
 def pick_candidate(nll_sums: Sequence[float], token_counts: Sequence[int]) -> int:
-    """Pick the candidate with the lowest mean negative log likelihood per answer token, as in MeZO; return its index.
+    """Return the index of the candidate with the lowest mean negative log likelihood, as in MeZO.
 
-    Only the tokens of the answer count (labels other than -100, after the shift); the first of equals
-    wins. With answers of one token each, as the verbalisers of most tokenizers are, the mean and the
-    sum pick the same candidate; WinoGrande's candidates share their answer and so its length.
+    Only label tokens count (labels other than -100, after the shift); the first of equals wins.
+    With label texts of one token each, as most verbalisers are, the mean and the sum pick the same
+    candidate; WinoGrande's candidates share their text and its length.
 
     Args:
-        nll_sums: summed negative log likelihood of each candidate's answer, in nats.
-        token_counts: number of answer tokens of each candidate, at least 1.
+        nll_sums: summed negative log likelihood of each candidate's label tokens, in nats.
+        token_counts: number of label tokens of each candidate, at least 1.
     """
     means = [nll / count for nll, count in zip(nll_sums, token_counts, strict=True)]
     return min(range(len(means)), key=means.__getitem__)
 
 
 def first_line(generated: str) -> str:
-    """Return the answer in generated text: its first line that has any. Training answers end with a newline."""
+    """Return the first line with text, as training answers end with a newline."""
     return generated.strip().partition("\n")[0].strip()
 
 
 def normalize_answer(text: str) -> str:
-    """Normalise as SQuAD's evaluation script v1.1 does: lower case, no punctuation, articles or extra spaces."""
+    """Normalise as SQuAD's evaluation script v1.1: case, punctuation, articles, extra spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -52,9 +52,9 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
 
 
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
-    """Return the best F1, 0 to 1, of the prediction's words against those of any answer, after normalisation.
+    """Return the best F1, 0 to 1, of the normalised prediction's words against any answer's.
 
-    Two texts that are both empty after normalisation score 1, one empty text 0 (as SQuAD 2.0 does).
+    Two texts that are both empty score 1, one empty text scores 0 (as in SQuAD 2.0).
     """
     words = normalize_answer(prediction).split()
     return max((_f1(words, normalize_answer(answer).split()) for answer in answers), default=0.0)
@@ -68,32 +68,34 @@ def _f1(predicted: list[str], right: list[str]) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """Parse the number that an answer ends with, without thousands separators, currency and units; None without one.
+    """Parse an answer's final number, without thousands separators, currency and units, or None.
 
-    It is the first number behind `####`, as in GSM8K's answers, and without that mark (or without a number behind it)
-    the last of the text. Equal numbers compare equal however they are written: 18, 18.00, $18.
+    It is the first number after `####`, as in GSM8K's answers, or without one the last number of
+    the text. Equal numbers compare equal however they are written: 18, 18.00, $18.
     """
     text = text.replace("\N{MINUS SIGN}", "-")
     marked = _NUMBER.search(text.partition(_MARK)[2])
     number = marked or next(reversed(list(_NUMBER.finditer(text))), None)
-    return (
-        None
-        if number is None
-        else Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
-    )
+    if number is None:
+        return None
+    return Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
 
 
 def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float, float]:
-    """Compute Wilson's score interval of a share, 95% with the default `z`; (0, 1) without rows.
+    """Compute Wilson's score interval of a fraction, 95% with the default `z`; (0, 1) without rows.
 
-    Unlike the normal approximation it stays within 0 and 1, and is not of width 0 where all rows or none are right.
+    Unlike the normal approximation it stays within 0 and 1, and has a width if all rows or none are
+    right.
     """
     if not rows:
         return 0.0, 1.0
-    share, spread = correct / rows, z * z / rows
-    centre, width = share + spread / 2, z * math.sqrt((share * (1 - share) + spread / 4) / rows)
-    low, high = (centre - width) / (1 + spread), (centre + width) / (1 + spread)
-    return (low if correct else 0.0, high if correct < rows else 1.0)
+    fraction = correct / rows
+    spread = z * z / rows
+    centre = fraction + spread / 2
+    width = z * math.sqrt((fraction * (1 - fraction) + spread / 4) / rows)
+    low = (centre - width) / (1 + spread) if correct else 0.0
+    high = (centre + width) / (1 + spread) if correct < rows else 1.0
+    return low, high
 
 
 def macro_f1(gold: Sequence[int], predicted: Sequence[int]) -> float:
@@ -107,7 +109,7 @@ def macro_f1(gold: Sequence[int], predicted: Sequence[int]) -> float:
 
 
 def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
-    """Compute Matthews' correlation coefficient, -1 to 1, for any number of classes; 0 where one side has one class."""
+    """Compute Matthews' correlation, -1 to 1, for any number of classes; 0 if a side has only one."""
     count, right = len(gold), sum(a == b for a, b in zip(gold, predicted, strict=True))
     labels = {*gold, *predicted}
     golds, guesses = ({label: side.count(label) for label in labels} for side in (gold, predicted))
@@ -119,7 +121,7 @@ def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float:
-    """Compute Pearson's correlation, -1 to 1; NaN where one side does not vary."""
+    """Compute Pearson's correlation, -1 to 1; NaN if one side does not vary."""
     if len(first) < 2 or len(set(first)) < 2 or len(set(second)) < 2:
         return math.nan
     return float(np.corrcoef(first, second)[0, 1])
@@ -131,12 +133,12 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, indices, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return ((2 * ends - counts + 1) / 2)[places].tolist()
+    return ((2 * ends - counts + 1) / 2)[indices].tolist()
 
 
 def expected_value(scores: Sequence[float], values: Sequence[float]) -> float:
-    """Compute the mean of `values` by the candidates' probabilities, of which `scores` are the log likelihoods."""
-    shares = np.exp(np.asarray(scores, dtype=np.float64) - max(scores))
-    return float(shares @ np.asarray(values, dtype=np.float64) / shares.sum())
+    """Compute the mean of `values`, weighted by probabilities with the log likelihoods `scores`."""
+    weights = np.exp(np.asarray(scores, dtype=np.float64) - max(scores))
+    return float(weights @ np.asarray(values, dtype=np.float64) / weights.sum())
