@@ -228,7 +228,7 @@ def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, D
     """Split a data set into rows to train on and held-out rows, both in the order of the file.
 
     The held-out rows are the first of the stable argsort of n raw words of numpy's PCG64 seeded
-    with (seed, 0, 1), which is no epoch's order; the Android app draws the same ones. Windows that
+    with (seed, 0, 1), which is not an epoch's order; the Android app draws the same ones. Windows that
     begin on one line of the file stay together. Problems stay with the rows to train on.
 
     Args:

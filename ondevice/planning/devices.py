@@ -68,7 +68,7 @@ def gpus() -> list[Gpu]:
     """List the CUDA devices, by the driver's library or its tool; empty without both."""
     try:
         return _from_library()
-    except Exception:  # the library is absent, or there is no driver behind it
+    except Exception:  # the library or the driver is missing
         return _from_tool()
 
 
@@ -477,7 +477,7 @@ def resolve_device(name: str) -> str:
     """Resolve `auto` to `cuda` if there is one, else `cpu`.
 
     Raises:
-        ConfigError: the name is `cuda`, and there is no CUDA device.
+        ConfigError: the name is `cuda`, and the machine has no CUDA device.
     """
     import torch
 

@@ -19,7 +19,7 @@ _REFUSED = re.compile(
 
 @contextmanager
 def own_memory(limit_bytes: int | None) -> Iterator[None]:
-    """Limit the private memory of this process to `limit_bytes` within the block; None is no limit.
+    """Limit the private memory of this process to `limit_bytes` within the block; None sets no limit.
 
     What libraries had mapped without touching it, before the block, is added to the limit.
     """
@@ -49,7 +49,7 @@ def was_refused(error: BaseException) -> bool:
 
 
 def status_bytes(name: str) -> int:
-    """Read a size in /proc/self/status, in bytes; 0 where there is none."""
+    """Read a size in /proc/self/status, in bytes; 0 if it is missing."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next(

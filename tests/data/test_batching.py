@@ -45,7 +45,7 @@ def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int) -> Non
     seed=seeds,
     steps=st.lists(st.integers(0, 50), max_size=8),
 )
-def test_a_batch_depends_on_seed_and_step_alone(
+def test_a_batch_depends_only_on_seed_and_step(
     sizes: list[int], batch: int, seed: int, steps: list[int]
 ) -> None:
     used = Batches(dataset(sizes), batch, None, seed, PAD)
@@ -134,7 +134,9 @@ def lines(*numbers: int) -> Dataset:
 
 
 @given(count=st.integers(2, 60), share=st.floats(0.01, 0.99), seed=seeds)
-def test_a_split_is_disjoint_whole_and_of_the_seed(count: int, share: float, seed: int) -> None:
+def test_a_split_is_disjoint_and_complete_and_depends_on_the_seed(
+    count: int, share: float, seed: int
+) -> None:
     parts = split_rows(lines(*range(count)), share, seed)
     train, held = ([item.line for item in part.items] for part in parts)
     assert (
@@ -146,7 +148,7 @@ def test_a_split_is_disjoint_whole_and_of_the_seed(count: int, share: float, see
     assert split_rows(lines(*range(count)), share, seed) == parts
 
 
-def test_a_split_is_the_phones() -> None:
+def test_a_split_equals_the_phone_apps() -> None:
     """The rows that the Android app keeps of 20 and of 100 rows with seed 7 (its fixtures are drawn alike)."""
     for count, share in ((20, 0.1), (100, 0.1)):
         words = np.random.PCG64(np.random.SeedSequence((7, 0, 1))).random_raw(count)

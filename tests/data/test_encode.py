@@ -142,7 +142,7 @@ def test_token_across_the_boundary_belongs_to_the_answer(tokenizer: Any) -> None
     assert tokenizer.decode(labelled(item.example)) == " foobar<|end|>" and item.prompt_tokens == 1
 
 
-def test_train_on_prompt_leaves_candidates_alone(any_tokenizer: Any) -> None:
+def test_train_on_prompt_does_not_change_candidates(any_tokenizer: Any) -> None:
     rows = choices(("It was", " great"), ("It was", " terrible"))
     _, masked = encode_one(rows, any_tokenizer, 99)
     _, whole = encode_one(rows, any_tokenizer, 99, train_on_prompt=True)

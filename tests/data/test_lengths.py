@@ -18,7 +18,7 @@ def completions(*sizes: int) -> Rows:
     )
 
 
-def test_the_length_holds_the_share_it_promises(tokenizer: Any) -> None:
+def test_the_suggested_length_holds_the_promised_percentage(tokenizer: Any) -> None:
     rows = completions(*[1] * 90, *[20] * 9, 60)
     length = length_of(rows, tokenizer)
     dataset = encode(rows, tokenizer, max_length_tokens=length.tokens, allow_empty=True)

@@ -43,7 +43,7 @@ def view(write: Write, tokenizer: Any) -> Preview:
     return preview(write(ROWS), tokenizer, task="sst2", max_length_tokens=40)
 
 
-def test_figures(view: Preview) -> None:
+def test_a_preview_counts_rows_tokens_and_labels(view: Preview) -> None:
     assert (view.format, view.task, view.rows, view.sequences, view.truncated) == (
         "classification",
         "sst2",
@@ -177,7 +177,7 @@ def test_tool_calls_and_reasoning_are_shown_as_they_are_trained_with_what_is_not
     )
 
 
-def test_a_long_answer_is_shown_whole_and_a_long_prompt_in_part(
+def test_a_preview_shows_long_answers_in_full_and_shortens_long_prompts(
     write: Write, tokenizer: Any
 ) -> None:
     text = drawn(preview(write([{"prompt": "foo " * 900, "completion": " bar" * 900}]), tokenizer))

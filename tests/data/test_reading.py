@@ -101,7 +101,7 @@ def test_a_list_is_the_same_wherever_its_text_is_cut(
     assert caught.value.message.endswith("Expecting ',' or ']' in line 3, column 2")
 
 
-def test_what_is_longer_than_its_limit_is_named_and_the_rest_is_read(write: Write) -> None:
+def test_a_line_over_the_limit_is_a_problem_and_the_rest_is_read(write: Write) -> None:
     limits = Limits(row_bytes=1 << 20, whole_bytes=1 << 20)
     long, good = json.dumps({"text": "a" * (2 << 20)}), json.dumps({"text": "b"})
     checked = check_rows(write(f"{good}\n{long}\n{good}\n", "a.jsonl"), limits=limits)
@@ -128,7 +128,7 @@ def test_a_column_that_one_row_lacks_is_a_problem_of_that_row(write: Write) -> N
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
-def test_checking_and_previewing_hold_no_rows(name: str, write: Write, tokenizer: Any) -> None:
+def test_checking_and_previewing_store_no_rows(name: str, write: Write, tokenizer: Any) -> None:
     rows = [
         {"text": f"{number} " + "text " * 40, "label": ["a", "b"][number % 2]}
         for number in range(4000)

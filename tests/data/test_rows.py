@@ -29,7 +29,7 @@ def test_reasons_are_counted_without_the_rows_own_values() -> None:
     }
 
 
-def test_many_reasons_are_told_short() -> None:
+def test_rare_reasons_are_counted_together() -> None:
     rare = [
         RowProblem("f", line, f"key {line}", "occurs twice") for line in range(MOST_REASONS + 5)
     ]

@@ -101,7 +101,7 @@ def test_one_window_has_the_order_of_rows_in_memory(tokenizer, tmp_path) -> None
         assert (whole.at(step).ids == streamed.at(step).ids).all()
 
 
-def test_any_place_is_the_same_however_it_is_reached(tokenizer, tmp_path) -> None:
+def test_a_stream_returns_the_same_row_for_an_index_in_any_order(tokenizer, tmp_path) -> None:
     path = lines(tmp_path / "rows.jsonl", rows(37))
     forward, kept = stream(path, tokenizer), tmp_path / "stream.json"
     forward.keep(kept, {"sha256": "one"}, recall=False)
@@ -155,7 +155,9 @@ def test_a_row_of_another_kind_at_a_window_s_beginning_does_not_change_the_forma
     ("none.jsonl", "", "is empty"),
     ("bad.jsonl", '{"prompt": 1, "completion": ""}\n', "no usable row"),
 ])  # fmt: skip
-def test_a_file_that_cannot_be_streamed_says_why(name, content, why, tokenizer, tmp_path) -> None:
+def test_the_error_of_a_file_that_cannot_be_streamed_gives_the_reason(
+    name, content, why, tokenizer, tmp_path
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
         stream(tmp_path / name, tokenizer)
@@ -168,7 +170,7 @@ def test_the_length_is_measured_on_the_first_window(tokenizer, tmp_path) -> None
     )
 
 
-def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer, tmp_path) -> None:
+def test_leading_windows_without_a_usable_row_are_skipped(tokenizer, tmp_path) -> None:
     bad, good = [{"note": n} for n in range(11)], rows(20)
     path = lines(tmp_path / "rows.jsonl", [*bad, *good])
     opened = stream(path, tokenizer, window=4)

@@ -67,7 +67,7 @@ def test_masks_are_those_of_transformers_own_loss() -> None:
         {"seq_lengths": [2, 3], "position_ids": [0, 1, 0, 1, 2], "attention_mask": [1, 1, 1, 1, 1]},
     ],
 )
-def test_a_packed_row_is_the_sequences_in_it(columns: dict[str, Any]) -> None:
+def test_a_packed_row_becomes_its_sequences(columns: dict[str, Any]) -> None:
     assert examples({"input_ids": IDS, **columns}, limit=3) == [
         ([5, 6], [5, 6]),
         ([7, 8, 9], [7, 8, 9]),
@@ -120,7 +120,7 @@ def test_padding_on_either_side_goes() -> None:
         ({"token_type_ids": [0, 0, 1, 1, 1]}, "token_type_ids", "no token types"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name(
+def test_columns_that_cannot_be_obeyed_are_refused_by_name(
     columns: dict[str, Any], field: str, reason: str
 ) -> None:
     dataset = tokens(take_rows([{"input_ids": IDS}, {"input_ids": IDS, **columns}]), None)
@@ -136,7 +136,7 @@ def test_other_columns_are_named() -> None:
     assert "--strict-columns" in (caught.value.hint or "")
 
 
-def test_nulls_of_an_arrow_data_set_are_no_keys_of_its_calls() -> None:
+def test_nulls_of_an_arrow_data_set_do_not_become_keys_of_tool_calls() -> None:
     class Arrow(list[dict[str, Any]]):
         """What `datasets.Dataset` shows of itself: rows, and features."""
 

@@ -91,7 +91,7 @@ def test_rows_that_are_token_ids_already_are_checked(
     assert caught.value.message.startswith(f"rows:2: token {token} ")
 
 
-def test_ondevice_data_with_a_model_says_it(
+def test_ondevice_data_with_a_model_lists_unknown_tokens(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ondevice.cli.app import run
@@ -137,7 +137,7 @@ def test_candidates_are_checked_too() -> None:
 @pytest.mark.parametrize(
     "kind", ["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"]
 )
-def test_the_tokenizer_of_a_model_with_a_nested_configuration_is_held_against_its_language_model(
+def test_a_nested_configuration_is_checked_against_its_language_models_vocabulary(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     import shutil

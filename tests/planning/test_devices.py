@@ -118,7 +118,7 @@ def test_a_jetson_shares_the_memory_of_the_system(monkeypatch: pytest.MonkeyPatc
     assert device.flops_s == find_device("orin-nano-8gb").flops_s
 
 
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_this_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpus", list)
     with pytest.raises(ConfigError) as caught:
         find_device("this-cuda")

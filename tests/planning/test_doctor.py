@@ -55,7 +55,7 @@ def test_a_backend_that_hangs_is_a_failed_check() -> None:
     assert ok is False and "0.5 s" in detail
 
 
-def test_noise_before_the_answer_is_no_failure() -> None:
+def test_output_before_a_kernels_result_is_ignored() -> None:
     ok, detail, _ = run_kernel(python('print("warming up"); print(\'{"detail": "2.0"}\')'))
     assert (ok, detail) == (True, "2.0")
 
@@ -76,7 +76,7 @@ def test_a_wrong_result_is_an_error(
     assert "WrongResult: sum: wrong" in capsys.readouterr().out
 
 
-def test_what_is_not_installed_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_not_installed_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     (check,) = doctor(names=["bitsandbytes"])
     assert check.ok is None and not check.failed and "not installed" in check.detail
@@ -127,7 +127,9 @@ def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert check.ok is None
 
 
-def test_a_damaged_model_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_doctor_reports_a_damaged_model_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ondevice.models.sources import cache
 
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path))

@@ -188,7 +188,7 @@ def test_a_phone_runs_an_app_and_this_machine_python() -> None:
     assert phone.parts["runtime"] < here.parts["runtime"]
 
 
-def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_suggestions() -> None:
     planned = plan(
         LLAMA_7B,
         method_config("prge"),
@@ -214,14 +214,14 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     ensure_fits(planned, force=True)
 
 
-def test_the_first_alternative_fits_where_one_does() -> None:
+def test_the_first_alternative_fits_if_any_does() -> None:
     planned = smollm("full", device=small(1800))
     options = alternatives(planned)
     assert options[0][1].fits and options[0][0] == "--method prge"
     assert all(other.total_bytes < planned.total_bytes for _, other in options)
 
 
-def test_changes_are_combined_where_none_fits_alone() -> None:
+def test_changes_are_combined_if_no_single_one_fits() -> None:
     planned = plan(
         LLAMA_7B, method_config("full"), batch_size=8, length_tokens=256, device=small(16000)
     )
@@ -230,7 +230,7 @@ def test_changes_are_combined_where_none_fits_alone() -> None:
     assert not any(other.fits for _, other in options[1:])
 
 
-def test_what_cannot_shrink_offers_only_force() -> None:
+def test_a_plan_that_cannot_shrink_suggests_only_force() -> None:
     method = method_config("prge", {"queries": 1})
     planned = plan(
         SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10)
@@ -264,7 +264,7 @@ def test_flops_are_two_a_parameter_and_token() -> None:
     assert top < four / 2
 
 
-def test_this_cpu_is_measured_where_a_time_is_asked_for_and_not_for_a_run(
+def test_this_cpu_is_measured_for_a_step_time_and_not_for_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []

@@ -64,11 +64,11 @@ def test_the_board_and_its_jetpack(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [jetson.board, jetson.swap, jetson.power_mode, jetson.clocks])
-def test_other_machines_are_no_jetson(check, tmp_path: Path) -> None:
+def test_other_machines_are_not_a_jetson(check, tmp_path: Path) -> None:
     assert check(tmp_path) == (None, "not a Jetson", "")
 
 
-def test_zram_is_no_room_and_a_disk_is(tree: Path) -> None:
+def test_zram_does_not_count_as_swap_and_a_disk_does(tree: Path) -> None:
     ok, detail, fix = jetson.swap(tree)
     assert ok is None and detail.startswith("1.2 GiB on zram") and "mkswap" in fix
     with (tree / "proc/swaps").open("a") as file:

@@ -42,7 +42,7 @@ def test_a_size_is_a_number_with_a_unit(number, unit) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "6 cows", "GiB", "-1GiB", "1iB", "1.GiB", "1e9"])
-def test_what_is_no_size_is_refused(text) -> None:
+def test_an_invalid_memory_size_is_refused(text) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig.parse({"memory_limit_bytes": text})
     assert "memory_limit_bytes" in str(caught.value)
@@ -56,7 +56,7 @@ def test_a_run_file_takes_text_and_numbers() -> None:
         TrainConfig.parse({"memory_limit_bytes": "100"})
 
 
-def test_a_device_within_a_limit() -> None:
+def test_a_memory_limit_reduces_a_devices_usable_memory() -> None:
     board = find_device("orin-nano-8gb")
     assert board.within(None) is board and board.within(64 << 30) is board
     planned = board.within(4 << 30)
@@ -125,7 +125,7 @@ def test_packed_weights_are_planned_as_they_are() -> None:
         assert planned == pytest.approx(tables + kept, rel=0.01), quantize
 
 
-def test_nothing_is_loaded_where_the_plan_does_not_fit(tmp_path, monkeypatch) -> None:
+def test_nothing_is_loaded_if_the_plan_does_not_fit(tmp_path, monkeypatch) -> None:
     from ondevice import models
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import train
@@ -307,7 +307,7 @@ def test_the_limit_holds_and_the_kernel_has_nothing_to_end(
 
 
 @pytest.mark.slow
-def test_without_the_limit_the_kernel_would_have_ended_it(
+def test_without_the_limit_the_kernel_ends_the_process(
     tmp_path: Path, group: Cgroup | None
 ) -> None:
     """The group's limit is a real one."""

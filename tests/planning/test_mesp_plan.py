@@ -81,7 +81,7 @@ def test_a_plan_counts_mlx_s_weights_as_they_are_packed() -> None:
     assert kept == pytest.approx(311.5 * 2**20, rel=0.01)
 
 
-def test_a_plan_lists_the_inputs_on_the_host_beside_the_accelerator_s_parts() -> None:
+def test_a_plan_lists_the_inputs_on_the_host_next_to_the_accelerators_parts() -> None:
     options = {"batch_size": 1, "length_tokens": 524_288, "dtype": "bfloat16"}
     config = method_config("mesp", {"bits": 4, "activations": "host"})
     planned = plan(LLAMA_8B, config, device="h200", **options)

@@ -53,7 +53,7 @@ def take_rows(rows: Any) -> PythonRows:
             trained on.
 
     Raises:
-        DataError: the type is another one, or there is no row.
+        DataError: the type is another one, or the iterable is empty.
     """
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         hint = "data.path names a file"

@@ -53,7 +53,7 @@ class Question:
 
 
 def find_benchmark(task: str | None) -> str | None:
-    """Find the benchmark of that name, None if there is none; case, '-' and '_' do not matter."""
+    """Find a benchmark by name, without regard to case, '-' and '_'; None if it is unknown."""
     return {plain_name(name): name for name in BENCHMARKS}.get(plain_name(task or ""))
 
 
@@ -61,7 +61,7 @@ def find_file(path: Path, names: Sequence[str] = EVAL_NAMES) -> Path:
     """Return the file itself, or the first of a folder's that has one of `names`.
 
     Raises:
-        DataError: there is none.
+        DataError: the folder has none of them.
     """
     if path.is_file():
         return path
@@ -85,7 +85,7 @@ def read_questions(path: Path, task: str) -> list[Question]:
     """Read all questions of a file. Scores are compared, so no row is left out.
 
     Raises:
-        DataError: a row is bad, with file, line and field; or there is none.
+        DataError: a row is bad, with file, line and field; or the file has no rows.
     """
     read = {"mmlu": _mmlu, "gsm8k": _gsm8k, "mt_bench": _mt_bench}[task]
     questions, problems = [], []
@@ -109,8 +109,8 @@ def read_shots(path: Path, task: str, count: int) -> dict[str, list[Question]]:
     """Read at most `count` worked examples of each group, from the folder of the questions.
 
     Raises:
-        ConfigError: `mt_bench` has none.
-        DataError: there is no file with examples, or a row of it is bad.
+        ConfigError: `mt_bench` has no examples.
+        DataError: the file with examples is missing, or one of its rows is bad.
     """
     if count and task == "mt_bench":
         raise ConfigError(

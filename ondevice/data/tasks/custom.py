@@ -95,7 +95,7 @@ def load_task(path: str | Path) -> Task:
         values = read_yaml(path, yaml.BaseLoader)
     except FileNotFoundError:
         hint = "check the path; relative paths start at the current folder"
-        raise ConfigError(f"there is no template {path}", received=str(path), hint=hint) from None
+        raise ConfigError(f"no such template: {path}", received=str(path), hint=hint) from None
     except (OSError, ValueError) as error:
         hint = "write a prompt with colons or quotes after 'prompt: |'"
         raise ConfigError(f"{path} is not readable YAML", received=str(error), hint=hint) from None

@@ -102,7 +102,7 @@ def answers_of(value: Any, name: str) -> tuple[str, ...]:
     """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list, or a text.
 
     Raises:
-        BadRow: there is none, or one is not a text.
+        BadRow: the list is empty, or an answer is not a text.
     """
     if isinstance(value, dict):
         value = value.get("text")

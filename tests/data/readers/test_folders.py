@@ -67,7 +67,7 @@ def test_a_split_is_named_by_file_or_folder(write: Write) -> None:
     assert caught.value.received == "other"
 
 
-def test_what_datasets_saves_is_read_without_it(write: Write) -> None:
+def test_folders_saved_by_datasets_are_read_without_the_package(write: Write) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import ipc
 
@@ -89,7 +89,7 @@ def test_what_datasets_saves_is_read_without_it(write: Write) -> None:
     assert caught.value.received == "test"
 
 
-def test_a_folder_of_several_kinds_or_of_none_is_named(write: Write) -> None:
+def test_a_folder_with_several_kinds_or_without_data_is_refused(write: Write) -> None:
     folder = write([ROW], "mixed/a.jsonl").parent
     write("prompt,completion\na,b\n", "mixed/b.csv")
     with pytest.raises(DataError) as caught:

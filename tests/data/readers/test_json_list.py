@@ -51,7 +51,7 @@ def test_lines_in_a_json_file_stay_lines(write: Write) -> None:
     ] == [2]
 
 
-def test_an_element_that_is_no_row_is_a_problem(write: Write) -> None:
+def test_a_list_element_that_is_not_an_object_is_a_problem(write: Write) -> None:
     rows = read_rows(
         write(
             '[{"prompt": "a", "completion": "b"},\n7,\n{"prompt": "a", "prompt": "b"}\n]', "a.json"
@@ -71,7 +71,9 @@ def test_an_element_that_is_no_row_is_a_problem(write: Write) -> None:
         (b'[{"prompt": ' + b"9" * 5000 + b"}]", "ValueError"),
     ],
 )
-def test_a_broken_list_is_named_by_its_place(content: bytes, part: str, write: Write) -> None:
+def test_the_error_of_a_broken_list_names_line_and_column(
+    content: bytes, part: str, write: Write
+) -> None:
     with pytest.raises(DataError) as caught:
         read_rows(write(content, "a.json"))
     assert part in str(caught.value) and "a.json" in str(caught.value)

@@ -58,7 +58,7 @@ def test_rows_of_another_separator_than_the_header_are_named(write: Write) -> No
     assert [row.line for row in rows.items] == [4]
 
 
-def test_a_separator_that_is_none_is_named(write: Write) -> None:
+def test_an_unknown_separator_is_reported(write: Write) -> None:
     with pytest.raises(DataError) as caught:
         read_rows(write("text^label\ngood^1\n", "a.csv"))
     assert "'^' separates the columns" in (caught.value.hint or "")
@@ -79,7 +79,7 @@ def test_columns_without_a_name_are_left_out(write: Write) -> None:
         (b"old", "a.xls", "save it as .xlsx"),
     ],
 )
-def test_a_file_of_another_kind_than_its_name_is_named(
+def test_a_file_of_another_kind_than_its_suffix_is_refused(
     content: bytes, name: str, part: str, write: Write
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -137,7 +137,7 @@ def test_an_empty_book_is_a_data_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.xlsx", "openpyxl"), ("a.parquet", "pyarrow")])
-def test_a_package_that_is_not_there_is_named(
+def test_the_error_of_a_missing_package_names_it(
     name: str, package: str, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

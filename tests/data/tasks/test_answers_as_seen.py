@@ -66,7 +66,7 @@ def whole(dataset: Dataset, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(item.example.ids) for item in dataset.items]
 
 
-def test_the_choice_of_one_or_several_sequences_is_said_and_counted(
+def test_the_report_counts_conversations_of_one_and_of_several_sequences(
     write: Write, qwen2_5: Any, qwen3: Any
 ) -> None:
     row = {"messages": [ASKED, ANSWERED, AGAIN, PEAR]}
@@ -106,7 +106,7 @@ def test_turns_that_only_append_share_a_sequence_within_a_template_that_rewrites
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "content"])
-def test_reasoning_goes_where_the_template_looks_for_it(key: str, write: Write, qwen3: Any) -> None:
+def test_reasoning_gets_the_key_that_the_template_reads(key: str, write: Write, qwen3: Any) -> None:
     turn = ANSWERED | (
         {"content": "<think>\nA fruit.\n</think>\n\nApple."}
         if key == "content"
@@ -271,7 +271,7 @@ MISTRAL = (
 )
 
 
-def test_ids_of_tool_calls_reach_the_template_and_their_lack_is_the_row_s_fault(
+def test_ids_of_tool_calls_reach_the_template_and_a_missing_one_is_a_problem(
     write: Write, qwen2_5: Any
 ) -> None:
     mistral = copy.deepcopy(qwen2_5)
@@ -348,7 +348,9 @@ def test_a_turn_that_the_template_drops_is_refused(write: Write, qwen2_5: Any) -
     assert dataset.report.unread_counts["messages[].content of a turn with tool_calls"] == 1
 
 
-def test_a_developer_is_one_where_the_template_knows_it(write: Write, qwen2_5: Any) -> None:
+def test_a_developer_turn_stays_one_if_the_template_knows_the_role(
+    write: Write, qwen2_5: Any
+) -> None:
     row = {"messages": [{"role": "developer", "content": "Be brief."}, ASKED, ANSWERED]}
     assert whole(read(write, qwen2_5, row), qwen2_5)[0].startswith(
         "<|im_start|>system\nBe brief.<|im_end|>"
@@ -380,7 +382,9 @@ def test_tool_calls_of_arrow_are_those_of_json_lines(
 
 
 @pytest.mark.parametrize("kind", ["bos", "llama"])
-def test_one_bos_however_many_a_row_has_already(kind: str, write: Write, tokenizers: Any) -> None:
+def test_a_sequence_has_one_bos_even_if_the_row_has_one(
+    kind: str, write: Write, tokenizers: Any
+) -> None:
     tokenizer = tokenizers[kind]
     for row, marked in [({"text": "the film"}, {"text": "<s>the film"}),
                         ({"prompt": "the film", "completion": " was great"},
@@ -394,7 +398,7 @@ def test_one_bos_however_many_a_row_has_already(kind: str, write: Write, tokeniz
         assert once.ids[0] == tokenizer.bos_token_id
 
 
-def test_turns_that_hold_the_template_s_marks_get_them_once(write: Write) -> None:
+def test_marks_that_a_turn_already_has_are_written_once(write: Write) -> None:
     for template in ("qwen2_5", "llama3", "gemma", "phi3"):
         tokenizer = tokenizer_for(template)
         expected = read(write, tokenizer, {"messages": [ASKED, ANSWERED]})
@@ -414,7 +418,7 @@ def test_turns_that_hold_the_template_s_marks_get_them_once(write: Write) -> Non
         )
 
 
-def test_a_completion_that_ends_with_the_template_s_end_gets_no_other(
+def test_a_completion_with_the_templates_end_token_gets_no_second_one(
     write: Write, qwen2_5: Any
 ) -> None:
     dataset = read(write, qwen2_5, {"prompt": "A fruit:", "completion": " Apple.<|im_end|>"})
@@ -424,13 +428,13 @@ def test_a_completion_that_ends_with_the_template_s_end_gets_no_other(
     assert plain.report.sentences() == ("answers whose end is trained as </s>: 1",)
 
 
-def test_an_answer_without_an_end_is_said(write: Write) -> None:
+def test_the_report_counts_answers_without_an_end_token(write: Write) -> None:
     glm = tokenizer_for("glm4moe")  # the next role's mark ends its turns
     said = read(write, glm, {"messages": [ASKED, ANSWERED]}).report.sentences()
     assert "answers without an end token, after which a model does not learn to stop: 1" in said
 
 
-def test_an_answer_that_the_template_writes_otherwise_than_it_asks_is_said(write: Write) -> None:
+def test_the_report_counts_answers_that_the_template_writes_differently(write: Write) -> None:
     deepseek = tokenizer_for("deepseekv3")
     dataset = read(write, deepseek, {"messages": [ASKED, ANSWERED]})
     assert stretches(dataset, deepseek) == [["Apple.<｜end▁of▁sentence｜>"]]
@@ -440,7 +444,7 @@ def test_an_answer_that_the_template_writes_otherwise_than_it_asks_is_said(write
     )
 
 
-def test_each_sequence_is_cut_and_left_out_for_itself(write: Write, qwen3: Any) -> None:
+def test_each_sequence_is_cut_and_left_out_separately(write: Write, qwen3: Any) -> None:
     long = {"role": "assistant", "content": "Apple. " * 40}
     dataset = read(write, qwen3, {"messages": [ASKED, long, AGAIN, PEAR]}, limit=60)
     (item,) = dataset.items  # the first answer does not fit, and the second does without it
@@ -454,7 +458,7 @@ def test_each_sequence_is_cut_and_left_out_for_itself(write: Write, qwen3: Any) 
     )
 
 
-def test_of_named_templates_the_one_for_tools_is_taken(write: Write, qwen2_5: Any) -> None:
+def test_the_named_template_for_tools_is_used_for_tools(write: Write, qwen2_5: Any) -> None:
     named = copy.deepcopy(qwen2_5)
     named.chat_template = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
                                       "{% if add_generation_prompt %}assistant: {% endif %}",

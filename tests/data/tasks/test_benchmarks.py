@@ -115,7 +115,7 @@ def test_mt_bench_keeps_turns_and_ids(tmp_path) -> None:
         ("mt_bench", {"turns": ["a"], "question_id": [1]}, "'question_id'"),
     ],
 )
-def test_a_bad_row_is_named_and_none_is_left_out(task, row, said, tmp_path) -> None:
+def test_a_bad_row_of_a_benchmark_is_reported_and_never_left_out(task, row, said, tmp_path) -> None:
     good = {
         "mmlu": mmlu(),
         "gsm8k": {"question": "q", "answer": "1"},
@@ -155,7 +155,7 @@ def test_the_file_of_a_folder_and_its_examples(tmp_path) -> None:
     assert "'question': is missing" in str(caught.value.received)
 
 
-def test_names() -> None:
+def test_benchmarks_are_found_by_name_in_any_case() -> None:
     assert [find_benchmark(name) for name in ("MT-Bench", "GSM8K", "mmlu", "sst2", None)] == [
         "mt_bench",
         "gsm8k",

@@ -45,7 +45,7 @@ def test_named_columns_decide_the_format(
         assert rows.items[0].pairs == (("yes\nLabel:", " good"),)
 
 
-def test_a_column_that_was_named_is_no_longer_there_under_its_own_name(write: Write) -> None:
+def test_a_renamed_column_loses_its_old_name(write: Write) -> None:
     rows = read_rows(
         write([{"prompt": "a", "chosen": "b", "rejected": "c"}]), columns={"completion": "chosen"}
     )
@@ -80,7 +80,7 @@ def test_a_record_without_the_column_is_a_problem(write: Write) -> None:
     ]
 
 
-def test_wrong_names_are_named(write: Write) -> None:
+def test_unknown_column_names_are_reported(write: Write) -> None:
     with pytest.raises(DataError) as missing:
         read_rows(write(TICKETS), columns={"text": "body", "label": "meta.team"})
     assert (missing.value.received, missing.value.hint) == ("body", "did you mean 'Body'?")
@@ -92,7 +92,7 @@ def test_wrong_names_are_named(write: Write) -> None:
     assert unknown.value.expected == "hypothesis, label, premise, sentence1, sentence2"
 
 
-def test_case_does_not_matter_where_nothing_else_fits(write: Write) -> None:
+def test_columns_match_in_any_case_if_nothing_else_fits(write: Write) -> None:
     rows = read_rows(write("Text, LABEL \ngood,yes\nbad,no\n", "a.csv"))
     assert [row.label for row in rows.items] == ["yes", "no"]
     assert rows.notes == ["columns are named without regard to case: Text, LABEL"]

@@ -121,7 +121,7 @@ BAD: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("turn", "place", "reason"), BAD)
-def test_what_cannot_be_read_is_named_by_its_place(
+def test_columns_of_token_rows_that_cannot_be_read_are_named(
     turn: Any, place: str, reason: str, write: Write
 ) -> None:
     good = {"role": "user", "content": "a"}
@@ -168,7 +168,7 @@ def test_pairs_that_are_one_text_are_cut_at_their_last_answer(write: Write) -> N
 
 
 @pytest.mark.parametrize(("value", "label"), [(True, "up"), ("false", "down"), (False, "down")])
-def test_thumbs(value: Any, label: str, write: Write) -> None:
+def test_thumbs_rows_carry_a_verdict(value: Any, label: str, write: Write) -> None:
     told = (
         {"prompt": "a", "completion": "b", "label": value},
         {"prompt": "a", "answer": "b", "liked": value},

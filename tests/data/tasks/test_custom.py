@@ -34,7 +34,7 @@ def rendered(write: Write, template: str, *records: dict[str, Any], **options: A
     return read_rows(write(list(records)), task=str(path), **options)
 
 
-def test_answer_words_are_words_and_labels_may_share_one(write: Write) -> None:
+def test_label_texts_stay_text_and_labels_may_share_one(write: Write) -> None:
     row = {"premise": "It rains. ", "hypothesis": "It is wet."}
     rows = rendered(
         write,
@@ -52,7 +52,7 @@ def test_answer_words_are_words_and_labels_may_share_one(write: Write) -> None:
     assert (rows.format, rows.task, rows.metric) == ("classification", "own", "macro_f1")
 
 
-def test_a_label_that_is_none_is_a_problem(write: Write) -> None:
+def test_an_unknown_label_is_a_problem(write: Write) -> None:
     row = {"premise": "a", "hypothesis": "b"}
     rows = rendered(
         write,
@@ -180,14 +180,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_template_is_named(mistake: str, write: Write) -> None:
+def test_a_mistake_in_a_template_is_a_config_error(mistake: str, write: Write) -> None:
     template, message = MISTAKES[mistake]
     with pytest.raises(ConfigError) as caught:
         rendered(write, template, {"x": "a", "label": "a"})
     assert message in str(caught.value) and "own.yaml" in str(caught.value)
 
 
-def test_a_template_that_is_not_there(write: Write) -> None:
+def test_a_missing_template_is_a_config_error(write: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         read_rows(write([{"text": "a"}]), task="no/such.yaml")
     assert caught.value.received == "no/such.yaml"

@@ -66,7 +66,7 @@ def test_named_templates_have_the_same_clock() -> None:
     assert rendered(dated(tokenizer, WHEN)) == "2001"
 
 
-def test_a_template_without_a_date_is_left_as_it_is() -> None:
+def test_a_template_without_a_date_stays_unchanged() -> None:
     tokenizer = tiny_tokenizer()
     assert dated(tokenizer, WHEN) is tokenizer and dated(tokenizer, None) is tokenizer
 

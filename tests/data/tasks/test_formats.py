@@ -194,7 +194,7 @@ def test_unusable_file_is_a_data_error(content: bytes, name: str, part: str, wri
     assert part in str(caught.value)
 
 
-def test_problems_alone_on_request(write: Write) -> None:
+def test_a_file_without_a_usable_row_returns_problems_on_request(write: Write) -> None:
     rows = read_rows(write(b"{oops\n[]"), allow_empty=True)
     assert (rows.items, [problem.line for problem in rows.problems]) == ([], [1, 2])
 

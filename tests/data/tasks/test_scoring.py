@@ -48,7 +48,9 @@ def test_normalisation(text: str, normal: str) -> None:
         ("word", [], 0.0, 0.0),
     ],
 )
-def test_scores(prediction: str, answers: list[str], f1: float, exact: float) -> None:
+def test_f1_and_exact_match_follow_squad(
+    prediction: str, answers: list[str], f1: float, exact: float
+) -> None:
     assert f1_score(prediction, answers) == pytest.approx(f1)
     assert exact_match(prediction, answers) == exact
 
@@ -123,7 +125,7 @@ def test_wilson_interval_is_the_published_one() -> None:
 
 
 @given(st.integers(1, 10_000), st.data())
-def test_wilson_interval_holds_the_share_and_solves_its_equation(
+def test_wilson_interval_contains_the_fraction_and_solves_its_equation(
     rows: int, data: st.DataObject
 ) -> None:
     correct = data.draw(st.integers(0, rows))

@@ -96,7 +96,7 @@ def test_prompt_and_answers(name: str, nested: bool, write: Write) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_data_set_reads_and_encodes_whole(name: str, write: Write, tokenizer: Any) -> None:
+def test_every_row_of_a_public_data_set_is_encoded(name: str, write: Write, tokenizer: Any) -> None:
     path = DATA / name / "valid.jsonl"
     if not path.is_file():
         path = write([{"task": name, "prompt_fields": ROWS[name][0], "label": ROWS[name][1]}])
