@@ -25,7 +25,7 @@ from ondevice.training.benchmark import (
 )
 
 MAX_LENGTH_TOKENS = 2048
-"""Longest prompt and answer together, where the model does not take less."""
+"""Longest prompt and answer together, if the model does not take less."""
 NEW_TOKENS = {"gsm8k": 400, "mt_bench": 1024}
 
 
@@ -55,7 +55,7 @@ def benchmark(
         data: a file, or a folder with `test` or `valid`, and for `shots` with `fewshot`, `dev` or `train`.
         adapter: to apply before.
         rows: only the first so many.
-        shots: worked examples before each question, of its subject where the files name subjects.
+        shots: worked examples before each question, of its subject if the files name subjects.
         max_length_tokens: of prompt and answer together; 2048, or what the model takes if that is less.
         max_new_tokens: of an answer; 400 for `gsm8k`, 1024 for `mt_bench`.
         out: folder for `answers.jsonl` and `figures.json`; `runs/eval-TASK`.

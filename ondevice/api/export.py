@@ -25,7 +25,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
     if (
         spec.kind == "torch"
-    ):  # it trains as eager PyTorch does, with the same choices where a setting is `auto`
+    ):  # it trains as eager PyTorch does, with the same choices if a setting is `auto`
         method = spec_of(method).for_training(method)
     rows = _rows(config)
     if not getattr(method, "answers", ()):
@@ -41,7 +41,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             method=method,
             export=section,
             seed=config.train.seed,
-            # A template of one's own stays a file beside the run: an artifact names tasks that every host knows.
+            # A template of one's own stays a file next to the run: an artifact names tasks that every host knows.
             task=None if is_template(config.data.task) else config.data.task,
             overwrite=overwrite,
             memory_limit_bytes=config.train.memory_limit_bytes,
@@ -52,7 +52,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
 
 
 def _rows(config: RunConfig) -> Dataset | None:
-    """Read the run's rows, where the method's program has a use for them."""
+    """Read the run's rows, if the method's program has a use for them."""
     from ondevice.data import read_dataset
     from ondevice.models import load_tokenizer
 
@@ -76,7 +76,7 @@ def _rows(config: RunConfig) -> Dataset | None:
 
 
 def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], str]:
-    """Find the answers of the run's rows, or of its task where no rows are named."""
+    """Find the answers of the run's rows, or of its task if no rows are named."""
     from ondevice.models import load_tokenizer
 
     if rows is not None:

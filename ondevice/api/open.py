@@ -14,7 +14,7 @@ def open_artifact(folder: Path) -> Any:
     """Check an artifact and open it in its runtime; step it with `.step(ids, labels, step, learning_rate)`.
 
     Raises:
-        ArtifactError: the folder is no whole artifact.
+        ArtifactError: the folder is not a complete artifact.
         MissingPackageError: its runtime is not installed.
     """
     folder = path_of(folder, "the artifact")

@@ -34,7 +34,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHUNK = 1 << 20
 DTYPES = ("int64", "float32")
 WEIGHT_DTYPES = ("float32", "float16", "int8", "uint8")
-"""Of tensors that the app can hand to a program: those it computes, and frozen weights where they are mapped."""
+"""Of tensors that the app can hand to a program: those it computes, and frozen weights if they are mapped."""
 BLOCK_FUNCTIONS = ("embed_", "block_forward_", "block_backward_", "head_sums", "head_gradient")
 """Of a block program, what the app calls in a step."""
 Progress = Callable[[int, int], None]
@@ -149,7 +149,7 @@ def push(
         name: what the app calls it; the folder's name unless given.
 
     Returns:
-        `phone`, `name`, `bytes`, `place`, and `import_by_hand` where only the Download folder could be reached.
+        `phone`, `name`, `bytes`, `place`, and `import_by_hand` if only the Download folder could be reached.
 
     Raises:
         ArtifactError: `folder` is no whole artifact for a phone, or it changed on the way.

@@ -27,7 +27,7 @@ else:
 
 
 LATER = ("columns", "validation_split", "packing", "streaming")
-"""Settings of the rows that are named in a run's identity only where they are set: older logs do not have them."""
+"""Settings of the rows that are named in a run's identity only if they are set: older logs do not have them."""
 
 
 NULL = object()
@@ -106,7 +106,7 @@ class RunConfig(StrictConfig):
 
     @property
     def chosen(self) -> str:
-        """The sentence that says which method was chosen; empty where the run file or a flag names it."""
+        """The sentence that says which method was chosen; empty if the run file or a flag names it."""
         return self._chosen
 
     def with_method(self, name: str) -> Self:
@@ -123,7 +123,7 @@ class RunConfig(StrictConfig):
         return self.model_copy(update={"method": chosen}).scheduled()
 
     def scheduled(self) -> Self:
-        """Return the run with its method's own schedule where the run file names none."""
+        """Return the run with its method's own schedule if the run file names none."""
         schedule = spec_of(self.method).schedule(self.method)
         if schedule is None or "schedule" in self.train.model_fields_set:
             return self
@@ -205,7 +205,7 @@ class RunConfig(StrictConfig):
         """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
 
         Args:
-            given: the rows, where Python holds them.
+            given: the rows, if Python holds them.
         """
         from ondevice.artifact.files import sha256_file, sha256_spread
         from ondevice.data.readers.records import check_source
@@ -245,7 +245,7 @@ def presets() -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file, or from the preset of that name where there is no such file.
+    """Read a YAML mapping from a file, or from the preset of that name if there is no such file.
 
     Raises:
         ConfigError: with line and column of what is wrong.

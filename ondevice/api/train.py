@@ -40,14 +40,14 @@ def train(
     sinks: Iterable[Sink] = (),
     callbacks: Iterable[Callback] = (),
 ) -> Trained:
-    """Fine-tune in eager PyTorch, or in MLX where `config.train.backend` says so.
+    """Fine-tune in eager PyTorch, or in MLX if `config.train.backend` says so.
 
     Args:
         config: the run; or a run file's path, or its settings by dotted key: `{"train.steps": 60}`.
-        rows: in place of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
+        rows: instead of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
             `ondevice.data.readers.objects.take_rows`.
-        eval_rows: in place of `data.eval_path`, likewise.
-        model: in place of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
+        eval_rows: instead of `data.eval_path`, likewise.
+        model: instead of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
             into it, or its weights change.
         tokenizer: of that model.
         resume: go on from the newest checkpoint in `config.train.out`.
@@ -169,7 +169,7 @@ def _with_precision(
 
 
 def _resolve(config: Any, model: Any, tokenizer: Any) -> tuple[RunConfig, LoadedModel | None]:
-    """Return the run file, whatever it was given as, and the model where that was given."""
+    """Return the run file, whatever it was given as, and the model if one was given."""
     from ondevice.api.runfile import RunConfig
 
     loaded = None

@@ -25,7 +25,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Packs(Capability):
-    """Its sessions are `PackingSession`s in `backends`: one sequence may hold several rows."""
+    """Its sessions in `backends` are `Packing`: one sequence may hold several rows."""
 
     backends: tuple[str, ...]
 
@@ -55,12 +55,12 @@ class Classifies(Capability):
 
 @dataclass(frozen=True)
 class Ranked(Capability):
-    """Several processes can train together, under `torchrun`; its sessions are then `RankedSession`s."""
+    """Several processes can train together, under `torchrun`: `Leading` and `Following` sessions."""
 
 
 @dataclass(frozen=True)
 class Replays(Capability):
-    """A run can be rebuilt from its log: the seed and one number a query; its sessions are `ReplaySession`s."""
+    """A run can be rebuilt from its log, the seed and one number a query: `Replaying` sessions."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def path_of(value: object, what: str) -> Path:
     """Return a path that somebody gave from Python.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     if isinstance(value, str | os.PathLike):
         return Path(value)
@@ -159,7 +159,7 @@ class AnswerLossConfig(StrictConfig):
 
     loss: LossOver = "vocabulary"
     """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
-    share them, of one token each, such as sst2's. `auto`: over the answers where there are such."""
+    share them, of one token each, such as sst2's. `auto`: over the answers if there are such."""
 
     answers: tuple[int, ...] = ()
     """The answers' tokens; filled in from the rows, or from the task at an export."""
@@ -168,7 +168,7 @@ class AnswerLossConfig(StrictConfig):
         """Return the settings with the answers that the loss is over; as they are where it is over the vocabulary.
 
         Args:
-            find: `label_tokens_of_rows` or `label_tokens_of_task`, called where the settings ask for answers.
+            find: `label_tokens_of_rows` or `label_tokens_of_task`, called if the settings ask for answers.
 
         Raises:
             ConfigError: `loss` is `answers` and the rows have none that fit.
@@ -187,7 +187,7 @@ class AnswerLossConfig(StrictConfig):
 
 
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer of a block that LoRA can stand beside, by the last part of its name (PEFT's `target_modules`)."""
+"""A linear layer of a block that LoRA can adapt, by the last part of its name (PEFT's `target_modules`)."""
 
 
 class ModelConfig(StrictConfig):
@@ -382,7 +382,7 @@ class ExportConfig(StrictConfig):
     Android runtime needs. `stateful`: a mutable buffer."""
 
     generator: Literal["auto", "aten", "op"] = "auto"
-    """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
+    """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op if other ops are needed too."""
 
     quantize: Annotated[
         Literal["none", "int8", "q4", "8da4w", "8da8w", "w8", "nf4"], Flag("--quantize")
@@ -445,12 +445,12 @@ class ExportConfig(StrictConfig):
 
     @property
     def shared_context(self) -> int | None:
-        """`context_tokens` where the functions of a block answer, over the weights that are trained on."""
+        """`context_tokens` if the functions of a block answer, over the weights that are trained on."""
         return self.context_tokens if self.answers == "shared" else None
 
     @property
     def packed_context(self) -> int | None:
-        """`context_tokens` where a program of its own answers."""
+        """`context_tokens` if a program of its own answers."""
         return self.context_tokens if self.answers == "packed" else None
 
     @property
@@ -463,7 +463,7 @@ def parse_bytes(text: str) -> int:
     """Parse `6GiB`, `512 MiB`, `8GB` or a number of bytes into bytes.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):

@@ -54,7 +54,7 @@ def _short(value: Any) -> str:
 
 
 def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
-    """Say what became of the key or value at `loc`, a place in pydantic's words; None where nothing is known of it."""
+    """Say what became of the key or value at `loc`, a place in pydantic's words; None if nothing is known of it."""
     place = _section(model, loc[:-1]) if loc else None
     if place is None:
         return None

@@ -44,7 +44,7 @@ class ModelDims:
         heads: query heads; `kv_heads` key and value heads, each `head_dim` wide.
         tied: the output head is the embedding.
         qkv_bias: q, k and v have a bias; `o_bias` and `mlp_bias` say so of the other linear layers.
-        rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` where there is none).
+        rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` if there is none).
         max_positions: longest sequence that the model takes as it was trained, tokens.
         gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
         traits: what else its blocks do; see `BlockTraits`.
@@ -54,7 +54,7 @@ class ModelDims:
 
     gated: ClassVar[bool] = True
     whole: ClassVar[bool] = False
-    """True where the model runs only as a whole, its blocks being unknown."""
+    """True if the model runs only as a whole, because its blocks are unknown."""
 
     family: str
     layers: int
@@ -137,13 +137,13 @@ class ModelDims:
 
     @property
     def default_targets(self) -> tuple[str, ...]:
-        """Names of linear layers for a method's default where the model does not have those; () refuses."""
+        """Names of linear layers for a method's default if the model does not have those; () refuses."""
         return tuple(self.linear_shapes) if self.traits.fused else ()
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
 
-        A method's own default gives way to `default_targets` where the model lacks one of its names; one without such
+        A method's own default gives way to `default_targets` if the model lacks one of its names; one without such
         a setting has none.
 
         Raises:
@@ -158,7 +158,7 @@ class ModelDims:
             ]
             if asked and not getattr(config, "adapts_experts", False):
                 raise ModelError(
-                    f"{config.name} puts no pairs beside the matrices of experts",
+                    f"{config.name} does not adapt the matrices of experts",
                     expected=", ".join(self.linear_shapes),
                     received=asked[0],
                     needs=Need.ADAPTS_EXPERTS,
@@ -196,7 +196,7 @@ class ModelDims:
             if (named if linear.experts == 1 else names_experts)(linear.target, target)
         }
         if not adapted:
-            message = f"layers {first_layer} to {self.layers - 1} have no linear layer that is to be adapted"
+            message = f"layers {first_layer} to {self.layers - 1} have no linear layer to adapt"
             raise ModelError(message, expected=", ".join(targets), hint="raise method.top_layers")
         return tuple(adapted.values())
 
@@ -231,7 +231,7 @@ class ModelDims:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block, the largest where they differ."""
+        """Parameters of one block, the largest if they differ."""
         count = sum(self.norm_width(place) for place, _ in self.traits.norms)
         for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
@@ -277,7 +277,7 @@ class MoeDims(ModelDims):
 
     Attributes:
         active_experts: of `experts`, those that a token passes through.
-        expert_intermediate: width of one expert; `shared_intermediate` of the expert that sees every token, 0 where
+        expert_intermediate: width of one expert; `shared_intermediate` of the expert that sees every token, 0 if
             there is none.
         dense_intermediate: width of the MLP of `dense_layers`, the blocks that have no experts.
     """

@@ -118,7 +118,7 @@ class AdapterEntry(StrictConfig):
     """One LoRA B matrix in the flat adapter vector: float32 [rank, outputs], row-major, at `offset` elements."""
 
     a_offset: int | None = None
-    """Where its A is, float32 [rank, inputs]; None where A is frozen and lies in the file `frozen`."""
+    """Where its A is, float32 [rank, inputs]; None if A is frozen and lies in the file `frozen`."""
 
     linear: str
     layer: int
@@ -151,7 +151,7 @@ class ProgramSpec(StrictConfig):
     """Of `blocks`: how often the block's methods are called. `{layer}` in a frozen port's name stands for the number,
     and each state tensor is as many equal ranges."""
     kinds: tuple[int, ...] = ()
-    """Of `blocks`: the kind of each layer's block, where they differ (a window of attention, a rotary embedding). A
+    """Of `blocks`: the kind of each layer's block, if they differ (a window of attention, a rotary embedding). A
     method of a block of kind k, from 1 on, has `_k` behind its name."""
     weights: str | None = None
     """Of `blocks`: the safetensors file of the frozen weights, each aligned to 64 bytes."""
@@ -185,7 +185,7 @@ class ProgramSpec(StrictConfig):
         if self.kinds and len(self.kinds) != self.layers:
             raise ValueError(f"kinds: {len(self.kinds)} of {self.layers} layers")
         if self.layers and any(tensor.shape[0] % self.layers for tensor in self.state):
-            raise ValueError(f"state tensors are no {self.layers} equal ranges")
+            raise ValueError(f"state tensors cannot be cut into {self.layers} equal ranges")
         if self.frozen is None and any(entry.a_offset is None for entry in self.layout):
             raise ValueError("frozen: entries of the layout without a_offset need a file")
         trained = [prod(tensor.shape) for tensor in self.state if tensor.role == "adapter"]
@@ -197,7 +197,7 @@ class ProgramSpec(StrictConfig):
 
     @property
     def adapter(self) -> StateTensor | None:
-        """The state tensor that is the adapter, where one holds all of it (shapes `step` and `blocks`)."""
+        """The state tensor that is the adapter, if one holds all of it (shapes `step` and `blocks`)."""
         return next((tensor for tensor in self.state if tensor.role == "adapter"), None)
 
 

@@ -69,7 +69,7 @@ ELSEWHERE = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the name of `known` that `word` most likely meant; None where none is near.
+    """Return the name of `known` that `word` most likely meant; None if none is near.
 
     Words are compared before letters: `--lora-rank` means `--rank`, whatever else is spelt alike.
     """

@@ -118,7 +118,7 @@ class BuiltProgram:
             gives the modules, which are empty before.
         parts: for `qnn` and shape `blocks`, a layer's number to its functions, which are in a program file of their
             own; `modules` has the others.
-        eval_batch_size: rows of an evaluation, where the program decides them.
+        eval_batch_size: rows of an evaluation, if the program decides them.
     """
 
     eager: Any
@@ -145,7 +145,7 @@ class BuiltProgram:
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Of `blocks`: the frozen weights by the names of the `frozen` ports, in the order in which a step reads them."""
     constants_of_layers: LayerConstants | None = None
-    """Of `blocks`, where modules are `per_layer`."""
+    """Of `blocks`, if modules are `per_layer`."""
     blocks: tuple[nn.Module, tuple[Tensor, ...]] | None = None
     finish: Callable[[nn.Module], tuple[ProgramModule, ...]] | None = None
     parts: Callable[[int], tuple[NpuPart, ...]] | None = None
@@ -168,7 +168,7 @@ class GraphProgram(Generic[M]):
         rounded: values of `export.quantize` for which `rounding` is asked.
         uses_ops: (export) whether the program needs kernels of this project in the runtime.
         calibrate: (loaded, config, rows, seed) to the settings of a program that begins with what the exported model's
-            rows say, and the first values of its state; None where the settings ask for nothing of the kind.
+            rows say, and the first values of its state; None if the settings ask for nothing of the kind.
         renewal: (session) to what prepares its steps and its replay, for a method that now and then changes the state
             from outside the program.
     """

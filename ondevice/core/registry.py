@@ -52,7 +52,7 @@ def method(name: str) -> MethodSpec:
     """Return the spec of method `name`, as a run file or a job says it: anything may stand there.
 
     Raises:
-        ConfigError: there is none, or another package's cannot be imported.
+        ConfigError: it is unknown, or another package's cannot be imported.
     """
     if not isinstance(name, str) or name not in _places():
         raise ConfigError(
@@ -108,7 +108,7 @@ def target(name: str) -> TargetSpec:
     """Return the spec of target `name`.
 
     Raises:
-        ConfigError: there is none, or another package's cannot be imported.
+        ConfigError: it is unknown, or another package's cannot be imported.
     """
     place = _target_places().get(name) if isinstance(name, str) else None
     if place is None:
@@ -263,7 +263,7 @@ def open_session(
     """Open an eager session of the method that `config` names; changes `loaded.model` in place.
 
     Args:
-        loaded: a model with its weights; `ModelFiles` for MLX, and for torch where the method reads files itself.
+        loaded: a model with its weights; `ModelFiles` for MLX, and for torch if the method reads files itself.
         device: where torch computes, for methods that offload, stream or quantise; None is where the model is.
             Other methods take the model's.
         backend: `torch` or `mlx`, from `backend_for`.

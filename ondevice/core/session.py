@@ -38,7 +38,7 @@ class StepResult:
         losses: the loss of each forward copy; one entry for first-order methods.
         projected_gradients: one scalar a query (empty for first-order methods); with the seed they are the
             whole run (P-RGE section 3; the update is learning_rate / q * sum of g_i z_i).
-        overlap: what ran beside what in the step before, seconds and bytes (`ondevice.offload.device.Overlap`), for
+        overlap: what overlapped in the step before, seconds and bytes (`ondevice.offload.device.Overlap`), for
             methods that offload.
     """
 
@@ -52,10 +52,10 @@ class Evaluator(Protocol):
     """A model as an evaluation needs it."""
 
     eval_batch_size: int | None
-    """Rows an evaluation takes; None where any number will do."""
+    """Rows an evaluation takes; None if any number will do."""
 
     lengths_tokens: tuple[int, ...] | None
-    """The sequence lengths (buckets) the program takes, ascending; None where any will do."""
+    """The sequence lengths (buckets) the program takes, ascending; None if any will do."""
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood over labelled tokens, float32 [rows], and their count,
@@ -85,7 +85,7 @@ class Session(ABC):
     """`torch-cpu`, `torch-cuda`, `mlx-cpu`, `mlx-gpu` or `executorch`."""
 
     batch_size: int | None = None
-    """Rows a training step takes; None where any number will do."""
+    """Rows a training step takes; None if any number will do."""
 
     eval_batch_size: int | None = None
     lengths_tokens: tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
 """Interface of a target: one `TargetSpec` in its folder answers everything that other packages ask.
 
-A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, where several differ in data alone), or
+A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, if several differ in data alone), or
 an entry point of the group `ondevice.targets` in any other package; `ondevice.core.registry` finds both.
 """
 
@@ -26,7 +26,7 @@ class WeightBytes(NamedTuple):
 
     Attributes:
         linears: the matrices of all blocks.
-        embedding: the token embedding, which is the head too where they are tied and `head` is 0.
+        embedding: the token embedding, which is the head too if they are tied and `head` is 0.
         head: an output head of its own.
         vectors: norms, biases and learned positions.
     """
@@ -93,7 +93,7 @@ class TargetSpec:
             arithmetic; None for the method's.
         needs: checks of `ondevice doctor` without which it does not work.
         uses: checks of what it can use.
-        data: what only the target's own code reads, where one package has several targets.
+        data: what only the target's own code reads, if one package has several targets.
     """
 
     name: str

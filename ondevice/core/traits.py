@@ -59,7 +59,7 @@ class BlockTraits:
         return self.windows[layer] if self.windows else 0
 
     def shortest_window(self, otherwise: int) -> int:
-        """Return the shortest window of any layer, or `otherwise` where there is none."""
+        """Return the shortest window of any layer, or `otherwise` if there is none."""
         return min((window for window in self.windows if window), default=otherwise)
 
     def beyond(self, known: Collection[str] = ()) -> list[str]:
@@ -121,7 +121,7 @@ def check_traits(
 
 
 def check_length(dims: Any, length_tokens: int) -> None:
-    """Refuse a sequence that a window of attention hides something of, where attention is the causal one alone.
+    """Refuse a sequence longer than a window of attention, for attention that is only causal.
 
     Raises:
         ModelError: with the longest length that is possible.

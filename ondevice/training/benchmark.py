@@ -20,7 +20,7 @@ from ondevice.training.evaluate import EvalResult, evaluate_dataset
 
 Messages = list[dict[str, str]]
 Answer = Callable[[str | Messages], str | None]
-"""A prompt to the model's greedy answer; None where the prompt leaves no room for one."""
+"""A prompt to the model's greedy answer; None if the prompt leaves no room for one."""
 
 Record = dict[str, Any]
 Shots = dict[str, list[Question]]
@@ -72,7 +72,7 @@ def run_benchmark(
 
     Args:
         records: from `choose`, `solve` or `converse`.
-        result: task, shots and the answers' file; the figures are filled in and saved beside the answers.
+        result: task, shots and the answers' file; the figures are filled in and saved next to the answers.
         on_row: called with the number of rows that are done.
     """
     started, done = time.perf_counter(), list[Record]()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Is called as a run goes, in the thread that trains; override what is of use.
+    """Follow a run, in the thread that trains; override the methods you need.
 
     `self.stop("why")` ends the run after the step that is running, like Ctrl-C: its checkpoint and its adapter are
     written. An exception does the same, and is raised again when they are.
@@ -22,7 +22,7 @@ class Callback:
     _stop: StopRequest | None = None
 
     def stop(self, reason: str = "callback") -> None:
-        """Ask the run to stop; nothing where none is running."""
+        """Ask the run to stop; does nothing if none is running."""
         if self._stop is not None:
             self._stop.request(reason)
 
@@ -30,7 +30,7 @@ class Callback:
         """React to a step: its loss, learning rate, times and memory."""
 
     def on_evaluate(self, event: events.Evaluate) -> None:
-        """React to an evaluation of the rows kept for it; `event.best` says if no earlier result was better."""
+        """React to an evaluation of the held-out rows; `event.best` says if no earlier result was better."""
 
     def on_checkpoint(self, event: events.Checkpoint) -> None:
         """React to a checkpoint that was written; `event.path` is its folder inside the run's."""
@@ -40,7 +40,7 @@ class Callbacks:
     """The callbacks of a run, and what one of them raised.
 
     Raises:
-        ConfigError: one is no `Callback`.
+        ConfigError: one is not a `Callback`.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:

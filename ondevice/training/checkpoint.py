@@ -1,8 +1,8 @@
-"""Checkpoints: one directory a step, written beside and renamed, so that a name means a whole checkpoint.
+"""Checkpoints: one directory a step, renamed when it is written, so that a name means a complete one.
 
     checkpoint-00000100/
         state.safetensors   what `Session.state()` gave after 100 steps
-        state-00001.safetensors   and so on: what the other ranks gave, where several train together
+        state-00001.safetensors   and so on: what the other ranks gave, if several train together
         meta.json           schema version, step, identity, seed, backend, evaluation, SHA-256 of the state
         model/              the weights as transformers loads them, for methods that train a model on the host
 

@@ -72,7 +72,7 @@ class EvalResult:
         tokens: labelled tokens of the right answers.
         seconds_s: wall time.
         predictions: one a row, in the order of the data.
-        metric, metric_value: what a template of one's own is judged by, where that is none of the above.
+        metric, metric_value: what a template of one's own is judged by, if that is none of the above.
     """
 
     loss: float
@@ -111,7 +111,7 @@ class EvalResult:
 
     @property
     def score(self) -> tuple[float, ...]:
-        """For comparison, higher is better: the template's metric, F1 or accuracy first where there is one, then the
+        """For comparison, higher is better: the template's metric, F1 or accuracy first if there is one, then the
         loss."""
         main = self.f1 if self.f1 is not None else self.accuracy
         if self.metric_value is not None and math.isfinite(self.metric_value):
@@ -146,7 +146,7 @@ def evaluate_dataset(
 
     Args:
         rows: evaluate only the first so many.
-        batch_size: rows at once where the session takes any number.
+        batch_size: rows at once if the session takes any number.
         generate: answers questions; without it question-answering rows give only a loss.
         should_stop: called before every batch and row; the evaluation is abandoned if it returns True.
 
@@ -222,7 +222,7 @@ def _measure(dataset: Dataset, items: list[Item], predictions: list[Prediction])
 
 
 def _examples(item: Item) -> list[tuple[int, Example]]:
-    """List the candidates under their index, and the right answer under -1 where it is not one of them."""
+    """List the candidates under their index, and the right answer under -1 if it is not one of them."""
     slots = list(enumerate(item.candidates))
     return slots if item.gold is not None else [(-1, item.example), *slots]
 

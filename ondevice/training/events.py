@@ -66,7 +66,7 @@ class Start(Event):
     steps: Whole = 0
     """Steps asked for."""
     said: list[str] = field(default_factory=list)
-    """The choices for the run, in sentences: the method, where none was named, and the precision."""
+    """The choices for the run, in sentences: the method, if none was named, and the precision."""
     decided: dict[str, Any] = field(default_factory=dict)
     """The same choices by dotted key, for a resume (`decisions.py`)."""
     environment: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Resume(Event):
     """Steps asked for, in all."""
     backend: str
     checkpoint: str
-    """Folder name of the checkpoint, or empty where there was none."""
+    """Folder name of the checkpoint, or empty if there was none."""
     changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = field(
         default_factory=dict
     )
@@ -199,7 +199,7 @@ class Finish(Event):
     tokens_per_s: float
     peak_memory_bytes: Whole
     reason: str = ""
-    """Why it ended before the steps that were asked for (`train.patience`); empty where all are done."""
+    """Why it ended before the steps that were asked for (`train.patience`); empty if all are done."""
 
 
 KINDS: dict[str, type[Event]] = {
@@ -400,7 +400,7 @@ class EventLog:
             raise self._failed(error) from None
 
     def close(self) -> None:
-        """Close the file; again is no error."""
+        """Close the file; closing it twice is allowed."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

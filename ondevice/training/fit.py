@@ -64,7 +64,7 @@ class Trained:
     Attributes:
         result: losses, times, memory, evaluation.
         adapter: folder of the adapter after the last step, None for a full-parameter method.
-        best_adapter: folder of the adapter with the best evaluation, where there was more than one.
+        best_adapter: folder of the adapter with the best evaluation, if there was more than one.
         model: folder of the trained model, for a full-parameter method.
         problems: rows that were not used.
         data: what was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut.
@@ -292,7 +292,7 @@ def fit(
     """Train an open session on `rows`, and save the adapter or the model.
 
     Args:
-        identity: what makes this run this run, beside data and adapter; a resume must have the same.
+        identity: what identifies this run, in addition to data and adapter; a resume must have the same.
         model: names the base model, by `source` and `sha256`.
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
@@ -371,7 +371,7 @@ def fit(
         session.load_state(read_state(result.best_checkpoint))
         best_figures = result.best_evaluation or evaluate_now(lambda: False)
         result, restored = replace(result, evaluation=best_figures), True
-    # The result: an adapter even where the run was interrupted, a whole model (gigabytes) only where it is finished.
+    # An adapter is saved even if the run was interrupted, a whole model (gigabytes) only if it has finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
         adapter = settings.out / ADAPTER
@@ -421,7 +421,7 @@ def in_steps(config: RunConfig, steps_per_epoch: float) -> RunConfig:
 
 
 def adapter_identity(adapter: Path | None) -> dict[str, Any]:
-    """Name the adapter that a run started from by its hash; empty where it started from none."""
+    """Name the adapter that a run started from by its hash; empty if it started from none."""
     if adapter is None:
         return {}
     name = MLX_LM_WEIGHTS_NAME if is_mlx_lm(Path(adapter)) else WEIGHTS_NAME
@@ -437,7 +437,7 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
 
 
 def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Path | None:
-    """Save the adapter of the best evaluation, where that is not the last checkpoint."""
+    """Save the adapter of the best evaluation, if that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
     session.load_state(read_state(result.best_checkpoint))

@@ -36,11 +36,11 @@ def with_length(
     loaded: LoadedModel | None = None,
     when: datetime | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run file with a maximum length, and what is to be said of it: nothing where it has one already.
+    """Return the run file with a maximum length, and what is to be said of it: nothing if it has one already.
 
     Args:
-        rows: of `data.path`, where they have been read.
-        loaded: the model, where it is loaded.
+        rows: of `data.path`, if they have been read.
+        loaded: the model, if it is loaded.
         when: the date that the chat template sees; None for the present.
 
     Raises:

@@ -227,7 +227,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def open_reports(names: Sequence[str], folder: Path, config: dict[str, Any]) -> Reports | None:
-    """Build the sink of a run in `folder`; None where it reports to nobody. `config` is the run file."""
+    """Build the sink of a run in `folder`; None if it reports to nobody. `config` is the run file."""
     check_installed(names)
     if not names:
         return None

@@ -361,7 +361,7 @@ class Run:
         for name, value in state.items():
             if value.dtype.kind == "f" and not np.isfinite(value).all():
                 raise self._not_finite(
-                    f"step {self.done - 1} left values in '{name}' that are no numbers",
+                    f"step {self.done - 1} left NaN or infinity in '{name}'",
                     "finite parameters",
                     "inf or nan",
                 )

@@ -102,7 +102,7 @@ class AnonymousPeak:
 
 
 def reset_peak() -> bool:
-    """Set the kernel's high-water mark to what is resident now; False where that is not possible."""
+    """Set the kernel's high-water mark to what is resident now; False if that is not possible."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:
@@ -121,7 +121,7 @@ def _high_water_bytes() -> int:
 
 
 def _status(field: str) -> int:
-    """Read a field of /proc/self/status, in bytes; 0 where there is none."""
+    """Read a field of /proc/self/status, in bytes; 0 if there is none."""
     try:
         text = _STATUS.read_text()
     except OSError:
@@ -217,7 +217,7 @@ class RunResult:
         peak_memory_bytes: highest resident memory of the process.
         peak_device_bytes: highest memory of CUDA tensors, None without CUDA.
         evaluation: the last evaluation since the run was started or resumed.
-        best_evaluation: the best evaluation since the run was started or resumed; None where an earlier one was better.
+        best_evaluation: the best evaluation since the run was started or resumed; None if an earlier one was better.
         best_score, best_checkpoint: of the best evaluation of the whole run.
         checkpoint: the newest checkpoint.
         interrupted: the run was asked to stop before its end; its state is saved.

@@ -1,4 +1,4 @@
-"""A run in the terminal, on stderr: a bar where there is a terminal, a line now and then where there is none.
+"""A run in the terminal, on stderr: a bar if there is a terminal, a line now and then if there is none.
 
 It reads events and nothing else, so it shows a live run and a log alike. Losing the terminal does not stop
 a run.
@@ -29,7 +29,7 @@ class ProgressSink:
 
     Args:
         silent: show nothing (`--json`, `--quiet`).
-        every: steps between two lines where stderr is no terminal; by default about 20 lines a run.
+        every: steps between two lines if stderr is not a terminal; by default about 20 lines a run.
         stream: stderr by default.
     """
 

@@ -170,7 +170,7 @@ def _check_prepared(log: RunLog, step: int) -> None:
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not there: the run wrote it before step {step}",
-            expected="the files that the log names, beside the log",
+            expected="the files that the log names, next to the log",
             hint="copy them with the log, or take the adapter from the run's newest checkpoint",
         )
     if (received := sha256_file(path)) != digest:

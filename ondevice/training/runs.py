@@ -37,7 +37,7 @@ class RunSummary:
         state: `finished`, `stopped early`, `interrupted`, `failed`, `running` (a process holds it), or `unfinished`.
         started_s: seconds since the epoch.
         config: the settings it was started with, changes of resumes on top, by dotted key.
-        figures: `FIGURES`, None where there is none.
+        figures: `FIGURES`, None if there is none.
         evaluations: of the log, in order.
         resumes: of the log, in order.
         checkpoints: folders that are there.

@@ -87,8 +87,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_checkpoint(tmp_path) -> No
         and "Seen.on_step: ValueError: my own mistake" in last.signal
     )
     assert after.calls == [("step", 0), ("step", 1), ("step", 2)]
-    with pytest.raises(ConfigError, match="inherits from"):
+    with pytest.raises(ConfigError) as wrong:
         train(tmp_path, 60, resume=True, callbacks=[SimpleNamespace(on_step=print)])
+    assert wrong.value.received == "SimpleNamespace"
 
 
 def test_a_run_stops_early_once_its_patience_is_over(tmp_path) -> None:

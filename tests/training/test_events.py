@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_log_goes_on(tmp_path) -> None:
             resource.RLIMIT_FSIZE, (size + 50, before[1])
         )  # the kernel then takes half a line
         try:
-            with pytest.raises(StorageError, match="event log"):
+            with pytest.raises(StorageError):
                 log.write(step(1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from ondevice.api.runfile import RunConfig  # noqa: E402
 from ondevice.api.train import train  # noqa: E402
-from ondevice.core.errors import ConfigError, TrainingError  # noqa: E402
+from ondevice.core.errors import ConfigError, Need, TrainingError  # noqa: E402
 from ondevice.training.events import read_log  # noqa: E402
 from ondevice.training.replay import read_run, replay  # noqa: E402
 
@@ -125,9 +125,7 @@ def test_f1_of_generated_answers(data: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_trained_on_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="method lora needs a gradient, and a score has none"
-    ) as error:
+    with pytest.raises(ConfigError) as error:
         run(
             data / "sst2.jsonl",
             tmp_path / "a",
@@ -135,7 +133,7 @@ def test_what_cannot_be_trained_on_is_refused(data: Path, tmp_path: Path) -> Non
             {"objective": "accuracy"},
             task="sst2",
         )
-    assert "prge" in str(error.value.expected)
+    assert error.value.needs is Need.ZEROTH_ORDER and "prge" in error.value.methods
     with pytest.raises(ConfigError, match="accuracy needs rows with candidates"):
         run(data / "pairs.jsonl", tmp_path / "b", PRGE, {"objective": "accuracy"})
     with pytest.raises(ConfigError, match="go together"):

@@ -50,8 +50,9 @@ def test_the_first_steps_only(run, tmp_path_factory) -> None:
     session = BigramSession()
     replay(read_run(run[0] / "events.jsonl"), session, steps=9)
     assert session.logits.tobytes() == part.logits.tobytes()
-    with pytest.raises(ConfigError, match="no 21 steps"):
+    with pytest.raises(ConfigError) as error:
         replay(read_run(run[0]), session, steps=21)
+    assert (error.value.expected, error.value.received) == ("0 to 20", 21)
 
 
 def test_another_backend_is_a_warning(run) -> None:
@@ -104,7 +105,7 @@ class FirstOrder(BigramSession):
 
 def test_the_log_of_a_first_order_run_is_refused(tmp_path) -> None:
     train(tmp_path, 3, FirstOrder())
-    with pytest.raises(ConfigError, match="step 0 has no projected gradients"):
+    with pytest.raises(ConfigError):
         read_run(tmp_path)
 
 

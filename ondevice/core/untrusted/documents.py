@@ -84,7 +84,7 @@ def read_object(
     """Read a JSON file that holds an object.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
         OndeviceError: of the class `error`; it cannot be read, or holds something else.
     """
     try:

@@ -142,8 +142,8 @@ def test_an_adapter_of_experts_is_fused_and_other_forms_refuse_it(tmp_path: Path
 
 def test_what_cannot_be_beside_experts_is_refused(tmp_path: Path) -> None:
     for family, name, words in (
-        ("qwen2_moe", "prge", "prge puts no pairs beside the matrices of experts"),
-        ("mixtral", "prge", "prge puts no pairs beside the matrices of experts"),
+        ("qwen2_moe", "prge", "prge does not adapt the matrices of experts"),
+        ("mixtral", "prge", "prge does not adapt the matrices of experts"),
         ("gpt_oss", "mesp", r"stored as \[experts, inputs, outputs\]"),
         ("gpt_oss", "lora", r"stored as \[experts, inputs, outputs\]"),
         ("llama", "lora", "unknown linear layer"),
