@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from ondevice.core.config_errors import explain
+from ondevice.core.config_errors import Section, explain
 from ondevice.core.errors import ConfigError
 from ondevice.core.flags import Flag
 
@@ -98,17 +98,11 @@ class Documented(BaseModel):
         return schema
 
 
-class StrictConfig(Documented):
+class StrictConfig(Documented, Section):
     """A section of a run file. Unknown keys are errors that name the nearest known key, or what became of an old one.
 
-    Attributes:
-        RENAMED: old key to new key. A new key of another section is written with its section (`train.steps`); a renamed
-            value is written `key=value` on both sides.
-        REMOVED: old key to a clause that says what to do instead.
+    Old keys are in `Section.RENAMED` and `Section.REMOVED`.
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {}
-    REMOVED: ClassVar[dict[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.near import nearest
 
-if TYPE_CHECKING:
-    from ondevice.core.config import StrictConfig
-
-
 MOST_PROBLEMS, MOST_LETTERS = 20, 300
 """Of an error: a document from outside may have thousands of unknown keys, or one of a million letters."""
+
+
+class Section(BaseModel):
+    """Base of configuration sections: it remembers their old keys.
+
+    Attributes:
+        RENAMED: old key to new key. A new key of another section is written with its section (`train.steps`); a
+            renamed value is written `key=value` on both sides.
+        REMOVED: old key to a clause that says what to do instead.
+    """
+
+    RENAMED: ClassVar[dict[str, str]] = {}
+    REMOVED: ClassVar[dict[str, str]] = {}
 
 
 def explain(
@@ -72,7 +81,7 @@ def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> 
 
 def _section(
     model: type[BaseModel], loc: tuple[int | str, ...]
-) -> tuple[type[StrictConfig], list[str]] | None:
+) -> tuple[type[Section], list[str]] | None:
     """The configuration at `loc`, and its path in a run file."""
     path: list[str] = []
     parts = iter(loc)
@@ -93,9 +102,7 @@ def _section(
         if len(members) != 1:
             return None
         model = members[0]
-    from ondevice.core.config import StrictConfig  # it imports this module
-
-    return (model, path) if issubclass(model, StrictConfig) else None
+    return (model, path) if issubclass(model, Section) else None
 
 
 def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:

@@ -7,9 +7,12 @@ other package; `ondevice.core.registry` finds both. What only some methods can d
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ondevice.core.capabilities import (
@@ -263,8 +266,6 @@ class Placement:
 
     def precision(self, dtype: str) -> list[str]:
         """Say in which numbers the run computes, and where."""
-        from ondevice.core.registry import metal
-
         if self.backend != "mlx":
             return [f"precision: {dtype} on {'the GPU' if self.device == 'cuda' else 'the CPU'}"]
         said = [f"precision: {dtype} on MLX"]
@@ -273,3 +274,11 @@ class Placement:
                 "MLX is meant for a Mac with Metal; on this CPU it is slow, --backend torch is the quick one"
             )
         return said
+
+
+@cache
+def metal() -> bool:
+    """Return True on a Mac with MLX and Metal."""
+    if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
+        return False
+    return bool(importlib.import_module("mlx.core").metal.is_available())

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import logging
 import pkgutil
-import sys
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.core.capabilities import AnyDecoder, Classifies, Offloads, Packs, Ranked
 from ondevice.core.errors import ConfigError, Need, OndeviceError
-from ondevice.core.method import Backend, MethodSpec
+from ondevice.core.method import Backend, MethodSpec, metal
 from ondevice.core.target import TargetSpec
 
 if TYPE_CHECKING:
@@ -242,14 +241,6 @@ def backend_for(config: Any, backend: str) -> Backend:
             needs=Need.MLX if backend == "mlx" else Need.TORCH,
         )
     return cast(Backend, backend)
-
-
-@cache
-def metal() -> bool:
-    """Return True on a Mac with MLX and Metal."""
-    if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
-        return False
-    return bool(importlib.import_module("mlx.core").metal.is_available())
 
 
 @naming_methods()

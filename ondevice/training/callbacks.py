@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ondevice.training import events
-    from ondevice.training.loop import StopRequest
 
 
 class Callback:
@@ -19,12 +18,12 @@ class Callback:
     written. An exception does the same, and is raised again when they are.
     """
 
-    _stop: StopRequest | None = None
+    _stop: Callable[[str], None] | None = None
 
     def stop(self, reason: str = "callback") -> None:
         """Ask the run to stop; does nothing if none is running."""
         if self._stop is not None:
-            self._stop.request(reason)
+            self._stop(reason)
 
     def on_step(self, event: events.Step) -> None:
         """React to a step: its loss, learning rate, times and memory."""
@@ -43,7 +42,7 @@ class Callbacks:
         ConfigError: one is not a `Callback`.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:
+    def __init__(self, callbacks: Sequence[Callback], stop: Callable[[str], None]) -> None:
         self.callbacks, self.stop = callbacks, stop
         self.raised: Exception | None = None
         for callback in callbacks:
@@ -65,7 +64,4 @@ class Callbacks:
                 getattr(callback, hook)(event)
             except Exception as error:  # whatever the user's code raises
                 self.raised = error
-                assert self.stop is not None  # noqa: S101  a run gives its own
-                self.stop.request(
-                    f"{type(callback).__name__}.{hook}: {type(error).__name__}: {error}"
-                )
+                self.stop(f"{type(callback).__name__}.{hook}: {type(error).__name__}: {error}")

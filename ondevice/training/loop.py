@@ -191,7 +191,7 @@ class Run:
         """
         with RunLock(self.settings.out), self.stop:
             if self.options.callbacks:
-                self.callbacks = Callbacks(self.options.callbacks, self.stop)
+                self.callbacks = Callbacks(self.options.callbacks, self.stop.request)
             self._open()
             with self.log:
                 try:

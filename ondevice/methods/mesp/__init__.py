@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ondevice.core.capabilities import AnyDecoder, KnowsBlocks, Packs, Quantises, ReadsFiles
 from ondevice.core.dims import ModelDims
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession, metal
 from ondevice.core.program import GraphProgram, StagesProgram, TorchProgram
-from ondevice.core.registry import metal
 from ondevice.methods.mesp.config import MespConfig
 
 
