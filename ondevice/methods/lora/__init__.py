@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ondevice.core.capabilities import AnyDecoder, Packs
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
-from ondevice.core.program import TorchProgram
 from ondevice.methods.lora.config import LoraConfig
+
+if TYPE_CHECKING:
+    from ondevice.core.program import TorchProgram
 
 
 def open_torch() -> OpenSession[LoraConfig]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ondevice.core.capabilities import AnyDecoder, KnowsBlocks, Packs, Quantises, ReadsFiles
-from ondevice.core.dims import ModelDims
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession, metal
-from ondevice.core.program import GraphProgram, StagesProgram, TorchProgram
 from ondevice.methods.mesp.config import MespConfig
+
+if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.program import GraphProgram, StagesProgram, TorchProgram
 
 
 def open_torch() -> OpenSession[MespConfig]:

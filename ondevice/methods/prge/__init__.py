@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ondevice.core.capabilities import AnyDecoder, Packs, Replays, TrainingDefaults
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
-from ondevice.core.program import GraphProgram, TorchProgram
 from ondevice.methods.prge.config import PrgeConfig
+
+if TYPE_CHECKING:
+    from ondevice.core.program import GraphProgram, TorchProgram
 
 
 def open_torch() -> OpenSession[PrgeConfig]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ondevice.core.capabilities import OpensNetwork
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
-from ondevice.core.session import OpenedNetwork
 from ondevice.methods.revffn.config import RevffnConfig
+
+if TYPE_CHECKING:
+    from ondevice.core.session import OpenedNetwork
 
 
 def open_torch() -> OpenSession[RevffnConfig]:
