@@ -12,7 +12,7 @@ from ondevice.cli.common import err, one_of, print_json, show_table, table
 from ondevice.core.errors import ConfigError
 
 FORMS = "executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft, safetensors or vllm"
-"""The names that `ondevice.exits.form_names` finds, which a test compares; `--help` reads no folder."""
+"""The names of `ondevice.exits.form_names`, which a test compares; `--help` reads no folder."""
 To = Annotated[str, typer.Option("--to", help=f"Format: {FORMS}.")]
 WeightsDtype = Annotated[
     str | None, typer.Option("--dtype", help="Type of the written weights: float16, q8_0, ...")

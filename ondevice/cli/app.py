@@ -44,7 +44,7 @@ STORAGE_ERRNOS = (
     errno.EISDIR,
     errno.EFBIG,
 )
-"""Errors of a full, read-only or missing disk. Any other OSError is a bug and keeps its traceback."""
+"""Errors of a full, read-only or missing disk. Any other OSError is a bug with a traceback."""
 
 EXTRAS = {
     **dict.fromkeys(
@@ -83,7 +83,7 @@ VERBS = {
     "serve": ("serve:app", "Run the daemon: a queue of jobs, an HTTP API and a web page."),
     "jobs": ("jobs:app", "Create, watch and control the jobs of a daemon."),
 }
-"""Every verb's function or app in this package, `module:name`, and its line in the list of verbs."""
+"""Each verb's function or app, `module:name` in this package, and its line in the list."""
 
 
 class Verbs(MutableMapping[str, Any]):

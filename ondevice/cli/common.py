@@ -130,7 +130,7 @@ def mebibytes(count: float | None) -> str | None:
 
 @contextmanager
 def stages(silent: bool) -> Iterator[None]:
-    """Show the stages of a long command on standard error: a line each, and a spinner in a terminal."""
+    """Show the stages of a long command on standard error, and a spinner in a terminal."""
     logger = logging.getLogger("ondevice")
     if silent:
         yield

@@ -37,7 +37,7 @@ def preset(
     """Print a ready run file for a kind of device, to edit. `--config NAME` uses it unchanged."""
     known = presets()
     if name is not None and name not in known:
-        raise ConfigError(f"there is no preset {name}", expected=", ".join(known), received=name)
+        raise ConfigError(f"no such preset: {name}", expected=", ".join(known), received=name)
     if json:
         print_json({"presets": known if name is None else {name: known[name]}})
     else:

@@ -145,8 +145,7 @@ def verify(
     perturbation_scale: Annotated[
         list[float] | None,
         typer.Option(
-            "--perturbation-scale",
-            help="Compare an NPU program at this scale (repeat for more).",
+            "--perturbation-scale", help="Compare an NPU program at this scale (repeat for more)."
         ),
     ] = None,
     data: Annotated[
@@ -157,7 +156,8 @@ def verify(
 ) -> None:
     """Compare an exported program with eager PyTorch.
 
-    A CPU program runs training steps; an NPU program computes projected gradients in a simulator."""
+    A CPU program runs training steps; an NPU program computes projected gradients in a
+    simulator."""
     from ondevice.api.verify import verify as compare
 
     result = compare(

@@ -1,4 +1,4 @@
-"""Flags of the run file's settings. Their names, types, defaults and help come from the settings themselves."""
+"""Flags of the run file's settings, with the names, types, defaults and help of the settings."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> O
 
 
 def _method_options() -> Iterator[Option]:
-    """Yield `--method` and the flags of every method; the help of a flag names the methods with it."""
+    """Yield `--method` and the flags of every method; their help names the methods."""
     yield Option(("--method",), "method.name", str, f"Training method: {', '.join(method_names())}")
     options: dict[str, Option] = {}
     owners: dict[str, list[str]] = {}
@@ -134,7 +134,7 @@ def all_options(run: type[RunConfig] = RunConfig) -> dict[str, Option]:
 
 
 def flag(key: str) -> Any:
-    """Return the flag of one setting, for a verb that reads no run file: `Annotated[..., flag("data.task")]`."""
+    """Return one setting's flag, for verbs without a run file: `flag("data.task")`."""
     option = all_options()[key]
     return typer.Option(*option.names, help=f"{option.help}.")
 
@@ -172,8 +172,8 @@ def with_settings(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb `--config`, `--set` and flags of the run file's settings.
 
-    The verb receives the path `config` and the dictionary `overrides` of dotted keys, without those whose flags were
-    not given. Flags win over `--set`.
+    The verb receives the path `config` and the dictionary `overrides` of dotted keys, without those
+    whose flags were not given. Flags win over `--set`.
 
     Args:
         keys: which settings: sections, such as `train`, or keys, such as `train.seed`.

@@ -43,8 +43,7 @@ def begin(
     device_keys: Annotated[
         Path | None,
         typer.Option(
-            "--device-keys",
-            help="Folder of the devices' public keys (*.pub), for the charter.",
+            "--device-keys", help="Folder of the devices' public keys (*.pub), for the charter."
         ),
     ] = None,
     json: common.Json = False,

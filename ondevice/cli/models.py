@@ -16,8 +16,7 @@ from ondevice.core.registry import methods
 
 def models(
     remove: Annotated[
-        str | None,
-        typer.Option("--remove", help="Delete this model from its cache."),
+        str | None, typer.Option("--remove", help="Delete this model from its cache.")
     ] = None,
     types: Annotated[
         bool, typer.Option("--types", help="Also list every model type of transformers.")

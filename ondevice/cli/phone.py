@@ -58,11 +58,7 @@ def push(
         )
 
 
-def pull(
-    target_dir: common.Out = None,
-    serial: Serial = None,
-    json: common.Json = False,
-) -> None:
+def pull(target_dir: common.Out = None, serial: Serial = None, json: common.Json = False) -> None:
     """Copy the app's adapters from the phone into DIR/MODEL/ADAPTER."""
     from ondevice.api.phone import pull as bring
 

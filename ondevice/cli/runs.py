@@ -165,8 +165,7 @@ def evaluate(
     ] = None,
     adapter: common.AdapterPath = None,
     rows: Annotated[
-        int | None,
-        typer.Option("--rows", "--limit", min=1, help="Evaluate only this many rows."),
+        int | None, typer.Option("--rows", "--limit", min=1, help="Evaluate only this many rows.")
     ] = None,
     columns: flags.Columns = None,
     strict_columns: flags.StrictColumns = False,
@@ -316,7 +315,7 @@ def _read_rows(config: Any, task: str | None = None) -> Any:
 def _check_columns(
     config: Any, tokenizer: Any, length_tokens: int, task: str | None = None
 ) -> None:
-    """Refuse the columns that the run would refuse; the tokenizer's template decides what is read."""
+    """Refuse the columns that the run would refuse, according to the tokenizer's template."""
     from ondevice.data.dataset import check_columns
 
     data = config.data

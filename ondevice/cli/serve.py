@@ -20,13 +20,11 @@ app = typer.Typer(
 Store = Annotated[
     Path | None,
     typer.Option(
-        "--store",
-        help="Folder of jobs, data and adapters (default: ~/.local/share/ondevice).",
+        "--store", help="Folder of jobs, data and adapters (default: ~/.local/share/ondevice)."
     ),
 ]
 Host = Annotated[
-    str,
-    typer.Option("--host", help="Address to listen on; any but this machine's needs a token."),
+    str, typer.Option("--host", help="Address to listen on; any but this machine's needs a token.")
 ]
 Port = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
@@ -45,7 +43,7 @@ def serve(
     tls_key: Key = None,
     json: common.Json = False,
 ) -> None:
-    """Run the daemon: a queue of jobs, an HTTP API under /v1 and a web page. Ctrl-C saves and stops."""
+    """Run the daemon: a queue of jobs, an HTTP API and a web page. Ctrl-C saves and stops."""
     if context.invoked_subcommand is not None:
         return
     from ondevice.server.serve import serve as run
@@ -149,8 +147,7 @@ def fleet(
             )
         if not insecure and (certificates is None or key is None):
             raise ConfigError(
-                "no certificate or key is given",
-                expected="--certificates and --key, or --insecure",
+                "no certificate or key is given", expected="--certificates and --key, or --insecure"
             )
         check_source(data)
         values = {

@@ -1,4 +1,4 @@
-"""The requests of `ondevice jobs` to a daemon: files, a new job, and changes of one that waits or runs."""
+"""The requests of `ondevice jobs` to a daemon: uploads, new jobs, and changes of jobs."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def change(
 
 
 def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: list[str]) -> str:
-    """Return the id of `rows`. A file that the daemon does not have is uploaded, and noted in `sent`."""
+    """Return the id of `rows`; upload a file that the daemon lacks, and note its id in `sent`."""
     if not Path(rows).is_file():
         return str(rows)
     options = {key: sections.get("data", {}).get(key) for key in ("task", "columns")}

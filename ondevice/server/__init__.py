@@ -1,1 +1,1 @@
-"""The daemon `ondevice serve`: a queue of jobs, one training process a job, an API under /v1 and a page."""
+"""The daemon `ondevice serve`: a queue of jobs, one training process per job, an API and a page."""

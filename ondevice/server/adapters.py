@@ -1,4 +1,4 @@
-"""Adapters of the store: registered when a job ends or an upload is whole, activated, rolled back, zipped."""
+"""Adapters of the store: add, activate, roll back, delete, zip."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _EARLIEST = (1980, 1, 1, 0, 0, 0)
 def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], None]:
     """Copy a finished job's adapters into the store; return the function that inserts their rows.
 
-    The files are copied before the transaction, which no other writer should wait for, and the rows are inserted in
-    the caller's: the job is done and has its adapters, or neither.
+    The files are copied before the transaction, so that no other writer waits for it. The rows are
+    inserted in the caller's transaction: the job is done and has its adapters, or neither.
     """
     copied = []
     for name, suffix in (("adapter", ""), ("adapter-best", "-best")):
@@ -46,7 +46,7 @@ def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], No
 
 
 def copy_adapter(store: Store, source: Path, name: str) -> None:
-    """Copy an adapter's two files to a name of the store; ArtifactError if they are no whole adapter."""
+    """Copy an adapter's two files into the store; raise ArtifactError if they are incomplete."""
     load_adapter(source)
     with atomic_directory(store.path("adapters", name), marker=CONFIG_NAME) as partial:
         for file in (CONFIG_NAME, WEIGHTS_NAME):
@@ -56,8 +56,9 @@ def copy_adapter(store: Store, source: Path, name: str) -> None:
 def insert_adapter(
     store: Store, name: str, title: str, job: str | None, model: str | None = None
 ) -> None:
-    """Insert the row of an adapter whose files are in place, inside a transaction; `model` is the job's own word for
-    the base model, which the adapter's files may name by a folder."""
+    """Insert the row of an adapter whose files are in the store, inside a transaction.
+
+    `model` is the job's name of the base model; the adapter's files may name a folder instead."""
     folder = store.path("adapters", name)
     adapter = load_adapter(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -79,7 +80,7 @@ def insert_adapter(
 def list_adapters(
     store: Store, limit: int, after: str | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return so many adapters behind `after`, the newest first, and if there are more; `active` marks the one in use.
+    """Return up to `limit` adapters after `after`, the newest first, and whether there are more.
 
     Raises:
         ConfigError: `after` is not in the list.
@@ -90,7 +91,7 @@ def list_adapters(
 
 
 def adapters_of(store: Store, jobs: Sequence[str]) -> dict[str, list[str]]:
-    """Return the ids of the adapters that each of these jobs has made, of those that have made any."""
+    """Return the ids of the adapters of each of these jobs; a job without adapters is left out."""
     found: dict[str, list[str]] = {}
     query = f"SELECT id, job FROM adapters WHERE job IN ({','.join('?' * len(jobs))}) ORDER BY id"
     for row in store.rows(query, *jobs):
@@ -99,21 +100,21 @@ def adapters_of(store: Store, jobs: Sequence[str]) -> dict[str, list[str]]:
 
 
 def get_adapter(store: Store, name: str) -> dict[str, Any]:
-    """Return an adapter's row, with `active`; MissingError if there is none."""
+    """Return an adapter's row, with `active`; raise MissingError if it does not exist."""
     row = store.row("SELECT * FROM adapters WHERE id = ?", name)
     if row is None:
-        raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
+        raise MissingError(f"no such adapter: {name}", hint="GET /v1/adapters lists them")
     return {**dict(row), "active": name == active_adapter(store)}
 
 
 def active_adapter(store: Store) -> str | None:
-    """Return the id of the adapter in use; None for the base model."""
+    """Return the id of the active adapter; None for the base model."""
     row = store.row("SELECT adapter FROM activations ORDER BY number DESC LIMIT 1")
     return row["adapter"] if row else None
 
 
 def activate(store: Store, name: str) -> None:
-    """Use an adapter: GET /v1/adapters says so, and the link `active` points to its folder."""
+    """Activate an adapter: the link `active` then points to its folder."""
     with store.transaction() as db:
         get_adapter(store, name)
         if active_adapter(store) != name:
@@ -124,10 +125,10 @@ def activate(store: Store, name: str) -> None:
 
 
 def roll_back(store: Store) -> str | None:
-    """Use the adapter that was in use before; return its id, None for the base model.
+    """Activate the previous adapter again; return its id, None for the base model.
 
     Raises:
-        BusyError: nothing is in use.
+        BusyError: no adapter is active.
     """
     with store.transaction() as db:
         row = store.row("SELECT number FROM activations ORDER BY number DESC LIMIT 1")
@@ -141,8 +142,8 @@ def roll_back(store: Store) -> str | None:
 
 
 def link_active(store: Store) -> None:
-    """Point the link to the adapter that the database says is active, in one rename."""
-    # The transaction is a lock here: two that link at once take turns, so that the link is of the newest row.
+    """Point the link `active` to the adapter that is active in the database, with one rename."""
+    # The transaction is a lock: two threads that link at once take turns, so the newest row wins.
     with store.transaction(durable=False):
         name, link = active_adapter(store), store.root / ACTIVE
         if name is None:
@@ -155,13 +156,13 @@ def link_active(store: Store) -> None:
 
 
 def remove_adapter(store: Store, name: str) -> None:
-    """Delete an adapter that is not in use."""
+    """Delete an adapter that is not active."""
     with store.transaction(frees=True) as db:
         get_adapter(store, name)
         if active_adapter(store) == name:
             raise BusyError(
                 "the adapter is active",
-                expected="an adapter that is not in use",
+                expected="an adapter that is not active",
                 hint="roll back first",
             )
         db.execute("DELETE FROM adapters WHERE id = ?", (name,))
@@ -170,7 +171,7 @@ def remove_adapter(store: Store, name: str) -> None:
 
 
 def zipped_stream(folder: Path, place: Path) -> BinaryIO:
-    """Zip a folder's files into a file in `place` that has no name: it is gone when it is closed, or with the process.
+    """Zip a folder's files into a nameless file in `place`, which disappears when it is closed.
 
     Raises:
         StorageError: the disk is full.
@@ -183,7 +184,7 @@ def zipped_stream(folder: Path, place: Path) -> BinaryIO:
 
 
 def zipped(folder: Path, place: Path) -> Path:
-    """Zip a folder's files into a new file in `place`, which the caller deletes; the same files give the same bytes."""
+    """Zip a folder's files into a new file in `place`; the bytes depend only on the files."""
     descriptor, name = tempfile.mkstemp(suffix=".zip", dir=place)
     try:
         with (
@@ -195,7 +196,7 @@ def zipped(folder: Path, place: Path) -> Path:
                 entry.file_size = path.stat().st_size
                 entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
                 with archive.open(entry, "w") as target, path.open("rb") as source:
-                    # A piece at a time: an adapter may be larger than a board's memory.
+                    # In pieces: an adapter may be larger than a board's memory.
                     shutil.copyfileobj(source, target)
     except BaseException:
         os.unlink(name)

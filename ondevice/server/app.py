@@ -1,4 +1,4 @@
-"""The HTTP application: the guard that every request passes, routes under /v1, errors as JSON, the page beside them."""
+"""The HTTP application: a guard for every request, the API, errors as JSON, and the page."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from ondevice.server.routes import (
     data,
     fleets,
     jobs,
-    json_answer,
+    json_response,
     refused,
     system,
     thumbs,
     uploads,
 )
-from ondevice.server.schemas import ErrorAnswer
+from ondevice.server.schemas import ErrorResponse
 from ondevice.server.store import MissingError
 from ondevice.server.uploads import PART_BYTES
 
@@ -68,9 +68,9 @@ STATUS: dict[type[OndeviceError], int] = {
     TrainingError: 422,
     StorageError: 507,
 }
-"""The status of each error of the user; another of ours is 400. All say what to do."""
+"""HTTP status of each error; 400 for all others. Each message says what to try."""
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose errors are in the form of OpenAI's."""
+"""Paths whose errors have OpenAI's format."""
 SCHEMES = {
     "token": {
         "type": "http",
@@ -81,22 +81,23 @@ SCHEMES = {
         "type": "apiKey",
         "in": "cookie",
         "name": f"{security.COOKIE}_8765",
-        "description": "The page's, with the key of POST /v1/session in the header `X-Ondevice-Key` or the "
-        "parameter `key`. The name ends with the port, and begins with __Host- over TLS.",
+        "description": "Session cookie of the page, with the key of POST /v1/session in the header "
+        "`X-Ondevice-Key` or the parameter `key`. Its name ends with the port, and starts with "
+        "__Host- over TLS.",
     },
 }
 RECHECK_S = 1.0
-"""How often the token of an answer that goes on is checked again, at most; at least with each of its pings."""
+"""Seconds after which the token of an open response is checked again, or at its next ping."""
 MESSAGES = {
-    404: "there is nothing here",
-    405: "this cannot be done here",
+    404: "no such path",
+    405: "this method is not allowed here",
     413: "the body is too large",
-    503: "too many large requests are on their way; try again in a minute",
+    503: "too many large requests at once; try again in a minute",
 }
 
 
 def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
-    """Build the application; without a daemon only its OpenAPI document can be asked for.
+    """Build the application. Without a daemon it serves only its OpenAPI document.
 
     Args:
         life: starts and stops the daemon (ASGI's lifespan).
@@ -105,18 +106,19 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         title="ondevice",
         version=own_version(),
         summary="Fine-tune language models on this machine",
-        description="Every answer from 400 on is an `ErrorAnswer`. Where a token was made, every request but "
-        "GET /v1/health and POST /v1/session needs it, as `Authorization: Bearer TOKEN`, or the session's cookie.",
+        description="Every response with a status of 400 or more is an `ErrorResponse`. Once a token "
+        "exists, every request but GET /v1/health and POST /v1/session needs one, as "
+        "`Authorization: Bearer TOKEN` or as the session's cookie.",
         openapi_url="/v1/openapi.json",
         lifespan=life,
         docs_url=None,
         redoc_url=None,
         responses={
             "4XX": {
-                "model": ErrorAnswer,
-                "description": "Refused; the answer says why and what to try.",
+                "model": ErrorResponse,
+                "description": "Refused; the response says why and what to try.",
             },
-            "507": {"model": ErrorAnswer, "description": "The disk has not enough room."},
+            "507": {"model": ErrorResponse, "description": "Not enough space on the disk."},
         },
         generate_unique_id_function=lambda route: route.name,
     )
@@ -144,12 +146,12 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
 
 
 def openapi() -> str:
-    """Write the OpenAPI document, as docs/reference/openapi.json has it."""
+    """Return the OpenAPI document, for docs/reference/openapi.json."""
     return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def error_answer(error: OndeviceError) -> dict[str, Any]:
-    """Convert an error to the fields of `ErrorAnswer`."""
+    """Convert an error to the fields of `ErrorResponse`."""
     values = error.to_dict()
     public = (kind for kind in type(error).__mro__ if kind.__module__ == OndeviceError.__module__)
     values["error"] = next(public).__name__
@@ -167,8 +169,8 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 
 def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
-    """Answer an error, in the form that the path's clients read."""
-    return json_answer(
+    """Build the response to an error, in the format that the path's clients read."""
+    return json_response(
         status, error_body(status, values) if request.url.path in COMPLETIONS else values
     )
 
@@ -200,8 +202,8 @@ async def _plain(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    message = "the server stumbled; its log has the details"
-    return json_answer(
+    message = "an internal error; the daemon's log has the details"
+    return json_response(
         500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None}
     )
 
@@ -209,12 +211,12 @@ async def _bug(request: Request, error: Exception) -> Response:
 _access_log = logging.getLogger("ondevice.access")
 BODY_BYTES = 1 << 20
 SMALL_BYTES = 1 << 16
-"""A body up to this size is always taken."""
+"""Bodies up to this size are always accepted."""
 HELD_BYTES = 64 << 20
-"""Of all larger ones together; parts of uploads are written as they come, and hold less."""
+"""Bytes of all larger bodies together. Parts of uploads are written as they arrive."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 TYPES = ("application/json", "application/octet-stream")
-"""No form: what a page elsewhere can send without asking is refused."""
+"""Types of bodies. A form is not accepted, because any other page could send one."""
 OPEN = ("/v1/health", "/v1/session")
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -232,12 +234,12 @@ HEADERS = {
 
 
 class Guard:
-    """ASGI middleware, outermost: every request passes it, also one that no route is for.
+    """ASGI middleware that every request passes first, even one without a route.
 
     Args:
-        host: what the server is bound to.
+        host: the address that the server is bound to.
         tls: whether it speaks TLS.
-        tries: failed tries, counted here and where a token is exchanged for a session.
+        tries: failed tries, counted here and by the route that exchanges a token for a session.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class Guard:
             return
         began, status = time.perf_counter(), 500
 
-        async def answer(message: Message) -> None:
+        async def send_response(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -262,9 +264,9 @@ class Guard:
         try:
             refusal = self._refuse(scope)
             if refusal is not None:
-                await refused(*refusal)(scope, receive, answer)
+                await refused(*refusal)(scope, receive, send_response)
             else:
-                await self._pass(scope, receive, answer)
+                await self._pass(scope, receive, send_response)
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "") or (
@@ -275,11 +277,11 @@ class Guard:
             _access_log.info("%s %s %d %.0f ms", scope["method"][:10], path, status, seconds * 1e3)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on. An answer that goes on, such as a job's events, ends once its token is revoked."""
+        """Pass a request on. An open response, such as events, ends once its token is revoked."""
         checked, taken, held, limit = time.monotonic(), 0, 0, _limit(scope)
 
         async def counted() -> Message:
-            """Hold a body to its limit, also one without a length, and all large bodies to theirs."""
+            """Enforce the limits of a body, even without a length, and of all large bodies."""
             nonlocal taken, held
             message = await receive()
             if message["type"] == "http.request":
@@ -323,22 +325,24 @@ class Guard:
         return bool(session and security.check(self.daemon.store, session, "session"))
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
-        """Return the refusal of a request (the arguments of `refused`); None for one that may pass."""
+        """Return the refusal of a request (the arguments of `refused`); None if it may pass."""
         headers, path = Headers(scope=scope), scope["path"]
         host = headers.get("host", "")
-        # A page elsewhere can point its own name at this address (DNS rebinding), and would then be same-origin.
+        # Another page can point its own name at this address (DNS rebinding) to be of the same
+        # origin.
         local = security.is_loopback(self.host)
         if security.host_name(host) is None or (
             local and not security.is_own_name(host, self.host)
         ):
             return (
                 421,
-                "this server is not known by that name",
+                "the server does not have this name",
                 "localhost",
                 host[:200],
                 "open http://127.0.0.1",
             )
-        # For every method: a GET of another page must not act or tell either. A link to this page may be followed.
+        # For every method: a GET from another page must not act or tell either. Links to the page
+        # work.
         if not security.same_origin(host, headers) and not (
             scope["method"] in SAFE and self._is_visit(path, headers)
         ):
@@ -354,11 +358,11 @@ class Guard:
             if kind not in TYPES and (kind or length != "0" or "transfer-encoding" in headers):
                 return (
                     415,
-                    "the body is of a type that is not taken",
+                    "the body has an unsupported type",
                     " or ".join(TYPES),
                     kind[:100] or "none",
                 )
-        # Before the token is checked: a body that is refused is never read.
+        # Before the token is checked: a refused body is never read.
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or int(length) > _limit(scope):
             return 413, "the body is too large", f"at most {_limit(scope)} bytes", length[:30]
@@ -369,7 +373,7 @@ class Guard:
 
     @staticmethod
     def _is_visit(path: str, headers: Headers) -> bool:
-        """True for a link that somebody follows to the page itself, which is the same for everybody."""
+        """Return True if somebody follows a link to the page, which is the same for everybody."""
         asked = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
         return (
             asked == ("navigate", "document") and not path.startswith("/v1") and path != "/metrics"
@@ -383,12 +387,13 @@ class Guard:
             headers.get("authorization", "").partition(" ")[2],
             security.session_of(scope, self.tls),
         )
-        # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
+        # Behind a proxy all clients have one address: one with wrong tokens must not lock out
+        # another.
         if refusal := self.tries.refusal(address):
             return refusal
         if secret or session:
             self.tries.failed(address)
-        message = "the token is not known" if secret or session else "this server needs a token"
+        message = "unknown token" if secret or session else "this server needs a token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
         if not security.has_tokens(self.daemon.store):
             message, hint = (

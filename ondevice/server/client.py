@@ -1,4 +1,4 @@
-"""The Python client of a daemon: the standard library and nothing else.
+"""The Python client of a daemon, on the standard library only.
 
 from ondevice.server.client import Client
 client = Client("http://127.0.0.1:8765")
@@ -30,24 +30,24 @@ from ondevice.server.transport import RefusedError, Transport, refusal
 __all__ = ["Client", "RefusedError"]
 PART_BYTES = 4 << 20
 PAGE = 1000
-"""Entries of a list that are asked for at once."""
+"""Entries of a list per request."""
 ENDED = ("done", "failed", "cancelled")
 CHECKED_BYTES_PER_S = 1 << 20
-"""How fast even a small board checks an upload."""
+"""Bytes per second that even a small board checks of an upload."""
 
 
 class Client(Transport):
-    """A daemon, by its address.
+    """A client of the daemon at an address.
 
     Args:
-        url: `http://` or `https://` with host and port; `$ONDEVICE_URL`, else this machine's, if None.
-        token: for a daemon that needs one; `$ONDEVICE_TOKEN` if None.
-        ca: a PEM file with the certificate to trust, for one of your own.
-        timeout_s: of one request; of a stream, how long it may be silent (the daemon says something every 15 s).
+        url: `http://` or `https://` with host and port; if None, `$ONDEVICE_URL` or this machine.
+        token: for a daemon that needs one; if None, `$ONDEVICE_TOKEN`.
+        ca: a PEM file with a certificate to trust, such as your own.
+        timeout_s: of one request, or of silence in a stream (the daemon sends a ping every 15 s).
     """
 
     def health(self) -> dict[str, Any]:
-        """Ask if the daemon works, for its version, and if it needs a token."""
+        """Return whether the daemon works, its version, and whether it needs a token."""
         return self.ask("GET", "/v1/health")
 
     def system(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Client(Transport):
         return self.ask("GET", "/v1/fleets")
 
     def models(self) -> list[dict[str, Any]]:
-        """Return models that a job can name."""
+        """Return the models that a job can use."""
         return [
             row
             for row in self.ask("GET", "/v1/models")["data"]
@@ -71,15 +71,15 @@ class Client(Transport):
         ]
 
     def artifacts(self) -> list[dict[str, Any]]:
-        """Return exported programs that a job can name."""
+        """Return the exported programs that a job can use."""
         return self.ask("GET", "/v1/artifacts")
 
     def delete_model(self, model: str) -> None:
-        """Delete a model of the store that no waiting or running job names."""
+        """Delete a model of the store that no waiting or running job uses."""
         self.ask("DELETE", f"/v1/models/{quote(model)}")
 
     def delete_artifact(self, artifact: str) -> None:
-        """Delete an exported program that no waiting or running job names."""
+        """Delete an exported program that no waiting or running job uses."""
         self.ask("DELETE", f"/v1/artifacts/{quote(artifact)}")
 
     def datasets(self) -> list[dict[str, Any]]:
@@ -87,11 +87,11 @@ class Client(Transport):
         return self._all("/v1/datasets")
 
     def delete_dataset(self, dataset: str) -> None:
-        """Delete rows that no waiting or running job names."""
+        """Delete a data set that no waiting or running job uses."""
         self.ask("DELETE", f"/v1/datasets/{quote(dataset)}")
 
     def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
-        """Return rows as the model sees them, or `artifact`, by its own tokenizer."""
+        """Return rows as the model or the artifact sees them, with its tokenizer."""
         return self.ask(
             "POST", f"/v1/datasets/{quote(dataset)}/preview", {"model": model, **options}
         )
@@ -99,21 +99,21 @@ class Client(Transport):
     def upload(
         self, kind: str, path: str | Path, name: str | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Send a file (rows; a zip) or a folder (as a zip) in parts; return `{"kind", "id"}` of the thing in the store.
+        """Upload a file or a folder (as a zip) in parts; return its `kind` and `id` in the store.
 
         Args:
             kind: dataset, model, artifact or adapter.
-            name: the file's, if None.
+            name: if None, the file's.
             options: `task`, `columns`, `skip_bad_rows`.
 
         Raises:
-            RefusedError: with file, line, field and reason of what is wrong.
+            RefusedError: with file, line, field and reason of each problem.
         """
         path = Path(path)
         if path.is_dir():
             return self._upload_folder(kind, path, name or path.name, options)
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", hint="check the path")
+            raise ConfigError(f"no such file: {path}", hint="check the path")
         request = {
             "kind": kind, "name": name or path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path),
             **options,
@@ -123,29 +123,29 @@ class Client(Transport):
         with open(path, "rb") as file:
             while (
                 offset < request["bytes"]
-            ):  # the daemon says how much has arrived, also after a lost answer
+            ):  # the daemon knows how much has arrived, also after a lost response
                 file.seek(offset)
                 part = file.read(PART_BYTES)
                 offset = self.ask("PUT", place, part, query={"offset": offset})["received_bytes"]
         patient = copy(self)
         patient.timeout_s += (
             request["bytes"] / CHECKED_BYTES_PER_S
-        )  # it says nothing before its check has ended
+        )  # it is silent until its check ends
         return patient.ask("POST", f"{place}/finish")
 
     def plan(self, **job: Any) -> dict[str, Any]:
-        """Check a job and plan its memory; nothing is queued."""
+        """Check a job and plan its memory, without queueing it."""
         return self.ask("POST", "/v1/jobs", {**job, "dry_run": True})
 
     def create_job(self, **job: Any) -> dict[str, Any]:
-        """Queue a job: model or artifact, dataset, and maybe eval_dataset, adapter, config, name, priority, window,
-        limits, force."""
+        """Queue a job: model or artifact, dataset, and optionally eval_dataset, adapter, config,
+        name, priority, window, limits, force."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
         try:
             return self.ask("POST", "/v1/jobs", job, headers=headers)
         except (
             DeviceError
-        ):  # its answer may be lost, and the job made: with the same key it is made once
+        ):  # the response may be lost after the job was made: with one key it is made once
             return self.ask("POST", "/v1/jobs", job, headers=headers)
 
     def jobs(self, *states: str) -> list[dict[str, Any]]:
@@ -157,34 +157,34 @@ class Client(Transport):
         return self.ask("GET", f"/v1/jobs/{quote(job)}")
 
     def change_job(self, job: str, **values: Any) -> dict[str, Any]:
-        """Set another priority, window or limits."""
+        """Change a job's priority, window or limits."""
         return self.ask("PATCH", f"/v1/jobs/{quote(job)}", values)
 
     def pause(self, job: str) -> dict[str, Any]:
-        """Stop after the running step, with the state saved."""
+        """Pause a job after the current step, with its state saved."""
         return self.ask("POST", f"/v1/jobs/{quote(job)}/pause")
 
     def resume(self, job: str) -> dict[str, Any]:
-        """Go on with a paused or failed job."""
+        """Resume a paused or failed job."""
         return self.ask("POST", f"/v1/jobs/{quote(job)}/resume")
 
     def cancel(self, job: str) -> dict[str, Any]:
-        """End a job for good."""
+        """Cancel a job for good."""
         return self.ask("POST", f"/v1/jobs/{quote(job)}/cancel")
 
     def delete_job(self, job: str) -> None:
-        """Forget an ended job; its adapters stay."""
+        """Delete an ended job; its adapters stay."""
         self.ask("DELETE", f"/v1/jobs/{quote(job)}")
 
     def log(self, job: str) -> str:
-        """Read the end of what its workers printed."""
+        """Return the last part of a job's log."""
         return self._send("GET", f"/v1/jobs/{quote(job)}/log").decode(errors="replace")
 
     def events(self, job: str, after: int = 0, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """Yield a job's events behind id `after`, each with its id under `id`; go on over lost connections.
+        """Yield a job's events after id `after`, each with its `id`, across lost connections.
 
         Args:
-            follow: wait for more until the job has ended.
+            follow: wait for more events until the job ends.
         """
         failures, query = 0, {"follow": str(follow).lower()}
         while True:
@@ -200,7 +200,7 @@ class Client(Transport):
                 failures += 1
                 if failures > 10:
                     raise DeviceError(
-                        f"the daemon at {self.url} does not answer",
+                        f"the daemon at {self.url} does not respond",
                         hint="is it running? `ondevice serve`",
                     ) from None
                 time.sleep(min(5.0, 0.2 * 2**failures))
@@ -211,26 +211,27 @@ class Client(Transport):
         """Wait for the end of a job, and return it.
 
         Raises:
-            BusyError: it has not, after `timeout_s`.
+            BusyError: the job has not ended after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while (row := self.job(job))["state"] not in ENDED:
             if time.monotonic() > deadline:
                 raise BusyError(
-                    f"job {job} is {row['state']}", expected=f"its end in {timeout_s:g} s"
+                    f"job {job} is {row['state']}", expected=f"the end within {timeout_s:g} s"
                 )
             time.sleep(poll_s)
         return row
 
     def adapters(self) -> list[dict[str, Any]]:
-        """Return adapters in the store."""
+        """Return the adapters of the store."""
         return self._all("/v1/adapters")
 
     def download_adapter(self, adapter: str, folder: str | Path) -> Path:
-        """Write an adapter's two files into `folder`, as PEFT loads them; an adapter that is there is replaced.
+        """Write an adapter's two files into `folder`, as PEFT loads them, over an adapter that is
+        there.
 
         Raises:
-            StorageError: `folder` holds something else than an adapter.
+            StorageError: `folder` holds something other than an adapter.
         """
         content, folder = self._send("GET", f"/v1/adapters/{quote(adapter)}/download"), Path(folder)
         with atomic_directory(folder, marker="adapter_config.json") as partial:
@@ -240,11 +241,11 @@ class Client(Transport):
         return folder
 
     def forms(self) -> list[dict[str, Any]]:
-        """Return the forms that an adapter can be converted to."""
+        """Return the formats that an adapter can be converted to."""
         return self.ask("GET", "/v1/forms")
 
     def convert(self, adapter: str, to: str, **options: Any) -> dict[str, Any]:
-        """Begin to convert an adapter; options: `model`, `dtype`. Return the conversion, with its id."""
+        """Start converting an adapter, with the options `model` and `dtype`."""
         return self.ask("POST", "/v1/conversions", {"adapter": adapter, "to": to, **options})
 
     def conversions(self) -> list[dict[str, Any]]:
@@ -254,7 +255,7 @@ class Client(Transport):
     def wait_for_conversion(
         self, conversion: str, told: Callable[[str], None] = lambda stage: None, poll_s: float = 0.2
     ) -> dict[str, Any]:
-        """Wait for the end of a conversion, and return it; `told` is given each stage.
+        """Wait for the end of a conversion, and return it; call `told` with each stage.
 
         Raises:
             RefusedError: it failed, with the reason.
@@ -272,7 +273,7 @@ class Client(Transport):
         return row
 
     def download_conversion(self, conversion: str, path: str | Path) -> Path:
-        """Write what a conversion made: one file, or a zip of the folder; nothing is left if it breaks off."""
+        """Write the file of a conversion, or a zip of its folder; leave nothing if it fails."""
         with self._answer("GET", f"/v1/conversions/{quote(conversion)}/download") as response:
             with atomic_file(path) as partial, open(partial, "wb") as file:
                 shutil.copyfileobj(response, file, 1 << 20)
@@ -281,11 +282,11 @@ class Client(Transport):
         return Path(path)
 
     def delete_conversion(self, conversion: str) -> None:
-        """Forget a conversion and its file; one that runs is ended."""
+        """Delete a conversion and its file; a running one is stopped."""
         self.ask("DELETE", f"/v1/conversions/{quote(conversion)}")
 
     def delete_adapter(self, adapter: str) -> None:
-        """Delete an adapter that is not in use."""
+        """Delete an adapter that is not active."""
         self.ask("DELETE", f"/v1/adapters/{quote(adapter)}")
 
     def activate(self, adapter: str) -> dict[str, Any]:
@@ -293,14 +294,15 @@ class Client(Transport):
         return self.ask("POST", f"/v1/adapters/{quote(adapter)}/activate")
 
     def roll_back(self) -> dict[str, Any]:
-        """Use what was in use before."""
+        """Activate what was active before."""
         return self.ask("POST", "/v1/adapters/rollback")
 
     def generate(
         self, model: str | None, prompt: str | list[dict[str, str]], **options: Any
     ) -> dict[str, Any]:
-        """Answer a prompt: the base model's answer is under `base`, the adapter's under `adapted`; `model` is None
-        where `artifact` is given."""
+        """Generate with the base model (`base`) and with the adapter (`adapted`).
+
+        `model` is None if `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
 
     def judge(
@@ -312,7 +314,7 @@ class Client(Transport):
         model: str,
         adapter: str | None = None,
     ) -> dict[str, Any]:
-        """Keep a thumb, up or down, for an answer of a model; judged again, the same answer changes its thumb."""
+        """Store a rating, thumbs up or down, of a reply; a new rating replaces the last one."""
         values = {
             "prompt": prompt,
             "answer": answer,
@@ -323,11 +325,11 @@ class Client(Transport):
         return self.ask("POST", "/v1/thumbs", values)
 
     def thumbs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return judged answers, the newest first."""
+        """Return the rated replies, the newest first."""
         return self.ask("GET", "/v1/thumbs", query={"limit": limit})
 
     def export_thumbs(self, path: str | Path) -> int:
-        """Write all judged answers into a file of JSON lines, as `ondevice data` reads them; return how many."""
+        """Write all rated replies as JSON lines, ready to train on; return their number."""
         content = self._send("GET", "/v1/thumbs/export")
         atomic_write(Path(path), content)
         return content.count(b"\n")
@@ -350,7 +352,7 @@ class Client(Transport):
             return self.upload(kind, packed, name, **options)
 
     def _all(self, path: str, query: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return a whole list, page by page."""
+        """Return all entries of a list, page by page."""
         entries: list[dict[str, Any]] = []
         while True:
             after = entries[-1]["id"] if entries else None

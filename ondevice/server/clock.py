@@ -1,10 +1,9 @@
-"""The store's own time: seconds that never jump, for everything that waits, expires or is deleted.
+"""The store's clock: seconds that never jump, for everything that waits, expires or is deleted.
 
 A board without a battery starts in 1970 and jumps by decades once it has a network. The wall clock
-therefore only labels things (`created_s`) and decides when a daily window is open. All else is measured
-by the machine's time since boot, which also counts while it sleeps. It goes on across restarts of the
-daemon, and across reboots with what was counted before: time during which the machine was off does not
-count.
+therefore only labels things (`created_s`) and decides when a daily window is open. Everything else
+is measured by the machine's time since boot, which also counts while it sleeps. The store's clock
+continues across restarts of the daemon and reboots; time while the machine is off does not count.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
     from ondevice.server.store import Store
 
 KEEP_S = 300.0
-"""How often the time is written down: a power cut loses so much of it at most."""
+"""Seconds between two saves of the time, and the most that a power cut loses."""
 _UNKNOWN_BOOT = str(uuid.uuid4())
 
 
 def uptime_s() -> float:
-    """Return seconds since the machine started, sleep included; only differences mean something."""
+    """Return seconds since the machine started, with sleep; only differences have a meaning."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot_id() -> str:
-    """Return an id of the machine's present run; where the system has none, of this process."""
+    """Return an id of the machine's boot, or of this process if the system has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -38,8 +37,8 @@ def boot_id() -> str:
 class StoreClock:
     """Seconds of a store's time, and the ages of the things in it.
 
-    An age is counted from `renew`, or from the first time that somebody asks for it, so a thing that the
-    database does not know is as old as our knowledge of it, whatever date its file has.
+    An age counts from `renew`, or from the first call of `age_s`. The date of a file does not
+    matter.
     """
 
     def __init__(self, store: Store) -> None:
@@ -55,7 +54,8 @@ class StoreClock:
         return self._base + uptime_s()
 
     def keep(self, *, at_once: bool = False) -> None:
-        """Write the time down for the next start; only the daemon does, every few minutes and when it ends."""
+        """Save the time for the next start. Only the daemon does so, now and then and at the
+        end."""
         now = self.now()
         if not at_once and now - self._kept_s < KEEP_S:
             return
@@ -65,7 +65,7 @@ class StoreClock:
         self._kept_s = now
 
     def renew(self, name: str) -> None:
-        """Begin to count the age of a thing, or begin again; `name` is its place in the store."""
+        """Start counting the age of a thing, or start over; `name` is its path in the store."""
         with self.store.transaction(durable=False) as db:
             db.execute("INSERT OR REPLACE INTO ages VALUES (?, ?)", (name, self.now()))
 
@@ -78,7 +78,7 @@ class StoreClock:
         return self.now() - float(row["since_s"])
 
     def forget_missing(self) -> None:
-        """Forget the ages of things that are no longer there."""
+        """Delete the ages of things that no longer exist."""
         gone = [row["name"] for row in self.store.rows("SELECT name FROM ages")]
         gone = [name for name in gone if not (self.store.root / name).exists()]
         if gone:

@@ -1,4 +1,5 @@
-"""Generate in the helper that holds the model: parts with text, and with probabilities on request."""
+"""Generate in the helper that holds the model: parts with text, and with probabilities on
+request."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def complete(
     artifact: str | None = None,
     job: dict[str, Any] | None = None,
 ) -> Generator[dict[str, Any], None, dict[str, Any]]:
-    """Generate; yield `{"prompt_tokens": n}`, then parts with `text` and `tokens`, and return how it ended.
+    """Generate; yield `{"prompt_tokens": n}`, then parts with `text` and `tokens`, and return how
+    it ended.
 
     Args:
         prompt: text to continue, the messages of a chat, or token ids.

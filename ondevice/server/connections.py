@@ -1,9 +1,11 @@
-"""Connections to the daemon: how long a request may take to arrive, and how many of them a client holds.
+"""Connections to the daemon: how long a request may take to arrive, and how many of them a client
+holds.
 
-uvicorn waits without end for the rest of a request, and at its limit it refuses everybody. Here a request has a
-deadline, first for its head and then for its body. Where there are too many connections, the one goes that has been
-silent for the longest while its request is not whole. So somebody who opens thousands and sends nothing only drives
-out his own: a client that does send is answered at once. All of this is before any token is looked at.
+uvicorn waits forever for the rest of a request, and at its limit it refuses everybody. Here a
+request has a deadline, first for its head and then for its body. If there are too many connections,
+the one with an incomplete request that has been silent for the longest is closed. So a client that
+opens thousands and sends nothing only loses its own connections. All of this happens before any
+token is checked.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from ondevice.server.security import network_of
 
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
-"""Within which the head of a request arrives, from the connection's begin or from the last answer."""
+"""Seconds for the head of a request, from the start of the connection or the last response."""
 SILENT_S = 20.0
-"""Longest silence within a body."""
+"""Longest silence within a body, in seconds."""
 SLOWEST_BYTES_S = 4096
-"""A body has `SILENT_S` and a second for each so many bytes that have come."""
+"""A body has `SILENT_S`, plus a second for each of this many bytes that have arrived."""
 READER_S = 60.0
-"""How long an answer may stay where it is because nobody reads it."""
+"""Seconds that an unread response may wait."""
 CLOSE_S = 5.0
-"""How long a closed connection may take to send what is left."""
+"""Seconds for a closed connection to send the rest."""
 CONNECTIONS = 2000
 OTHER_FILES = 1000
-"""Files that are open for other things than connections: the database in each thread, pipes, uploads."""
+"""Open files that are not connections: the database in each thread, pipes, uploads."""
 FILES = 8192
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol with deadlines; `Crowd` has all of them."""
+    """uvicorn's protocol with deadlines; `Crowd` holds all connections."""
 
     server_state: Crowd
 
@@ -54,21 +56,19 @@ class Connection(H11Protocol):
 
     @property
     def address(self) -> str:
-        """Whom the connection counts for."""
+        """The client that the connection counts for."""
         return network_of(self.client[0] if self.client else "unknown")
 
     @property
     def is_arriving(self) -> bool:
-        """True while the request is not whole, or none has begun."""
+        """True while a request is incomplete or has not begun."""
         return self._phase in (h11.IDLE, h11.SEND_BODY)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self.server_state.enter(self):
             self._refuse(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "too many connections are open",
-                "wait, and try again",
+                HTTPStatus.SERVICE_UNAVAILABLE, "too many open connections", "wait, and try again"
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,12 +86,12 @@ class Connection(H11Protocol):
         self._note()
 
     def drop(self) -> None:
-        """Close at once, with nothing more sent."""
+        """Close at once, without sending more."""
         self.server_state.leave(self)
         self.transport.abort()
 
     def close_if_late(self, now: float) -> None:
-        """Close a connection whose request, or whose reader, is late."""
+        """Close the connection if its request or its reader is late."""
         if self.transport.is_closing():
             self._closing = self._closing or now
             if now - self._closing > CLOSE_S:
@@ -109,11 +109,11 @@ class Connection(H11Protocol):
             deadline = self._since + SILENT_S + self._taken / SLOWEST_BYTES_S
             if now > min(deadline, self.heard + SILENT_S):
                 self._refuse_late(
-                    f"a body without a pause of {SILENT_S:g} s, {SLOWEST_BYTES_S} bytes a second or more"
+                    f"no pause of {SILENT_S:g} s in the body, and at least {SLOWEST_BYTES_S} bytes/s"
                 )
 
     def _note(self) -> None:
-        """Begin the deadline of the next part of a request when one has arrived."""
+        """Start the deadline of the next part of a request when one has arrived."""
         if self.conn.their_state is not self._phase:
             self._phase, self._since, self._taken = self.conn.their_state, time.monotonic(), 0
         self.server_state.moved(self)
@@ -151,18 +151,18 @@ class Crowd(ServerState):
     """All connections by client.
 
     Args:
-        most: of all clients.
-        most_of_one: of one address; an IPv6 network of a customer is one.
+        most: connections of all clients.
+        most_of_one: connections of one address; an IPv6 /64 network counts as one.
     """
 
     def __init__(self, most: int = CONNECTIONS, most_of_one: int | None = None) -> None:
         super().__init__()
         self.most, self.most_of_one = most, most_of_one or max(1, most // 2)
         self.clients: dict[str, OrderedDict[Connection, None]] = {}
-        """Of each client, in the order in which something was heard of them last."""
+        """Connections of each client, in the order of their last sign of life."""
 
     def enter(self, connection: Connection) -> bool:
-        """Take a connection; another may have to go for it. Return False if there is no room."""
+        """Add a connection, for which another may be closed. Return False if none can be."""
         own = self.clients.get(connection.address, OrderedDict())
         if len(own) >= self.most_of_one and not _drop_silent(own):
             return False
@@ -181,20 +181,20 @@ class Crowd(ServerState):
             self.clients.pop(connection.address, None)
 
     def moved(self, connection: Connection) -> None:
-        """Note that something was heard of a connection."""
+        """Note a sign of life of a connection."""
         own = self.clients.get(connection.address)
         if own is not None and connection in own:
             own.move_to_end(connection)
 
     def close_late(self) -> None:
-        """Close the connections that are late; to be called every second or so."""
+        """Close the connections that are late; call this about once a second."""
         now = time.monotonic()
         for connection in [one for own in self.clients.values() for one in own]:
             connection.close_if_late(now)
 
 
 def _drop_silent(crowd: OrderedDict[Connection, None]) -> bool:
-    """Drop the connection that has been silent for the longest, of those whose request is not whole."""
+    """Drop the connection with an incomplete request that has been silent for the longest."""
     for connection in crowd:
         if connection.is_arriving:
             connection.drop()
@@ -203,7 +203,7 @@ def _drop_silent(crowd: OrderedDict[Connection, None]) -> bool:
 
 
 def connection_limit() -> int:
-    """Raise this process's limit of open files where it may; return how many connections that leaves room for."""
+    """Raise this process's limit of open files if allowed; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

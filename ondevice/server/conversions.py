@@ -1,8 +1,9 @@
-"""Adapters of the store on their way to other programs: `ondevice convert`, one at a time, in a helper of its own.
+"""Conversions of the store's adapters for other programs: one at a time, in a separate helper
+process.
 
-A conversion is a row and a folder of the store, which holds the one file that can be downloaded: what the form wrote,
-as a zip where it is a folder. A conversion that failed, or that the daemon's end cut off, keeps its row, which says
-why, and has no folder.
+A conversion is a row and a folder of the store. The folder holds the one file to download: the
+result, or a zip of it if it is a folder. A conversion that failed, or that the daemon's end
+interrupted, keeps its row with the reason, and has no folder.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ondevice.server.store import MissingError, Store, new_id
 
 _log = logging.getLogger(__name__)
 STAGE_S = 3600.0
-"""Longest silence of a conversion: a large model is read or written in one stage."""
+"""Longest silence of a conversion, in seconds: a large model is read or written in one stage."""
 STOP_S = 10.0
 KEPT_S = 24 * 3600.0
 WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
@@ -42,17 +43,17 @@ class ConversionRequest(StrictConfig):
     """An adapter of GET /v1/adapters."""
 
     to: str = Field(max_length=40)
-    """A form of GET /v1/forms."""
+    """A format of GET /v1/forms."""
 
     model: str | None = Field(default=None, min_length=1, max_length=200)
-    """The base model, of GET /v1/models; None for the one that the adapter was trained on."""
+    """The base model, one of GET /v1/models; None for the one that the adapter was trained on."""
 
     dtype: str | None = Field(default=None, max_length=20)
-    """Of the written weights; None for the form's first."""
+    """Type of the written weights; None for the format's first."""
 
 
 def forms() -> list[dict[str, Any]]:
-    """List the ways out, as `ondevice convert --to` takes them."""
+    """List the formats of `ondevice convert --to`."""
     found = [form_of(name) for name in form_names()]
     return [
         {"name": form.name, "reader": form.reader, "dtypes": [one for one in form.dtypes if one],
@@ -65,7 +66,8 @@ class Conversions:
     """The conversions of a store, and the thread that works on them.
 
     Args:
-        running_job: asked before each for the job beside which it must fit; as `server.generate.answer` takes it.
+        running_job: called before each conversion for the job next to which it must fit; see
+            `server.generate.answer`.
     """
 
     def __init__(self, store: Store, running_job: Callable[[], dict[str, Any] | None]) -> None:
@@ -74,11 +76,11 @@ class Conversions:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._present: str | None = None
         self._turning = threading.Lock()
-        """Held while `_present` changes, and by who ends the present one: it must not end the next."""
+        """Held while `_present` changes or is ended, so that the next one is not ended instead."""
         self._thread = threading.Thread(target=self._run, name="conversions", daemon=True)
 
     def start(self) -> None:
-        """Tidy up after the daemon before, and work."""
+        """Clean up after the previous daemon, and start to work."""
         cut = TrainingError(
             "the daemon ended during the conversion", hint="convert again"
         ).to_dict()
@@ -90,11 +92,11 @@ class Conversions:
                 )
             self.tidy()
         except StorageError as error:  # a full disk: the housekeeping tries again
-            _log.error("conversions cannot be put in order now: %s", error)
+            _log.error("cannot clean up conversions now: %s", error)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the present conversion, with what it has written."""
+        """Stop the present conversion, and delete its output."""
         self._closing.set()
         self._wake.set()
         deadline = time.monotonic() + STOP_S
@@ -107,12 +109,12 @@ class Conversions:
         """Queue a conversion; return its row.
 
         Raises:
-            ConfigError: no such form, a dtype it has not, or no model where it needs one.
+            ConfigError: an unknown format or dtype, or no model although the format needs one.
             MissingError: no such adapter or model.
         """
         form, adapter = form_of(request.to), get_adapter(self.store, request.adapter)
         if request.dtype is not None and request.dtype not in filter(None, form.dtypes):
-            expected = ", ".join(filter(None, form.dtypes)) or "none: the numbers stay as they are"
+            expected = ", ".join(filter(None, form.dtypes)) or "none: this format keeps the numbers"
             raise ConfigError(f"dtype for {form.name}", expected=expected, received=request.dtype)
         model = request.model or adapter["base_model"] or None
         if model is None and form.needs_model:
@@ -133,7 +135,8 @@ class Conversions:
         return self.get(name)
 
     def page(self, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
-        """Return so many conversions behind `after`, the newest first, and if there are more.
+        """Return up to `limit` conversions after `after`, the newest first, and whether there are
+        more.
 
         Raises:
             ConfigError: `after` is not in the list.
@@ -142,25 +145,23 @@ class Conversions:
         return [_public(row) for row in rows], more
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return one; MissingError if there is none."""
+        """Return a conversion; raise MissingError if it does not exist."""
         row = self.store.row("SELECT * FROM conversions WHERE id = ?", name)
         if row is None:
-            raise MissingError(
-                f"there is no conversion {name}", hint="GET /v1/conversions lists them"
-            )
+            raise MissingError(f"no such conversion: {name}", hint="GET /v1/conversions lists them")
         return _public(row)
 
     def file(self, name: str) -> Path:
-        """Return the file to download; BusyError where there is none yet, or none any more."""
+        """Return the file to download; raise BusyError if it does not exist yet or any more."""
         conversion = self.get(name)
         if conversion["state"] != DONE:
             raise BusyError(
-                f"conversion {name} is {conversion['state']}", expected="one that is done"
+                f"conversion {name} is {conversion['state']}", expected="a conversion that is done"
             )
         return self.store.path("exits", name) / conversion["file"]
 
     def remove(self, name: str) -> None:
-        """Forget a conversion and what it wrote; one that runs is ended first."""
+        """Delete a conversion and its output; a running one is stopped first."""
         self.get(name)
         with self.store.transaction(frees=True) as db:
             db.execute("DELETE FROM conversions WHERE id = ?", (name,))
@@ -172,7 +173,7 @@ class Conversions:
             self.store.discard("exits", name)
 
     def tidy(self) -> None:
-        """Forget what was made long ago, in the store's own time, and folders that no finished conversion has."""
+        """Delete old conversions, by the store's clock, and folders of unfinished ones."""
         ended = self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, FAILED)
         old = [
             (row["id"],) for row in ended if self.store.clock.age_s(f"exits/{row['id']}") > KEPT_S
@@ -181,7 +182,7 @@ class Conversions:
             db.executemany("DELETE FROM conversions WHERE id = ?", old)
         folders = [
             *(self.store.root / "exits").iterdir()
-        ]  # first: one that is made now has its row already
+        ]  # first: one that is made now already has its row
         known = {
             row["id"]
             for row in self.store.rows(
@@ -214,7 +215,7 @@ class Conversions:
             finally:
                 with self._turning:
                     self._present = None
-                self.helper.end_if_idle(0.0)  # its model is of no use to the next one
+                self.helper.end_if_idle(0.0)  # the next conversion does not need its model
 
     def _convert(self, row: dict[str, Any]) -> None:
         name, form = row["id"], form_of(row["form"])
@@ -234,7 +235,7 @@ class Conversions:
                 try:
                     if not self._set(
                         name, stage=next(parts)["stage"]
-                    ):  # forgotten, maybe before it had a process
+                    ):  # deleted, perhaps before it had a process
                         self.helper.interrupt()
                         parts.close()
                         self.store.discard("exits", name)
@@ -253,15 +254,15 @@ class Conversions:
                 "bytes": written.stat().st_size,
             }
             if not self._set(name, state=DONE, stage="", **values):
-                self.store.discard("exits", name)  # it was forgotten meanwhile
+                self.store.discard("exits", name)  # it was deleted meanwhile
         except (OndeviceError, OSError) as error:
             self._fail(
                 name, error if isinstance(error, OndeviceError) else TrainingError(str(error))
             )
 
     def _fail(self, name: str, error: OndeviceError) -> None:
-        """Leave the reason, and nothing else. What waits stays so when the daemon stops; what ran is noted at its
-        start."""
+        """Keep only the reason. When the daemon stops, waiting conversions stay; a running one is
+        marked at the next start."""
         self.store.discard("exits", name)
         if not self._closing.is_set():
             self._set(name, state=FAILED, stage="", error=json.dumps(error.to_dict()))
@@ -278,7 +279,7 @@ class Conversions:
 
 
 def file_name(adapter: str, form: Form) -> str:
-    """Return the name of what a form writes of an adapter; the file of a folder has `.zip` behind it."""
+    """Return the name of the file that a format writes; a folder's ends with `.zip`."""
     return f"{adapter}-{form.name}" + ("" if form.marker is not None else ".gguf")
 
 

@@ -1,4 +1,4 @@
-"""An adapter converted in a helper of the daemon: the stages as they come, and what reading it back found."""
+"""The conversion of an adapter in a helper process: its stages, and the check of the result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from ondevice.core.errors import OndeviceError, StorageError
 
 SPARE_BYTES = 256 << 20
-"""Bytes that a conversion leaves free on the disk: jobs and the database must be able to go on."""
+"""Bytes that a conversion leaves free on the disk, for jobs and the database."""
 _BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Bytes of an element; every other type has two."""
+"""Bytes per element; two for every other type."""
 
 
 def convert(
@@ -27,12 +27,13 @@ def convert(
     Args:
         source: the adapter's folder.
         to, dtype, model: as `ondevice.exits.convert` takes them; a model is a source string.
-        out: the file or folder to write; its parent is the working folder meanwhile, so that texts name no other path.
+        out: the file or folder to write. Its parent becomes the working folder, so that texts name
+            no other path.
         job: as `server.generate.answer` takes it.
 
     Raises:
-        BusyError: it does not fit beside the job.
-        StorageError: the disk has not enough room.
+        BusyError: it does not fit next to the running job.
+        StorageError: not enough space on the disk.
         OndeviceError: what `ondevice.exits.convert` raises.
     """
     from ondevice.exits import convert as write
@@ -47,7 +48,7 @@ def convert(
     def work() -> None:
         try:
             ended.append(write(source, to, place.name, model=model, dtype=dtype).to_dict())
-        except BaseException as error:  # raised again below, in the thread that answers
+        except BaseException as error:  # raised again below, in the thread of the call
             ended.append(error)
         told.put(None)
 
@@ -77,7 +78,7 @@ def convert(
 
 
 class _Stages(logging.Handler):
-    """Puts what the exits say into a queue."""
+    """Put the log messages of the exits into a queue."""
 
     def __init__(self, told: queue.SimpleQueue[dict[str, str] | None]) -> None:
         super().__init__(logging.INFO)
@@ -97,7 +98,7 @@ def _without(error: OndeviceError, path: str, name: str) -> OndeviceError:
 def _check_room(
     model: str, dtype: str, merged: bool, place: Path, job: dict[str, Any] | None
 ) -> None:
-    """Refuse what does not fit into memory beside the job, or onto the disk."""
+    """Refuse a conversion that does not fit into memory next to the job, or onto the disk."""
     from ondevice.exits.check import PROMPTS
     from ondevice.models import read_dims
     from ondevice.planning.estimate import weight_bytes
@@ -112,5 +113,5 @@ def _check_room(
     free = shutil.disk_usage(place).free
     if need + SPARE_BYTES > free:
         raise StorageError(
-            "the disk has not enough room", expected=f"{need} bytes", received=f"{free} free"
+            "not enough space on the disk", expected=f"{need} bytes", received=f"{free} free"
         )

@@ -1,4 +1,4 @@
-"""Everything that serves one store, put together: queue, supervisor, streams, helpers, metrics."""
+"""The daemon of one store: queue, supervisor, streams, helper processes, metrics."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 LOCK = "serve.lock"
 HOUSEKEEPING_S = 30.0
 HUNG_S = 60.0
-"""Longest turn of the supervisor; one that starts or ends a job says itself that it takes longer."""
+"""Longest turn of the supervisor, in seconds. It announces a turn that takes longer."""
 LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
-"""Where folders go that the database does not know, and how long they are kept there, in the store's own time."""
+"""The folder for folders that the database does not know, and seconds until their deletion."""
 
 
 class Daemon:
-    """A store that is served by this process, and by no other while it is.
+    """A store that this process serves; no other process can serve it meanwhile.
 
     Args:
         root: the store's folder.
@@ -51,15 +51,15 @@ class Daemon:
         self._lock = _locked(self.store.root / LOCK)
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
-        self.rows = Helper("data")
-        self.plans = Helper(
+        self.data_helper = Helper("data")
+        self.plan_helper = Helper(
             "plan"
-        )  # another process: it loads frameworks, and a large file takes minutes to check
-        self.model = Helper("model")
-        self.helpers = (self.rows, self.plans, self.model)
-        # A model that somebody asked a minute ago shall not take the memory of the job that starts.
+        )  # a separate process: this one loads frameworks, and checking a large file takes minutes
+        self.model_helper = Helper("model")
+        self.helpers = (self.data_helper, self.plan_helper, self.model_helper)
+        # A model that is still loaded must not take the memory of a job that starts.
         self.supervisor = Supervisor(
-            self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0)
+            self.store, self.queue, make_room=lambda: self.model_helper.end_if_idle(0.0)
         )
         self.fleets = Fleets(
             self.store.root, lambda: self.supervisor.running is not None, fleet_progress
@@ -71,8 +71,9 @@ class Daemon:
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
 
     def start(self) -> None:
-        """Put the queue in order after the daemon before, and run it."""
-        # First what a killed daemon left: rows and folders agree before the first worker starts.
+        """Clean up after the previous daemon, and run the queue."""
+        # Rows and folders must agree before the first worker starts; a killed daemon leaves them
+        # apart.
         with self.store.reserve.given_up():
             try:
                 self.supervisor.recover()
@@ -83,8 +84,8 @@ class Daemon:
             except (
                 OndeviceError,
                 OSError,
-            ) as error:  # a full disk: only who is served can delete something
-                _log.error("the store cannot be put in order now: %s", error)
+            ) as error:  # a full disk: users can delete something only if the daemon runs
+                _log.error("cannot clean up the store now: %s", error)
             self.conversions.start()
         self.supervisor.start()
         self.fleets.start()
@@ -101,19 +102,19 @@ class Daemon:
             helper.close()
         try:
             self.store.clock.keep(at_once=True)
-        except StorageError as error:  # a full disk: the next start counts on from the time before
-            _log.warning("the store's time is not written down: %s", error)
+        except StorageError as error:  # a full disk: the next start counts from the last saved time
+            _log.warning("cannot save the store's time: %s", error)
         self.store.close()
         os.close(self._lock)
 
     @property
     def alive(self) -> bool:
-        """True while the queue is being worked on; the watchdog and GET /v1/health report it."""
+        """True while the supervisor works; the watchdog and GET /v1/health report it."""
         return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
     def check(self, call: str, **arguments: Any) -> Any:
-        """Check an upload in the helper that does this."""
-        return (self.rows if call == "validate" else self.plans)(call, **arguments)
+        """Check an upload in the helper process for its kind."""
+        return (self.data_helper if call == "validate" else self.plan_helper)(call, **arguments)
 
     def _changed(self, job: str) -> None:
         self.supervisor.wake()
@@ -129,17 +130,17 @@ class Daemon:
                 self.conversions.tidy()
                 self.store.clock.keep()
             except Exception:
-                _log.exception("housekeeping failed, and is tried again")
+                _log.exception("housekeeping failed; trying again")
 
 
 def running_job(daemon: Daemon) -> dict[str, Any] | None:
-    """Return the job that runs, where it computes, and the bytes that it will still take by its plan."""
+    """Return the running job, its device, and the bytes that its plan still needs."""
     running = daemon.supervisor.running
     if running is None:
         return None
     try:
         job = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
-        plan = daemon.model("plan", config=job["config"], artifact=job["artifact"])
+        plan = daemon.model_helper("plan", config=job["config"], artifact=job["artifact"])
         progress = daemon.queue.get(running.job).progress
     except (OndeviceError, OSError):
         return {"id": running.job, "device": "cpu", "wants_bytes": 0}
@@ -151,10 +152,11 @@ def running_job(daemon: Daemon) -> dict[str, Any] | None:
 
 
 def sweep(store: Store) -> None:
-    """Put aside folders that the database does not know, and remove those that were put aside long ago.
+    """Move folders that the database does not know to `lost`, and delete those moved long ago.
 
-    A killed daemon leaves one it had put in place without writing it down. Where the database was lost, or is older
-    than the folders, they are all that there is: so they are moved to `lost`, not removed.
+    A killed daemon leaves a folder that has no row yet. If the database was lost, or is older than
+    the
+    folders, they are the only copy: so they are moved, not deleted.
     """
     uploads.recover(store)
     store.clock.forget_missing()
@@ -167,13 +169,13 @@ def sweep(store: Store) -> None:
             if store.clock.age_s(f"{LOST}/{kind}/{folder.name}") > LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in [*(store.root / kind).iterdir()]:
-            if folder.name.startswith("."):  # never whole
+            if folder.name.startswith("."):  # incomplete
                 shutil.rmtree(folder, ignore_errors=True)
             elif folder.name not in ids and not (lost / folder.name).exists():
                 try:
                     lost.mkdir(parents=True, exist_ok=True, mode=0o700)
                     os.rename(folder, lost / folder.name)
-                    store.clock.renew(f"{LOST}/{kind}/{folder.name}")  # its thirty days begin now
+                    store.clock.renew(f"{LOST}/{kind}/{folder.name}")  # its thirty days start now
                     _log.warning(
                         "%s/%s is not in the database: moved to %s", kind, folder.name, lost
                     )

@@ -1,14 +1,15 @@
-"""A job's events: from the run's log into the store, from there to live readers, and as a curve.
+"""A job's events: from the run's log to the store, then to live readers and to a curve.
 
-The log is the truth, and it is on the disk before a checkpoint is. `follow` takes each line once, in order, whatever
-is killed when: how far it has read is written in the same transaction as what it read. When a worker resumes, it cuts
-the log back to its checkpoint and says in `attempt.json` where it goes on; events of the part that is cut off have
-happened, and stay in the stream before the `resume` event.
+The log is the truth, and it is on the disk before a checkpoint is. `follow` reads each line once,
+in order,
+whatever is killed: it saves its position in the same transaction as the events. When a worker
+resumes, it cuts the log back to its checkpoint and notes the position in `attempt.json`. The events
+of the removed part have happened, and stay in the stream before the `resume` event.
 
-`Hub` serves any number of readers: each event is read from the store once, and encoded once. A job with readers has
-one pump, which reads new events and keeps the newest frames. A reader at the end takes them from there; one that is
-behind reads the store at its own pace, and holds nobody up. All of it is on the event loop; only `changed` is called
-from other threads.
+`Hub` serves any number of readers: each event is read from the store and encoded once. A job with
+readers has one pump, which reads new events and holds the newest frames. A reader that keeps up
+takes them from there; a slower one reads the store at its own pace, and delays nobody. All of this
+runs on the event loop; only `changed` is called from other threads.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
     """Read the new lines of a job's log into its stream in the store; return their number.
 
     Args:
-        ran_s: seconds that its workers have run, in all; kept with the events, for a daemon that is killed.
+        ran_s: total seconds that its workers have run, saved with the events in case the daemon
+            is killed.
     """
     taken = 0
     while True:
-        # Not durable: what a power cut takes back is read again from the log, and an fsync for each step would cost
-        # more than the step.
+        # Not durable: after a power cut the log is read again, and an fsync would cost more than a
+        # step.
         with store.transaction(durable=False) as db:
             row = queue.get(job)
             folder = store.path("jobs", job)
@@ -59,9 +61,9 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
             if followed < row.attempt:
                 begun = _read_json(folder / ATTEMPT)
                 if begun.get("attempt") != row.attempt:
-                    break  # this attempt has written nothing yet
+                    break  # this attempt has not written anything yet
                 offset, followed = int(begun["offset"]), row.attempt
-            # Whole lines only: the last may still be written.
+            # Only complete lines: the last one may still be written.
             content = _read(folder / RUN / FILE_NAME, offset)
             end = content.rfind(b"\n") + 1
             if not end and followed == row.followed:
@@ -84,7 +86,7 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Parse one line to an object with its kind under `event`; None for half a line that a power cut left."""
+    """Parse one line into an object with an `event`; return None for a broken line."""
     try:
         values = parse_json(line)
         json.dumps(values, allow_nan=False)
@@ -97,7 +99,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
-    """Update a job's newest figures by one event."""
+    """Update a job's newest figures with one event."""
     match event["event"]:
         case "start" | "resume":
             progress["steps"] = event.get("steps", 0)
@@ -149,14 +151,14 @@ def _read_json(path: Any) -> dict[str, Any]:
 KEPT_FRAMES = 4096
 PAGE_EVENTS = 500
 READERS_PER_S = 400
-"""Readers that are served a second: with more than some forty, frames come in larger pieces less often."""
+"""Readers served per second; with more than about forty, frames come less often."""
 SHORTEST_S = 0.1
 RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 def frame(number: int, kind: str, data: str) -> bytes:
-    """Encode one event as server-sent events have it; the JSON is on one line."""
+    """Encode one event as a server-sent event, with its JSON on one line."""
     return f"id: {number}\nevent: {kind}\ndata: {data}\n\n".encode()
 
 
@@ -169,11 +171,11 @@ class Channel:
         self.readers = 0
         self.ended = False
         self.fresh = asyncio.Event()
-        """Set, and replaced by another, when frames have come."""
+        """Set when frames arrive, and then replaced."""
         self.dirty = asyncio.Event()
 
     def after(self, last: int) -> bytes | None:
-        """Join the frames behind event `last`; None where some of them are no longer kept."""
+        """Join the frames after event `last`; return None if some of them are gone."""
         missing = self.last - last
         if missing > len(self.frames):
             return None
@@ -183,7 +185,7 @@ class Channel:
 
 
 class Hub:
-    """The channels of all jobs that somebody reads."""
+    """The channels of all jobs with readers."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -197,11 +199,11 @@ class Hub:
         return sum(channel.readers for channel in self.channels.values())
 
     def open(self) -> None:
-        """Begin, on the loop that serves."""
+        """Start, on the event loop of the server."""
         self._loop = asyncio.get_running_loop()
 
     def changed(self, job: str) -> None:
-        """Wake the pump of a job whose stream has something new; from any thread."""
+        """Wake the pump of a job with new events; callable from any thread."""
         if self._loop is not None and job in self.channels:
             try:
                 self._loop.call_soon_threadsafe(self._mark, job)
@@ -209,15 +211,16 @@ class Hub:
                 self._loop = None
 
     async def read(self, job: str, last: int, *, follow: bool = True) -> AsyncIterator[bytes]:
-        """Yield frames of a job's events behind event `last`, in order and without gaps, until the job has ended.
+        """Yield frames of a job's events after event `last`, in order and without gaps, until the
+        job ends.
 
         Args:
-            follow: wait for more; without, the stream ends with the newest event.
+            follow: wait for more; otherwise the stream ends with the newest event.
         """
         channel = self._enter(job)
         try:
             while True:
-                # Taken before the frames are looked at: frames that come in between set this very event.
+                # Taken before the frames are read: frames that arrive in between set this event.
                 fresh, ended = channel.fresh, channel.ended
                 frames = channel.after(last) if last <= channel.last else b""
                 if frames is None or (not frames and not follow):
@@ -262,8 +265,8 @@ class Hub:
             channel.dirty.clear()
             try:
                 await self._collect(job, channel)
-            except Exception:  # such as a disk that fails: the readers wait
-                _log.exception("the events of job %s cannot be read, and are tried again", job)
+            except Exception:  # such as a failing disk: the readers wait
+                _log.exception("cannot read the events of job %s; trying again", job)
                 channel.dirty.set()
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
@@ -285,7 +288,7 @@ class Hub:
                 fresh.set()
 
     def _has_ended(self, job: str, last: int) -> bool:
-        """True if event `last` is the newest and says that the job has ended; a deleted job has ended too."""
+        """Return True if `last` is the newest event and ends the job, or if the job was deleted."""
         row = self.store.row(
             "SELECT id, kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job
         )
@@ -309,11 +312,12 @@ _EVALUATE = ("step", "time_s", "loss", "accuracy", "f1", "exact_match", "best")
 
 
 def curve(store: Store, job: str, points: int) -> list[dict[str, Any]]:
-    """Return a job's curve: steps (at most `points`, the first and the last among them) and every evaluation, in order.
+    """Return a job's curve: at most `points` steps with the first and the last, and every
+    evaluation.
 
-    A resumed run does steps again; the ones that count are the later ones.
+    A resumed run repeats steps; the later ones count.
     """
-    # Of a million steps only their numbers and ids are held; the events that are shown are read after that.
+    # First only the numbers and ids, of perhaps a million steps; then the events to show.
     numbers, ids = array("q"), array("q")
     evaluations: dict[int, int] = {}
     rows = store.connection.execute(

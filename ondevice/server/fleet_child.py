@@ -1,4 +1,4 @@
-"""A device of a fleet as a daemon's child, which ends with it: `-m ondevice.server.fleet_child PARENT FLAGS`."""
+"""A fleet's device as a child of the daemon, with which it ends: `python -m ... PARENT FLAGS`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECK_S = 1.0
 
 
 def end_with(parent: int) -> None:
-    """Ask this process to stop once its parent is another: the daemon was killed, and its successor starts its own."""
+    """Stop this process once its parent changes: the daemon was killed."""
     while os.getppid() == parent:
         time.sleep(CHECK_S)
     os.kill(os.getpid(), signal.SIGTERM)

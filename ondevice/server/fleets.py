@@ -1,8 +1,8 @@
-"""The fleets that this machine takes part in: a device for each, in its window, and never beside a job.
+"""The fleets that this machine takes part in: a device for each, in its window, never during a job.
 
-A seat is a file that the machine's owner writes (`ondevice serve fleet`), `STORE/fleets/NAME.json`; nobody can add one
-over the network. Its device is a process of its own, `ondevice fleet device`, with its copy of the fleet in
-`STORE/fleets/NAME/`.
+A seat is a file that the machine's owner writes with `ondevice serve fleet`,
+`STORE/fleets/NAME.json`; nobody can add one over the network. Its device is a process, `ondevice
+fleet device`, with its copy of the fleet in `STORE/fleets/NAME/`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 FOLDER = "fleets"
 POLL_S = 1.0
 AGAIN_S = 30.0
-"""A device that ended by itself is started again after so long."""
+"""Seconds after which a device that ended by itself is started again."""
 STOP_S = 40.0
 LOG_BYTES = 1 << 20
 Progress = Callable[[Path], dict[str, Any] | None]
@@ -46,7 +46,7 @@ class Seat(StrictConfig):
     """The settings of a daemon as a device of a fleet."""
 
     data: str
-    """Its rows; they stay here."""
+    """Its rows, which stay on this machine."""
 
     host: str = "127.0.0.1"
     """The fleet's server."""
@@ -64,7 +64,7 @@ class Seat(StrictConfig):
     """No TLS: on one machine only."""
 
     model: str | None = None
-    """The base model under this machine's name for it."""
+    """The base model, by this machine's name for it."""
 
     batch_size: int = 4
     """Rows a step."""
@@ -76,16 +76,16 @@ class Seat(StrictConfig):
     """The columns of its rows' fields."""
 
     epsilon: float | None = Field(default=None, ge=0)
-    """Its privacy budget: it stops at it. 8 in a fleet with noise."""
+    """Privacy budget at which it stops; 8 by default in a fleet with noise."""
 
     strict_columns: bool = False
-    """Refuse rows with a column or a key that nothing reads."""
+    """Refuse rows with a column or key that nothing reads."""
 
     window: Window | None = None
-    """When it may train; None for always. A round that is open when it ends goes without this device."""
+    """Daily window in which it may train; None for always. A round goes on without it."""
 
     memory_bytes: int | None = None
-    """A device over it is ended, and starts again when its turn comes."""
+    """Memory limit. A device that exceeds it is stopped, and starts again later."""
 
     def arguments(self, folder: Path) -> list[str]:
         """Return the flags of `ondevice fleet device`."""
@@ -104,7 +104,7 @@ class Seat(StrictConfig):
 
 @dataclass
 class Running:
-    """A seat's device, or why there is none."""
+    """A seat's device, or the reason why it does not run."""
 
     process: subprocess.Popen[bytes] | None = None
     why: str = "starts soon"
@@ -113,10 +113,10 @@ class Running:
 
 
 def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
-    """Write a seat, or remove it; the daemon of this store sees it within a second.
+    """Write a seat, or remove it; the store's daemon notices within a second.
 
     Raises:
-        ConfigError: the name is none of a thing in a store, or there is no such seat to remove.
+        ConfigError: the name is invalid, or the seat to remove does not exist.
     """
     path = root / FOLDER / f"{name}.json"
     if not ID.fullmatch(name) or ".." in name:
@@ -129,7 +129,7 @@ def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
     elif path.is_file():
         path.unlink()
     else:
-        raise ConfigError(f"this machine takes part in no fleet {name}", expected=str(path))
+        raise ConfigError(f"this machine does not take part in fleet {name}", expected=str(path))
     return path
 
 
@@ -138,9 +138,9 @@ class Fleets(threading.Thread):
 
     Args:
         root: the store's folder.
-        busy: whether a job runs: jobs come first.
-        progress: returns how far the device in a folder is, None before its first message. The command line knows it:
-            the daemon itself imports nothing of fleets.
+        busy: returns True while a job runs: jobs come first.
+        progress: returns how far the device in a folder is, None before its first message. The
+            command line provides it: the daemon itself imports nothing of fleets.
         clock: local time, seconds.
     """
 
@@ -162,10 +162,10 @@ class Fleets(threading.Thread):
             try:
                 self.turn()
             except Exception:
-                _log.exception("fleets are looked after again in %s s", POLL_S)
+                _log.exception("fleets failed; trying again in %s s", POLL_S)
 
     def stop(self) -> None:
-        """End every device; what a round gave so far is in its file."""
+        """Stop every device; its results so far are in its file."""
         self._ending.set()
         if self.is_alive():
             self.join(STOP_S)
@@ -173,7 +173,7 @@ class Fleets(threading.Thread):
             _end(running, time.monotonic(), wait=True)
 
     def seats(self) -> dict[str, Seat]:
-        """Return the seats by name; one that cannot be read is left out, and said."""
+        """Return the seats by name, without those that cannot be read, which are reported."""
         found = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
@@ -185,7 +185,7 @@ class Fleets(threading.Thread):
         return found
 
     def turn(self) -> None:
-        """Look at every seat once: start what may run, stop what may not, say why."""
+        """Check every seat once: start the devices that may run, stop the others, note why."""
         seats, now = self.seats(), time.monotonic()
         for name in [name for name in self.running if name not in seats]:
             if _end(self.running[name], now):
@@ -242,7 +242,7 @@ class Fleets(threading.Thread):
         return (said or lines or [""])[-1][:300]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return what GET /v1/fleets answers: one entry a seat."""
+        """Return the response to GET /v1/fleets: one entry per seat."""
         seats, rows = self.seats(), []
         for name in sorted({*seats, *self.running}):
             running, seat = self.running.get(name, Running()), seats.get(name)
@@ -258,7 +258,7 @@ class Fleets(threading.Thread):
 
 
 def _end(running: Running, now: float, wait: bool = False) -> bool:
-    """Ask a device to stop, and kill it where it does not; True once it is gone."""
+    """Ask a device to stop, and kill it if it does not; return True once it is gone."""
     process = running.process
     if process is None or process.poll() is not None:
         running.process = None

@@ -1,4 +1,4 @@
-"""Answers of a model or of an artifact's own weights, without and with an adapter; the last one stays loaded."""
+"""Generation with a model or an artifact's weights, and an adapter; the last one stays loaded."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def answer(
         adapter: a folder.
         prompt: text, or the messages of a chat.
         artifact: a folder; its packed weights are the base model.
-        job: the one that runs: its `id`, the `device` it computes on (cpu or cuda), and `wants_bytes`, what it will
-            still take there.
+        job: the one that runs: its `id`, the `device` it computes on (cpu or cuda), and
+            `wants_bytes`, what it will still take there.
 
     Raises:
-        BusyError: the model does not fit beside the job.
+        BusyError: the model does not fit next to the running job.
         ConfigError: the artifact has no weights for PyTorch.
     """
     from ondevice.artifact.adapter import load_adapter
@@ -100,7 +100,7 @@ def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) ->
         return
     listed = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
     raise BusyError(
-        f"the model does not fit beside job {job['id']}, which runs: {listed}",
+        f"the model does not fit next to job {job['id']}, which runs: {listed}",
         expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be used now, the job will "
         f"still take {job['wants_bytes'] / MIB:,.0f} MiB",
         received=f"{need / MIB:,.0f} MiB",
@@ -163,7 +163,7 @@ def _open_artifact(
 
 
 def _dtype(source: str) -> str:
-    """bfloat16 where the weights are in bfloat16: float32 would take twice the memory for the same numbers."""
+    """Return bfloat16 for weights in bfloat16: float32 would need twice the memory."""
     from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 
     config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
@@ -175,7 +175,7 @@ def _dtype(source: str) -> str:
 
 
 def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
-    """`check_room` on this machine; a job on a GPU with memory of its own takes nothing from the CPU's."""
+    """Run `check_room` here; a job on a GPU with separate memory needs none of the CPU's."""
     from ondevice.planning.devices import find_device
 
     here = find_device(f"this-{device}")
@@ -184,7 +184,7 @@ def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
 
 
 def _stamp(source: str) -> tuple[int, int] | None:
-    """Return inode and time of change of a folder, which differ if another was put in its place; None without one."""
+    """Return inode and change time of a folder, which differ after a replacement, or None."""
     try:
         stat = Path(source).stat()
     except OSError:

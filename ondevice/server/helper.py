@@ -1,12 +1,13 @@
-"""Processes beside the daemon for what needs a framework: plans, previews, validation, answers of a model.
+"""Helper processes of the daemon for everything that needs a framework: plans, previews,
+generation.
 
-The daemon itself loads neither torch nor transformers. A helper starts when it is first asked, answers one call at
-a time, and ends when nobody has asked for a while, so that its memory is there for training. Both ends of the pipe are
-here: `Helper` in the daemon, and `main` in the process, `python -m ondevice.server.helper DAEMON_PID`, with one JSON
-object a line in and one out.
+The daemon itself loads neither torch nor transformers. A helper process starts at its first call,
+runs one call at a time, and ends when it has been idle for a while, so that training gets its
+memory. Both ends of the pipe are here: `Helper` in the daemon, and `main` in the process, `python
+-m ondevice.server.helper DAEMON_PID`, with one JSON object per line in each direction.
 
-A call that reads what somebody uploaded has a limit of memory, which the kernel keeps: a file that would take more is
-refused with a sentence, and the process ends, so that the next call begins with a small one.
+A call that reads an uploaded file has a memory limit, which the kernel enforces. A file that needs
+more is refused with an error, and the process ends, so that the next call starts with a small one.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ TIMEOUT_S = 300.0
 QUEUE_S = 60.0
 MAX_ANSWER_BYTES = 64 << 20
 PREVIEW_ROWS = 20_000
-"""Rows of a file that a preview reads: to tokenize all of a large one takes minutes."""
+"""Most rows that a preview reads: tokenizing a large file takes minutes."""
 PROBLEMS = 100
-"""Bad rows that an answer names."""
+"""Most bad rows that a response names."""
 
 
 class Helper:
-    """One process that answers `CALLS`.
+    """One helper process, which runs `CALLS`.
 
     Args:
         name: for the log.
-        timeout_s: how long one call may take before the process is killed.
-        idle_s: how long it waits for the next call before it is ended.
+        timeout_s: seconds without a sign of life after which the process is killed.
+        idle_s: idle seconds after which the process is ended.
     """
 
     def __init__(self, name: str, timeout_s: float = TIMEOUT_S, idle_s: float = IDLE_S) -> None:
@@ -61,10 +62,11 @@ class Helper:
         self._closed = False
 
     def __call__(self, call: str, **arguments: Any) -> Any:
-        """Ask, and wait for the answer. A call that takes long sends signs of life: each begins its time anew.
+        """Run a call, and wait for its value. Each sign of life of a long call restarts the
+        timeout.
 
         Raises:
-            OndeviceError: what the call raised, as it was there.
+            OndeviceError: the call raised it.
             BusyError: earlier calls have not ended.
             TrainingError: the process died or took too long.
         """
@@ -74,25 +76,27 @@ class Helper:
             process = self._started()
             try:
                 self._write(process, {"call": call, "arguments": arguments})
-                while "part" in (answer := self._read(process)):
+                while "part" in (reply := self._read(process)):
                     pass
             except (OSError, ValueError) as error:
                 self._kill()
                 raise self._died(error) from None
-            if answer.get("ends"):
+            if reply.get("ends"):
                 self._kill()
         finally:
             self._used = time.monotonic()
             self._lock.release()
-        return self._value(answer)
+        return self._value(reply)
 
     def stream(self, call: str, **arguments: Any) -> Generator[Any, None, Any]:
-        """Ask for an answer that comes in parts; yield each, and return the value. The helper is busy until then.
+        """Run a call that yields parts; yield each, and return its value. The helper is busy until
+        then.
 
-        A reader that stops early (`close`) ends the answer at its next token, and the model stays loaded.
+        A reader that stops early (`close`) ends the call at its next token; the model stays loaded.
 
         Raises:
-            OndeviceError, BusyError, TrainingError: as asking does, before the first part or behind any.
+            OndeviceError, BusyError, TrainingError: as `__call__`, before the first part or after
+                any.
         """
         if not self._lock.acquire(timeout=QUEUE_S):
             raise BusyError(f"the {self.name} helper is busy", hint="try again in a minute")
@@ -101,8 +105,8 @@ class Helper:
             process = self._started()
             try:
                 self._write(process, {"call": call, "arguments": arguments})
-                while "part" in (answer := self._read(process)):
-                    yield answer["part"]
+                while "part" in (reply := self._read(process)):
+                    yield reply["part"]
                 ended = True
             except (OSError, ValueError) as error:
                 self._kill()
@@ -113,15 +117,15 @@ class Helper:
                 self._cut_short()
             self._used = time.monotonic()
             self._lock.release()
-        return self._value(answer)
+        return self._value(reply)
 
-    def _value(self, answer: dict[str, Any]) -> Any:
-        if "error" in answer:
-            raise rebuild_error(answer["error"])
-        return answer["value"]
+    def _value(self, reply: dict[str, Any]) -> Any:
+        if "error" in reply:
+            raise rebuild_error(reply["error"])
+        return reply["value"]
 
     def _cut_short(self) -> None:
-        """End an answer that nobody reads any more."""
+        """End a call whose parts nobody reads any more."""
         process = self._process
         if process is None:
             return
@@ -133,7 +137,7 @@ class Helper:
             self._kill()
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
-        """Give the memory back when nobody has asked for `idle_s` seconds (None: its own); a call is not disturbed."""
+        """End the process if it has been idle for `idle_s` seconds (None: its own limit)."""
         waited_s, least_s = time.monotonic() - self._used, self.idle_s if idle_s is None else idle_s
         if self._process is not None and waited_s > least_s and self._lock.acquire(False):
             try:
@@ -142,7 +146,7 @@ class Helper:
                 self._lock.release()
 
     def interrupt(self) -> None:
-        """End the process under a call, which then raises TrainingError; the pipes are that call's to close."""
+        """Kill the process during a call, which then raises TrainingError and closes the pipes."""
         process = self._process
         if process is not None:
             try:
@@ -151,13 +155,13 @@ class Helper:
                 pass
 
     def close(self) -> None:
-        """End the process, whatever it does; who waits for it starts no other."""
+        """End the process at once; waiting callers do not start another."""
         self._closed = True
         self._kill()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._closed:
-            raise BusyError("the daemon stops", hint="ask again once it is back")
+            raise BusyError("the daemon stops", hint="try again once it is back")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 python_command("-m", "ondevice.server.helper", str(os.getpid())),
@@ -170,19 +174,19 @@ class Helper:
 
     def _died(self, error: Exception) -> TrainingError:
         return TrainingError(
-            f"the {self.name} helper ended without an answer: {error}",
+            f"the {self.name} helper process ended without a reply: {error}",
             hint="it may have run out of memory; the daemon's log has more",
         )
 
-    def _write(self, process: subprocess.Popen[bytes], question: dict[str, Any]) -> None:
+    def _write(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
         if process.stdin is None:
             raise OSError("no pipe")
         self._ahead = b""
-        process.stdin.write(json.dumps(question).encode() + b"\n")
+        process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
 
     def _read(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Return the next line; what has arrived behind it is kept for the next call."""
+        """Return the next line; bytes after it are kept for the next read."""
         if process.stdout is None:
             raise OSError("no pipe")
         deadline, content, source = (
@@ -193,8 +197,8 @@ class Helper:
         waiting = select.poll()
         while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
-                raise OSError(f"no answer in {self.timeout_s:g} s")
-            # Not `select`, which refuses the numbers of files that a daemon with a thousand connections has.
+                raise OSError(f"no reply within {self.timeout_s:g} s")
+            # Not `select`, which refuses file numbers above 1023.
             waiting.register(source, select.POLLIN)
             if waiting.poll(min(left, 1.0) * 1000):
                 chunk = os.read(source, 1 << 20)
@@ -222,7 +226,7 @@ class Helper:
 
 
 def rebuild_error(values: dict[str, Any]) -> OndeviceError:
-    """Rebuild an error of another process, of the class it had there."""
+    """Rebuild an error of another process, with its class."""
     kind = getattr(errors, str(values.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, OndeviceError)):
         kind = OndeviceError
@@ -233,7 +237,7 @@ def rebuild_error(values: dict[str, Any]) -> OndeviceError:
 
 
 def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
-    """Plan a job: memory by part and time of a step, within its memory limit where it has one."""
+    """Plan a job: memory by part and time per step, within its memory limit if it has one."""
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import read_manifest
     from ondevice.planning.artifacts import plan_artifact
@@ -284,7 +288,7 @@ def preview(
     columns: list[str] | None = None,
     strict_columns: bool = False,
 ) -> dict[str, Any]:
-    """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
+    """Decode examples, with lengths and labels, by the tokenizer of the model or the artifact."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.data import preview_rows
     from ondevice.data.readers.source import FROM_OUTSIDE
@@ -316,7 +320,7 @@ def preview(
 
 
 def check_model(folder: str) -> dict[str, Any]:
-    """Read a model's sizes, its tokenizer and the shapes of its weights; raise ModelError if one cannot be."""
+    """Check a model's sizes, tokenizer and shapes of weights; raise ModelError for a bad one."""
     from ondevice.models.open import dims_and_family, load_tokenizer
     from ondevice.models.sources.resolve import check_folder, check_weights
 
@@ -328,7 +332,7 @@ def check_model(folder: str) -> dict[str, Any]:
 
 
 def choose(source: str) -> dict[str, str]:
-    """Choose the method of a job that names none; whether a block is known may take a framework to find out."""
+    """Choose the method of a job that names none. This may need a framework to inspect a block."""
     from ondevice.models.choice import choose_method
 
     name, said = choose_method(source)
@@ -336,74 +340,69 @@ def choose(source: str) -> dict[str, str]:
 
 
 def generate(**arguments: Any) -> dict[str, Any]:
-    """Answer a prompt: see `server.generate.answer`."""
+    """Generate with and without an adapter: see `server.generate.answer`."""
     from ondevice.server.generate import answer
 
     return answer(**arguments)
 
 
 def complete(**arguments: Any) -> Generator[dict[str, Any], None, dict[str, Any]]:
-    """Answer in parts: see `server.complete`."""
+    """Generate in parts: see `server.complete`."""
     from ondevice.server.complete import complete as answer
 
     return answer(**arguments)
 
 
 def convert(**arguments: Any) -> Generator[dict[str, str], None, dict[str, Any]]:
-    """Convert an adapter, and say each stage: see `server.convert`."""
+    """Convert an adapter, and yield each stage: see `server.convert`."""
     from ondevice.server.convert import convert as write
 
     return write(**arguments)
 
 
 ROWS_BYTES = 400 << 20
-"""What checking rows may take. The process has 30 MiB before, and libraries' files take 60: 512 MiB hold all."""
+"""Memory for checking rows; with the process and its libraries it stays below 512 MiB."""
 TOKENIZER_BYTES = 2 << 30
-"""What a call may take that loads a tokenizer, for which transformers imports PyTorch: both take 450 MiB."""
+"""Memory for a call that loads a tokenizer: transformers imports PyTorch, and both take 450 MiB."""
 CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
-    "plan": (plan, None),  # opens the GPU, whose driver maps more than any limit
+    "plan": (plan, None),  # opens the GPU, whose driver maps more memory than any limit
     "validate": (validate, ROWS_BYTES),
     "preview": (preview, TOKENIZER_BYTES),
     "check_model": (check_model, TOKENIZER_BYTES),
     "choose": (choose, TOKENIZER_BYTES),
-    "generate": (
-        generate,
-        None,
-    ),  # these three load a model, and are held against the memory that is free
+    "generate": (generate, None),  # these three load a model, and check the free memory themselves
     "complete": (complete, None),
     "convert": (convert, None),
 }
-"""The calls, and what each may take of memory that is not there for libraries' files, in bytes."""
+"""The calls, each with its limit of memory in bytes, without the files of libraries."""
 
 
 def serve(source: Any, target: Any) -> None:
-    """Answer until the other side closes, or until a call was refused memory."""
+    """Run calls until the other side closes, or until a call was refused memory."""
     global _alive
     _alive = partial(_send, target, {"part": None})
     at_start_bytes = status_bytes("RssAnon")
     for line in source:
-        question = json.loads(line)
-        call, limit = CALLS[question["call"]]
+        request = json.loads(line)
+        call, limit = CALLS[request["call"]]
         try:
             with own_memory(None if limit is None else at_start_bytes + limit):
-                value = call(**question["arguments"])
-                answer = {
+                value = call(**request["arguments"])
+                reply = {
                     "value": _send_parts(value, target) if isinstance(value, Generator) else value
                 }
         except OndeviceError as error:
-            answer = {"error": error.to_dict()}
+            reply = {"error": error.to_dict()}
         except Exception as error:
             if limit is not None and was_refused(error):
-                _send(
-                    target, {"error": _too_large(question["call"], limit).to_dict(), "ends": True}
-                )
+                _send(target, {"error": _too_large(request["call"], limit).to_dict(), "ends": True})
                 return
-            answer = {"error": _unexpected(question["call"], error).to_dict()}
-        _send(target, answer)
+            reply = {"error": _unexpected(request["call"], error).to_dict()}
+        _send(target, reply)
 
 
 def _alive() -> None:
-    """Send a sign of life in a long call; `serve` puts the function here that does."""
+    """Send a sign of life in a long call; `serve` replaces this function."""
 
 
 def _too_large(call: str, limit: int) -> DataError:
@@ -420,7 +419,7 @@ def _too_large(call: str, limit: int) -> DataError:
 
 
 def _unexpected(call: str, error: Exception) -> OndeviceError:
-    """Return the error of a call that raised what is not one of ours."""
+    """Return the error of a call that raised something other than an OndeviceError."""
     if isinstance(error, (ValueError, OSError, RecursionError)):
         return DataError(f"{call}: {type(error).__name__}: {error}")
     import traceback
@@ -429,13 +428,13 @@ def _unexpected(call: str, error: Exception) -> OndeviceError:
     return TrainingError(f"{call} failed: {type(error).__name__}: {error}")
 
 
-def _send(target: Any, answer: dict[str, Any]) -> None:
-    target.write(json.dumps(answer).encode() + b"\n")
+def _send(target: Any, reply: dict[str, Any]) -> None:
+    target.write(json.dumps(reply).encode() + b"\n")
     target.flush()
 
 
 def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
-    """Write each part as a line of its own; return the value at the end."""
+    """Write each part on a separate line, and return the final value."""
     while True:
         try:
             part = next(parts)
@@ -447,7 +446,7 @@ def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
 def end_with(parent: int) -> None:
     """End when the daemon is gone.
 
-    Polled, because the kernel's signal for it (PR_SET_PDEATHSIG) comes already when the thread ends that started us.
+    It polls, because the kernel's PR_SET_PDEATHSIG fires when the thread that started it ends.
     """
     while os.getppid() == parent:
         time.sleep(1.0)
@@ -458,11 +457,11 @@ def main(arguments: list[str]) -> int:
     """Run the process."""
     threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
     quiet_frameworks()
-    # Freed memory goes back to the system: pyarrow's own pools keep it, and it would count against the limit.
+    # Freed memory goes back to the system; pyarrow's pools would keep it, counted by the limit.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     listen_for_stop()
-    # Answers go to a copy of standard output, which itself becomes standard error: a library that prints there would
-    # break the protocol.
+    # Replies go to a copy of standard output, which itself becomes standard error: a library that
+    # prints there would break the protocol.
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, target)

@@ -1,4 +1,4 @@
-"""The request of a job, the run file that it becomes, and the models, artifacts and data sets that it can name."""
+"""The request of a job, its run file, and the models, artifacts and data sets that it can use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
 
 ARTIFACT = "artifact:"
-"""Before an artifact's id where a model is asked for."""
+"""Prefix of an artifact's id in place of a model's."""
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
 _SECTIONS = ("method", "train", "data", "model")
 _OURS = {
@@ -28,38 +28,38 @@ _OURS = {
     "data": ("path", "eval_path"),
     "train": ("out", "memory_limit_bytes"),
 }
-"""Keys of a run file that the store fills in: a job that could set a path would read and write anywhere."""
+"""Keys of a run file that the store sets: a job that sets a path could read and write anywhere."""
 TASK_NAME = r"^[\w -]*$"
-"""The name of a task: a path of a template would be one of the server's files."""
+"""The name of a task; a template's path would name a file of the server."""
 
 _DEEPEST = 20
 
 
 class Window(StrictConfig):
-    """Only between these times of the day, local time; `end` may be on the next morning."""
+    """A daily window in local time; `end` may be on the next morning."""
 
     start: Clock
-    """When a job may start, or go on."""
+    """Time at which a job may start or go on."""
 
     end: Clock
-    """When it is stopped, with its state saved."""
+    """Time at which it is stopped, with its state saved."""
 
 
 class Limits(StrictConfig):
     """Limits of a job: memory, time, and crashes in a row."""
 
     memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
-    """Memory of the job's processes together, without pages of files; a job over it is ended and fails."""
+    """Memory of all processes of the job, without pages of files. A job that exceeds it fails."""
 
     time_s: float | None = Field(default=None, gt=0, lt=1e9)
-    """Seconds of running, in all; a job over it saves its state and fails."""
+    """Total seconds of running. A job that exceeds it saves its state and fails."""
 
     retries: int = Field(default=3, ge=0, le=1_000_000)
     """Crashes in a row, without a new checkpoint between them, after which a job fails."""
 
 
 class JobSpec(StrictConfig):
-    """A job as it is kept: what to train with what, and how it may run."""
+    """A job in the store: what to train, with which rows, and how it may run."""
 
     name: str = Field(default="", max_length=200)
     """For people."""
@@ -74,22 +74,22 @@ class JobSpec(StrictConfig):
     """A data set of GET /v1/datasets."""
 
     eval_dataset: str | None = Field(default=None, max_length=64)
-    """Rows that are only evaluated."""
+    """Held-out rows, only evaluated."""
 
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters to start from."""
 
     config: dict[str, Any] = Field(default_factory=dict)
-    """Sections `method`, `train`, `data` and `model` of a run file, without what the store fills in."""
+    """Sections `method`, `train`, `data` and `model` of a run file, without the store's keys."""
 
     window: Window | None = None
-    """When it may run; None for always."""
+    """Daily window in which it may run; None for always."""
 
     limits: Limits = Field(default_factory=Limits)
     """Memory, time and retries."""
 
     force: bool = False
-    """Run although the plan says that it does not fit."""
+    """Run even if the plan says it does not fit."""
 
     @field_validator("config")
     @classmethod
@@ -105,15 +105,15 @@ class JobRequest(JobSpec):
     """Higher runs first."""
 
     dry_run: bool = False
-    """Check everything and give the plan; create nothing."""
+    """Check everything and return the plan; create nothing."""
 
 
 def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
-    """Resolve a job to its run file, with the paths that this store has now.
+    """Resolve a job to its run file, with the present paths of this store.
 
     Raises:
-        ConfigError: a wrong setting, or one that the store fills in.
-        MissingError: a data set, model, artifact or adapter that is not there.
+        ConfigError: a wrong setting, or one that the store sets.
+        MissingError: the data set, model, artifact or adapter does not exist.
     """
     from ondevice.api.export import run_config
     from ondevice.api.runfile import RunConfig
@@ -138,7 +138,9 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     for section in ("model", "data", "train"):
         if not isinstance(config.setdefault(section, {}), dict):
             raise ConfigError(
-                f"'{section}' is no section", expected="an object", received=repr(config[section])
+                f"'{section}' is not a section",
+                expected="an object",
+                received=repr(config[section]),
             )
     for key, value in ours.items():
         section, name = key.split(".")
@@ -153,7 +155,7 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
 
 
 def with_method(spec: JobSpec, choose: Callable[[], str]) -> JobSpec:
-    """Return a job of a model with its method named: `choose` asks which takes the model, in another process."""
+    """Return a job with its method named; `choose` finds it in a helper process."""
     method = spec.config.get("method", {})
     if (
         spec.model is None
@@ -168,7 +170,7 @@ def with_method(spec: JobSpec, choose: Callable[[], str]) -> JobSpec:
 
 
 def method_name(config: dict[str, Any]) -> str:
-    """Return the name of the method of a job's `config`; that of older versions where it names none."""
+    """Return the method's name in a job's `config`, or the default of older versions."""
     from ondevice.core.registry import DEFAULT_METHOD
 
     method = config.get("method", {})
@@ -176,62 +178,62 @@ def method_name(config: dict[str, Any]) -> str:
 
 
 def dataset_file(store: Store, name: str) -> Path:
-    """Return the path of a data set's rows; MissingError if there is none."""
+    """Return the path of a data set's rows; raise MissingError if it does not exist."""
     row = store.row("SELECT file FROM datasets WHERE id = ?", name)
     if row is None:
-        raise MissingError(f"there is no data set {name}", hint="GET /v1/datasets lists them")
+        raise MissingError(f"no such data set: {name}", hint="GET /v1/datasets lists them")
     return store.path("datasets", name) / row["file"]
 
 
 OPTIONS = ".options.json"
-"""The task and the columns that a data set was uploaded with, beside its rows."""
+"""File with the task and the columns that a data set was uploaded with, next to its rows."""
 
 
 def dataset_options(store: Store, name: str) -> dict[str, Any]:
     """Return the task and the columns that a data set was uploaded with."""
     try:
         return json.loads((store.path("datasets", name) / OPTIONS).read_text())
-    except (OSError, ValueError):  # of a version that did not keep them
+    except (OSError, ValueError):  # from a version that did not store them
         return {}
 
 
 def adapter_folder(store: Store, name: str) -> Path:
-    """Return the folder of an adapter; MissingError if there is none."""
+    """Return the folder of an adapter; raise MissingError if it does not exist."""
     if store.row("SELECT id FROM adapters WHERE id = ?", name) is None:
-        raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
+        raise MissingError(f"no such adapter: {name}", hint="GET /v1/adapters lists them")
     return store.path("adapters", name)
 
 
 def artifact_folder(store: Store, name: str) -> Path:
-    """Return the folder of an artifact; MissingError if there is none."""
+    """Return the folder of an artifact; raise MissingError if it does not exist."""
     folder = store.path("artifacts", name)
     if not (folder / "manifest.json").is_file():
-        raise MissingError(f"there is no artifact {name}", hint="GET /v1/artifacts lists them")
+        raise MissingError(f"no such artifact: {name}", hint="GET /v1/artifacts lists them")
     return folder
 
 
 def _check_sections(config: dict[str, Any]) -> None:
-    """Refuse what the store fills in, under its own name or hidden in a key with dots."""
+    """Refuse keys that the store sets, also hidden in a key with dots."""
     for section, values in config.items():
         if section not in _SECTIONS:
             reason = (
-                "a job does not export"
+                "a job cannot export"
                 if section == "export"
-                else f"'{section}' is no section of a job"
+                else f"'{section}' is not a section of a job"
             )
             raise ConfigError(reason, expected=", ".join(_SECTIONS), received=section)
         for key in values if isinstance(values, dict) else ():
             if key in _OURS.get(section, ()):
                 raise ConfigError(
-                    f"'{section}.{key}' is filled in by the server",
+                    f"'{section}.{key}' is set by the server",
                     expected="the job's fields model, dataset, eval_dataset, limits",
                     received=f"config.{section}.{key}",
                 )
             if key == "objective_command":
-                raise ConfigError("a job runs no program of its own", expected="objective loss, accuracy or f1",
-                                  received=f"config.{section}.{key}", hint="ondevice train takes one")  # fmt: skip
+                raise ConfigError("a job cannot run its own program", expected="objective loss, accuracy or f1",
+                                  received=f"config.{section}.{key}", hint="`ondevice train` can run one")  # fmt: skip
             if (section, key) == ("data", "task") and not re.fullmatch(TASK_NAME, str(values[key])):
-                raise ConfigError("a job takes a task by its name", expected="a task of GET /v1/settings",
+                raise ConfigError("a job names its task", expected="a task of GET /v1/settings",
                                   received=str(values[key])[:80])  # fmt: skip
             if "." in key:
                 raise ConfigError(
@@ -240,7 +242,7 @@ def _check_sections(config: dict[str, Any]) -> None:
 
 
 def _check_method(values: Any) -> None:
-    """Refuse settings of a method that are paths: they would be the server's."""
+    """Refuse settings of a method that are paths, because they would be the server's."""
     from ondevice.core.registry import method
 
     if not isinstance(values, dict):
@@ -248,19 +250,20 @@ def _check_method(values: Any) -> None:
     fields = method(values["name"]).config.model_fields
     for key in values:
         if key in fields and Path in (fields[key].annotation, *get_args(fields[key].annotation)):
-            raise ConfigError("a job names no path of the server", expected="a job without it",
+            raise ConfigError("a job cannot name a path of the server", expected="a job without it",
                               received=f"config.method.{key}")  # fmt: skip
 
 
 def _check_values(config: dict[str, Any]) -> None:
-    """Refuse what JSON can say and nothing here can keep.
+    """Refuse JSON values that the store cannot hold.
 
     Raises:
-        ValueError: text that is no Unicode, a number that is not finite or beyond 64 bits, lists in lists in lists.
+        ValueError: invalid Unicode, a number that is not finite or exceeds 64 bits, or deep
+            nesting.
     """
     waiting: list[tuple[Any, int]] = [
         (config, 0)
-    ]  # no recursion, which a hostile depth would overflow
+    ]  # no recursion, which hostile input would overflow
     while waiting:
         value, depth = waiting.pop()
         if depth > _DEEPEST:
@@ -278,7 +281,7 @@ def _check_values(config: dict[str, Any]) -> None:
 
 
 def _sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys two levels deep, as `RunConfig.load` takes them; a method's name comes first."""
+    """Return dotted keys, two levels deep, for `RunConfig.load`; the method's name comes first."""
     flat = _flatten(config)
     return dict(sorted(flat.items(), key=lambda item: item[0] != "method.name"))
 
@@ -294,7 +297,7 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_models(store: Store) -> list[dict[str, Any]]:
-    """List every model that is at hand: id, kind, size, and the sizes that its configuration states."""
+    """List the models on this machine: id, kind, size, and the sizes in their configuration."""
     from ondevice.models import family_classes, find_cached
     from ondevice.models.sources.package import KNOWN
 
@@ -327,7 +330,8 @@ def locate_model(store: Store, name: str) -> str:
     """Return the source string (as for `load_model`) of a model's id.
 
     Raises:
-        MissingError: no folder of the store, no package that is known, no `tiny:` family and no hub id.
+        MissingError: neither a folder of the store, a known package, a `tiny:` family, nor a hub
+            id.
     """
     from ondevice.models import family_classes
     from ondevice.models.sources.hub import HUB_ID
@@ -341,7 +345,7 @@ def locate_model(store: Store, name: str) -> str:
     if "/" in name and HUB_ID.fullmatch(name) and ".." not in name:
         return name
     raise MissingError(
-        f"there is no model {name!r}",
+        f"no such model: {name!r}",
         expected="an id of GET /v1/models, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
         received=name,
         hint="upload it as a zip, or put its folder into the store's models folder",
@@ -349,7 +353,7 @@ def locate_model(store: Store, name: str) -> str:
 
 
 def list_artifacts(store: Store) -> list[dict[str, Any]]:
-    """List the artifacts of the store: id, target, runtime, method and model. Files are hashed when a job opens one."""
+    """List the artifacts of the store: id, target, runtime, method, model. Jobs check hashes."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.errors import ArtifactError
 
@@ -375,7 +379,7 @@ def list_artifacts(store: Store) -> list[dict[str, Any]]:
 
 
 def _source(folder: Path) -> str | None:
-    """Return the source of a model's folder in the store: itself, or the only .gguf file in it; None for no model."""
+    """Return the source in a folder of the store: the folder, its only .gguf file, or None."""
     if (folder / "config.json").is_file():
         return str(folder)
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Figures of the daemon and of the machine, as JSON and as Prometheus has them."""
+"""Figures of the daemon and of the machine, as JSON and for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ HWMON, THERMAL = Path("/sys/class/hwmon"), Path("/sys/class/thermal")
 
 
 def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str, Any]:
-    """Return memory, disk, load, temperatures (degrees Celsius) and power (watts) of this machine, where it says
-    them."""
+    """Return memory, disk, load, temperatures (degrees Celsius) and power (watts), if known."""
     import psutil
 
     from ondevice.planning.devices import available_bytes, cores, total_bytes
@@ -43,7 +42,7 @@ def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str
 
 
 def _temperatures(folder: Path) -> Iterator[tuple[str, float]]:
-    """Of every thermal zone; a Jetson calls them cpu-thermal, gpu-thermal, tj-thermal."""
+    """Return the temperature of each thermal zone; a Jetson has one for CPU, GPU and junction."""
     for zone in sorted(folder.glob("thermal_zone*")):
         try:
             yield (zone / "type").read_text().strip(), int((zone / "temp").read_text()) / 1000
@@ -52,7 +51,7 @@ def _temperatures(folder: Path) -> Iterator[tuple[str, float]]:
 
 
 def _power(folder: Path) -> Iterator[tuple[str, float]]:
-    """Of every rail: the INA3221 of a Jetson has volts and amperes, others have watts."""
+    """Return the power of each rail, from watts, or volts and amperes (a Jetson's INA3221)."""
     for chip in sorted(folder.glob("hwmon*")):
         for path in sorted(chip.glob("power*_input")):
             if (watts := _number(path)) is not None:
@@ -83,7 +82,7 @@ def _gpus() -> list[dict[str, Any]]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # the library is absent, or there is no driver behind it
+    except Exception:  # the library or the driver is absent
         return []
     gpus = []
     try:
@@ -111,7 +110,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Counters since the daemon began, and figures that are read when somebody asks."""
+    """Counters since the daemon started, and figures that are read on request."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -119,8 +118,8 @@ class Metrics:
         self.requests: Counter[tuple[str, str, int]] = Counter()
 
     def request(self, method: str, path: str, status: int) -> None:
-        """Count an answered request."""
-        # Only known methods are labels: a client that invents some would make a time series of each.
+        """Count a request with its response."""
+        # Only known methods are labels: otherwise a client could make any number of time series.
         label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
         self.requests[label, path, status] += 1
 
@@ -151,12 +150,12 @@ class Metrics:
         }
 
     def collect(self) -> Iterator[Any]:
-        """Yield the same figures for Prometheus, through `prometheus_client`'s registry."""
+        """Yield the figures for the registry of `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures, machine = self.to_dict(), system(self.daemon.store.root)
         yield GaugeMetricFamily(
-            "ondevice_uptime_seconds", "Since the daemon began.", figures["uptime_s"]
+            "ondevice_uptime_seconds", "Since the daemon started.", figures["uptime_s"]
         )
         yield GaugeMetricFamily(
             "ondevice_event_streams", "Open streams of events.", figures["event_streams"]
@@ -174,9 +173,9 @@ class Metrics:
         running = figures["running"] or {}
         for name, about in (
             ("step", "Steps that the running job has done."),
-            ("loss", "Loss of its last step, nats a token."),
-            ("tokens_per_s", "Its tokens a second."),
-            ("memory_bytes", "Memory of its processes that is their own."),
+            ("loss", "Loss of its last step, nats per token."),
+            ("tokens_per_s", "Its tokens per second."),
+            ("memory_bytes", "Memory that only its processes use."),
         ):
             if running.get(name) is not None:
                 yield GaugeMetricFamily(f"ondevice_running_{name}", about, running[name])
@@ -203,7 +202,7 @@ class Metrics:
 
 
 def _gpu_families(gpus: list[dict[str, Any]]) -> Iterator[Any]:
-    """Yield a family for each figure that some GPU reports."""
+    """Yield a metric for each figure that some GPU reports."""
     from prometheus_client.core import GaugeMetricFamily
 
     for key, name, about in (

@@ -1,7 +1,7 @@
-"""Questions and answers in the form that OpenAI's clients speak: bodies of requests, and the pieces of answers.
+"""Requests and responses in OpenAI's format: bodies of requests, and the pieces of responses.
 
-A field that would change the answer and cannot be honoured is refused with its name; the others are ignored, because
-clients send many.
+A field that would change the generated text but is not supported is refused. Other unknown fields
+are ignored, because clients send many.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
 from ondevice.core.errors import ConfigError
-from ondevice.server.schemas import ErrorAnswer
+from ondevice.server.schemas import ErrorResponse
 
 TOP = 20
-"""Most of the likeliest tokens that are reported with each."""
+"""Most alternatives reported for a token."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -32,40 +32,40 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "echo": (None, False),
 }
-"""Fields that cannot be honoured, with the values that ask for nothing."""
+"""Unsupported fields, with the values that mean nothing."""
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
 
-class Question(Documented):
+class CompletionRequest(Documented):
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=200)
-    """A model, adapter or artifact of GET /v1/models. An adapter answers over the model that it was trained on."""
+    """A model, adapter or artifact of GET /v1/models. An adapter is used with its base model."""
     adapter: str | None = Field(default=None, max_length=64)
-    """An adapter over a `model` that is none; not in OpenAI's API."""
+    """An adapter for a base model in `model`; not in OpenAI's API."""
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """0 takes the likeliest token each time; None is 1."""
+    """0 always takes the likeliest token; None is 1."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = Field(default=None, max_length=1000)
-    """Texts that end the answer, at most four."""
+    """Texts that end the generation, at most four."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for a field that cannot be honoured."""
+        """Raise ConfigError for an unsupported field."""
         for name, value in (self.model_extra or {}).items():
             if name in _REFUSED and value not in _REFUSED[name]:
                 raise ConfigError(
-                    f"'{name}' cannot be honoured here", expected=_REFUSED[name][-1], received=value
+                    f"'{name}' is not supported", expected=_REFUSED[name][-1], received=value
                 )
         if len(self.stops) > 4 or not all(self.stops):
             raise ConfigError(
@@ -74,11 +74,11 @@ class Question(Documented):
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end the answer."""
+        """Texts that end the generation."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def options(self) -> dict[str, Any]:
-        """Return what `server.complete.complete` takes, but for the prompt and the model."""
+        """Return the arguments of `server.complete.complete`, without the prompt and the model."""
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -101,7 +101,7 @@ class ChatMessage(BaseModel):
     content: str | list[Part] = Field(max_length=100_000)
 
     def plain(self) -> dict[str, str]:
-        """Return it as a chat template takes it."""
+        """Return the turn for a chat template."""
         text = (
             self.content
             if isinstance(self.content, str)
@@ -110,17 +110,17 @@ class ChatMessage(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatQuestion(Question):
+class ChatRequest(CompletionRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
-    """The newer name of `max_tokens`; None for both: as many as the model takes."""
+    """The newer name of `max_tokens`; None for both means as many as the model takes."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=TOP)
 
     def asked(self) -> dict[str, Any]:
-        """Return the prompt and everything else that `server.complete.complete` takes, but for the model."""
+        """Return the arguments of `server.complete.complete`, without the model."""
         self.check()
         top = (self.top_logprobs or 0) if self.logprobs else None
         most = self.max_completion_tokens or self.max_tokens
@@ -128,22 +128,22 @@ class ChatQuestion(Question):
         return {"prompt": messages, "max_new_tokens": most, "top": top, **self.options()}
 
 
-class TextQuestion(Question):
+class TextRequest(CompletionRequest):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(max_length=100_000)
-    """A text or its token ids; a list of several is refused."""
+    """A text or its token ids; several prompts are refused."""
     max_tokens: int | None = Field(default=16, ge=1, le=1 << 20)
     logprobs: int | None = Field(default=None, ge=0, le=TOP)
 
     def asked(self) -> dict[str, Any]:
-        """Return the prompt and everything else that `server.complete.complete` takes, but for the model."""
+        """Return the arguments of `server.complete.complete`, without the model."""
         self.check()
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) != 1:
                 raise ConfigError(
-                    "'prompt'", expected="one prompt a request", received=f"{len(prompt)} prompts"
+                    "'prompt'", expected="one prompt per request", received=f"{len(prompt)} prompts"
                 )
             prompt = prompt[0]
         return {
@@ -154,14 +154,14 @@ class TextQuestion(Question):
         }
 
 
-class Answer:
-    """The pieces of one answer, whole or streamed.
+class Completion:
+    """The pieces of one response, complete or streamed.
 
     Args:
-        chat: a conversation's, else a text's.
-        model: as it was asked for.
-        prompt_tokens: of the prompt.
-        probabilities: of the tokens are reported.
+        chat: True for a conversation, False for a text.
+        model: the name in the request.
+        prompt_tokens: number of tokens of the prompt.
+        probabilities: report those of the tokens.
     """
 
     def __init__(self, chat: bool, model: str, prompt_tokens: int, probabilities: bool) -> None:
@@ -171,7 +171,7 @@ class Answer:
         self.head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, parts: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
-        """Build the answer of a request that does not stream."""
+        """Build the response to a request that does not stream."""
         text, tokens = (
             "".join(part["text"] for part in parts),
             [token for part in parts for token in part["tokens"]],
@@ -191,19 +191,19 @@ class Answer:
         return {**self.head, "object": kind, "choices": [choice], "usage": self._usage(end)}
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """Yield what stands before a streamed answer: whose turn it is."""
+        """Yield the start of a streamed response: whose turn it is."""
         if self.chat:
             yield self._chunk(
                 {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None
             )
 
     def part(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Build the piece of a part."""
+        """Build the piece for a part."""
         content = {"delta": {"content": part["text"]}} if self.chat else {"text": part["text"]}
         return self._chunk({**content, "logprobs": self._logprobs(part["tokens"])}, None)
 
     def last(self, end: dict[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-        """Yield why the answer ended, and its counts where they are wanted."""
+        """Yield why the generation ended, and its counts if requested."""
         content = {"delta": {}} if self.chat else {"text": ""}
         yield self._chunk({**content, "logprobs": None}, end["finish"])
         if usage:
@@ -218,11 +218,11 @@ class Answer:
         }
 
     def _usage(self, end: dict[str, Any]) -> dict[str, int]:
-        answered = end["completion_tokens"]
-        total = self.prompt_tokens + answered
+        generated = end["completion_tokens"]
+        total = self.prompt_tokens + generated
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": answered,
+            "completion_tokens": generated,
             "total_tokens": total,
         }
 
@@ -245,22 +245,22 @@ class Answer:
         }
 
 
-class Refusal(ErrorAnswer):
-    """An `ErrorAnswer` as OpenAI's clients read one."""
+class Refusal(ErrorResponse):
+    """An `ErrorResponse` in OpenAI's format."""
 
     type: Literal["invalid_request_error", "server_error"]
     code: str
     param: None = None
 
 
-class RefusalAnswer(BaseModel):
+class RefusalResponse(BaseModel):
     """The body of a refused request."""
 
     error: Refusal
 
 
 def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
-    """Put the fields of an `ErrorAnswer` where OpenAI's clients look for an error."""
+    """Convert an `ErrorResponse` to OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = "model_not_found" if status == 404 else values["error"]
     told = [values["message"]]

@@ -1,7 +1,8 @@
-"""Threads by kind of work, so that what waits for a model or a disk holds up nothing else.
+"""Threads by kind of work, so that waiting for a model or a disk delays nothing else.
 
-A route that is a plain function runs in the web framework's own forty threads: these are for control, which never waits
-long. Everything that may wait, for a helper process, a token of an answer or the bytes of a file, has a pool here.
+A route that is a plain function runs in the web framework's forty threads: these are for control,
+which never waits long. Work that may wait for a helper process, a token or the bytes of a file has
+a pool here.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Pool:
         """Call a function in a thread of the pool, and return its value.
 
         Raises:
-            BusyError: too many wait already.
+            BusyError: too many calls wait already.
         """
         if self._limiter is None:  # it belongs to the loop that serves
             self._limiter = CapacityLimiter(self.threads)
         if self._limiter.statistics().tasks_waiting >= self.waiting:
-            raise BusyError(f"too many {self.name} wait already", hint="try again in a minute")
+            raise BusyError(f"too many waiting {self.name}", hint="try again in a minute")
         call: Callable[[], Any] = partial(function, *arguments, **named)
         return await to_thread.run_sync(call, limiter=self._limiter)
 
@@ -49,10 +50,10 @@ class Pools:
 
     def __init__(self) -> None:
         self.questions = Pool("questions", threads=64, waiting=64)
-        """Questions to the model, each from its begin to the first part of its answer: most wait for their turn."""
+        """Requests to the model, until the first part of the response: most wait for their turn."""
         self.answers = Pool("answers", threads=8, waiting=1000)
-        """The next part of an answer that has begun. One model answers at a time."""
+        """The next part of a response that has begun. One model generates at a time."""
         self.rows = Pool("requests for rows", threads=16, waiting=64)
-        """Previews, plans and checks: they wait for the helper that reads rows and models."""
+        """Previews, plans and checks, which wait for helper processes."""
         self.files = Pool("uploads and downloads", threads=8, waiting=1000)
         """Reading and writing of large files."""

@@ -1,4 +1,4 @@
-"""The queue's state machine, over the store and nothing else: no process, no clock of its own, no file.
+"""The queue's state machine. It uses only the store: no process, no own clock, no file.
 
     queued -> running -> done
        |  ^      |  \\-> failed -> queued (resume)
@@ -6,7 +6,7 @@
        v  +------+   (window closed, daemon stopped, crash: the job goes on from its last checkpoint)
     cancelled <- cancelling <- running, pausing
 
-A transition is one transaction, and writes a `job` event to the job's stream with it.
+A transition is one transaction, which also writes a `job` event to the job's stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = Literal[
     "queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"
 ]
 Outcome = Literal["finished", "interrupted", "crashed", "refused"]
-"""How a worker ended: all steps done; stopped with its state saved; died; an error that trying again cannot cure."""
+"""How a worker ended: all steps done; stopped with its state saved; died; failed for good."""
 
 ENDED = ("cancelled", "failed", "done")
 ACTIVE = ("running", "pausing", "cancelling")
@@ -54,10 +54,10 @@ _ORDER = (
     "state IN ('cancelled', 'failed', 'done'), state NOT IN ('running', 'pausing', 'cancelling'), "
     "CASE WHEN state IN ('cancelled', 'failed', 'done') THEN -number ELSE -priority END, number"
 )
-"""What runs and waits first, in the order it will run; then the newest."""
+"""Running and waiting jobs first, in the order they will run; then the newest."""
 RETRIES = 3
 KEY_S = 24 * 3600.0
-"""How long a request's key is remembered."""
+"""Seconds for which a request's key is remembered."""
 LONGEST_PAUSE_S = 300.0
 DELETED_AT_ONCE = 2000
 """Events that are deleted in one transaction."""
@@ -68,16 +68,17 @@ class Job:
     """One row of the queue.
 
     Attributes:
-        spec: what was asked for (`jobs.JobSpec`), as JSON values.
-        progress: the newest figures of the run, as its events say them.
-        reason: why it is in this state, for people.
-        error: what `--json` prints of an error, for a failed job.
-        ran_s: seconds that its workers have run, in all.
-        not_before_s: it is not started before this moment of the store's time (`clock`).
+        spec: the request (`jobs.JobSpec`), as JSON values.
+        progress: the newest figures of the run, from its events.
+        reason: the reason of its state, for people.
+        error: of a failed job, as `--json` prints it.
+        ran_s: total seconds that its workers have run.
+        not_before_s: it does not start before this time of the store's clock.
         crashes: in a row, without a new checkpoint between them.
         attempt: how many workers were started.
-        followed, offset: the attempt whose events are read, and up to which byte of the run's log.
-        last_event: id of the newest event of its stream, read with the row: who goes on behind it misses nothing.
+        followed, offset: the attempt whose events were read, and up to which byte of the run's log.
+        last_event: id of the newest event of its stream, read with the row: a reader that goes on
+            after it misses nothing.
     """
 
     number: int
@@ -113,9 +114,9 @@ class Queue:
     """All transitions of all jobs.
 
     Args:
-        changed: called with each job whose stream has something new, after the transaction.
-        clock: seconds since the epoch: labels of what happened, and windows of the day.
-        elapsed: the store's time, by which a job waits and a key is remembered; by default that of the store.
+        changed: called after the transaction with each job that has a new event.
+        clock: seconds since the epoch, for labels and daily windows.
+        elapsed: seconds of the store's clock, for waiting jobs and remembered keys.
     """
 
     def __init__(
@@ -135,13 +136,14 @@ class Queue:
     def create(
         self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None
     ) -> Job:
-        """Create a job at the end of the jobs of its priority.
+        """Create a job, last among the jobs of its priority.
 
         Args:
-            key: a request's key, and the hash of what it asks for; one that has made a job gives that job.
+            key: a request's key and the hash of its job; a key that has made a job returns that
+                job.
 
         Raises:
-            ConfigError: the key has made a job of something else.
+            ConfigError: the key has made another job.
         """
         name, now = new_id("job"), self.clock()
         with self.store.transaction() as db:
@@ -162,10 +164,11 @@ class Queue:
         return self.get(name)
 
     def made(self, key: str, digest: str) -> Job | None:
-        """Return the job that a request of this key has made; None where there is none, or no longer.
+        """Return the job that a request with this key has made; None if it does not exist (any
+        more).
 
         Raises:
-            ConfigError: the key has made a job of something else.
+            ConfigError: the key has made another job.
         """
         row = self.store.row("SELECT * FROM keys WHERE key = ?", key)
         job = None if row is None else self.store.row(f"{_JOBS} WHERE id = ?", row["job"])
@@ -180,23 +183,24 @@ class Queue:
         """Return one job.
 
         Raises:
-            MissingError: there is none of this id.
+            MissingError: the id is unknown.
         """
         row = self.store.row(f"{_JOBS} WHERE id = ?", job)
         if row is None:
-            raise MissingError(f"there is no job {job}", hint="GET /v1/jobs lists them")
+            raise MissingError(f"no such job: {job}", hint="GET /v1/jobs lists them")
         return Job.of(row)
 
     def list(self, *states: str) -> list[Job]:
-        """Return all jobs, or those in `states`, in the order of `page`. There may be many: a list that is shown comes
-        in pages."""
+        """Return all jobs, or those in `states`, in the order of `page` (for long lists)."""
         return self.page(states, limit=None)[0]
 
     def page(
         self, states: Sequence[str], limit: int | None, after: str | None = None
     ) -> tuple[list[Job], bool]:
-        """Return so many jobs behind the job `after`, of all or of those in `states`, and if there are more: what runs
-        and waits first, in the order it will run; then the newest.
+        """Return up to `limit` jobs after `after`, of all or of those in `states`, and whether
+        there are more.
+
+        Running and waiting jobs come first, in the order they will run; then the newest.
 
         Raises:
             ConfigError: `after` is not in this list.
@@ -215,7 +219,7 @@ class Queue:
         return counts | dict(self.store.rows("SELECT state, COUNT(*) FROM jobs GROUP BY state"))  # type: ignore[arg-type]
 
     def needing(self, kind: str, name: str) -> str | None:
-        """Return the id of a job that has not ended and names a thing: `needing("dataset", "data-1")`."""
+        """Return the id of an unfinished job that uses a thing: `needing("dataset", "data-1")`."""
         row = self.store.row(
             "SELECT id FROM jobs WHERE state NOT IN ('cancelled', 'failed', 'done') "
             "AND json_extract(spec, ?) = ? ORDER BY number LIMIT 1",
@@ -224,11 +228,11 @@ class Queue:
         return row["id"] if row else None
 
     def next(self) -> Job | None:
-        """Choose the job to run now, if any: the highest priority, then the oldest, of those that may start."""
+        """Choose the job to run now, if any may start: the highest priority, then the oldest."""
         now, elapsed = self.clock(), self.elapsed()
         if self.store.row("SELECT 1 FROM jobs WHERE state IN (?, ?, ?)", *ACTIVE):
             return None
-        # Only the window of each is read until one may start: a thousand jobs may wait for the night.
+        # Only the windows are read until a job may start: a thousand jobs may wait for the night.
         waiting = self.store.connection.execute(
             "SELECT id, json_extract(spec, '$.window') FROM jobs WHERE state = 'queued' AND not_before_s <= ? "
             "ORDER BY priority DESC, number", (elapsed,),
@@ -242,14 +246,14 @@ class Queue:
         return None
 
     def waits_s(self, job: Job) -> float:
-        """Return the seconds until a job that crashed is tried again; 0 for at once."""
+        """Return seconds until a job that crashed is tried again; 0 means at once."""
         return max(0.0, job.not_before_s - self.elapsed())
 
     def claim(self) -> Job | None:
         """Take the next job to run it: it is `running` when this returns."""
         with (
             self.store.transaction() as db
-        ):  # chosen and marked in one, so that two never take the same
+        ):  # chosen and marked in one transaction, so that two never take the same
             job = self.next()
             if job is None:
                 return None
@@ -264,7 +268,7 @@ class Queue:
         return self.get(job.id)
 
     def ask(self, job: str, verb: Literal["pause", "resume", "cancel"]) -> Job:
-        """Pause, resume or cancel. Asking again for what is already so changes nothing.
+        """Pause, resume or cancel a job. Repeating a request changes nothing.
 
         Raises:
             BusyError: the job's state does not allow it.
@@ -296,7 +300,7 @@ class Queue:
     def change(
         self, job: str, *, priority: int | None = None, spec: dict[str, Any] | None = None
     ) -> Job:
-        """Set another priority, or other settings of the queue (window, limits) in `spec`.
+        """Change the priority, or the window and limits in `spec`.
 
         Raises:
             BusyError: the job has ended.
@@ -320,7 +324,7 @@ class Queue:
         self, job: str, outcome: Outcome, *, reason: str = "", error: dict[str, Any] | None = None, ran_s: float = 0.0,
         and_then: Callable[[Job], None] = lambda job: None,
     ) -> Job:  # fmt: skip
-        """Write down that the worker of an active job is gone, and how.
+        """Record how the worker of an active job ended.
 
         Args:
             and_then: more to write in the same transaction.
@@ -334,7 +338,8 @@ class Queue:
                 )
             crashes, crashed_at, wait_s = row.crashes, row.crashed_at_step, 0.0
             if outcome == "crashed":
-                # A new checkpoint is progress: only crashes without one between them use up the retries.
+                # A new checkpoint is progress: only crashes without one between them use up the
+                # retries.
                 saved = int(row.progress.get("checkpoint_step", 0))
                 crashes = 1 if saved > crashed_at else crashes + 1
                 crashed_at, wait_s = saved, min(LONGEST_PAUSE_S, 2.0 ** (crashes - 1))
@@ -362,14 +367,14 @@ class Queue:
         return self.get(job)
 
     def recover(self) -> list[Job]:
-        """Mark the active jobs as interrupted when the daemon starts: their workers died with the one before."""
+        """Mark active jobs as interrupted at the daemon's start: their workers have died."""
         return [
             self.ended(job.id, "interrupted", reason="the daemon was restarted")
             for job in self.list(*ACTIVE)
         ]
 
     def delete(self, job: str) -> None:
-        """Forget a job that has ended; its folder is the caller's to remove.
+        """Delete a job that has ended; the caller removes its folder.
 
         Raises:
             BusyError: it has not ended.
@@ -385,8 +390,8 @@ class Queue:
             self._delete_events(job)
 
     def delete_lost_events(self) -> None:
-        """Delete the events of jobs that are not there: of a job whose delete a kill cut short."""
-        # From one job's first event to the next one's: the events of all jobs may be millions.
+        """Delete events without a job, which a kill during a delete leaves."""
+        # From one job's first event to the next job's: all jobs may have millions of events.
         lost = self.store.rows(
             "WITH RECURSIVE seen(job) AS (SELECT MIN(job) FROM events UNION ALL "
             "SELECT (SELECT MIN(job) FROM events WHERE job > seen.job) FROM seen WHERE seen.job IS NOT NULL) "
@@ -396,7 +401,7 @@ class Queue:
             self._delete_events(row["job"])
 
     def _delete_events(self, job: str) -> None:
-        """Delete in parts: all at once, SQLite would first write as much as they take, and the disk may be full."""
+        """Delete in parts: SQLite first writes as much as it deletes, and the disk may be full."""
         while (first := self.store.row("SELECT MIN(id) FROM events WHERE job = ?", job)) and first[
             0
         ] is not None:
@@ -420,7 +425,7 @@ _PAST = {
 
 
 def in_window(spec: dict[str, Any], now_s: float) -> bool:
-    """Return True if a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
+    """Return True if a job may run now: always, or from `start` to `end` in local time."""
     window = spec.get("window")
     if not window:
         return True

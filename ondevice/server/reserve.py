@@ -1,7 +1,8 @@
-"""Room on the disk for deletes. Where the disk is full, even to delete takes some: SQLite first writes what it changes.
+"""Reserved disk space for deletes. On a full disk even a delete needs some: SQLite first writes its
+changes.
 
-A file holds the room. It is given up while something is deleted or the daemon starts, and taken again after that. So
-a full disk can be emptied through the API, by nobody but its owner's requests.
+A file holds the space. It is given up while something is deleted or the daemon starts, and taken
+again afterwards. So a full disk can be emptied through the API.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pathlib import Path
 
 NAME = "reserve"
 RESERVE_BYTES = 8 << 20
-"""SQLite's log has up to 4 MiB before it is written back, and what one part of a delete changes is below 2 MiB."""
+"""SQLite's log has up to 4 MiB before it is written back; a part of a delete below 2 MiB."""
 _STEP_BYTES = 1 << 20
 
 
 class Reserve:
-    """The file that holds the room; safe to share between threads."""
+    """The file that holds the space; safe to share between threads."""
 
     def __init__(self, path: Path, size_bytes: int = RESERVE_BYTES) -> None:
         self.path, self.size_bytes = path, size_bytes
@@ -28,7 +29,7 @@ class Reserve:
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """Let the block have the room; blocks may overlap."""
+        """Let the block use the space; blocks may overlap."""
         with self._lock:
             self._users += 1
             self.path.unlink(missing_ok=True)
@@ -40,13 +41,13 @@ class Reserve:
             self.fill()
 
     def fill(self) -> None:
-        """Take the room that is missing, or as much of it as there is."""
+        """Take the missing space, or as much as there is."""
         with self._lock:
             if self._users:
                 return
             try:
                 file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError:  # not even a name fits
+            except OSError:  # not even a file name fits
                 return
             try:
                 for place in range(os.fstat(file).st_size, self.size_bytes, _STEP_BYTES):

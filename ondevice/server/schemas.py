@@ -1,4 +1,4 @@
-"""The bodies of requests and answers: the models behind the OpenAPI document."""
+"""The bodies of requests and responses, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from ondevice.server.jobs import TASK_NAME, Limits, Window
 from ondevice.server.queue import State
 
 
-class Answer(Documented):
-    """The base of all answers."""
+class ResponseBody(Documented):
+    """The base of all responses."""
 
 
-class RowProblem(Answer):
+class RowProblem(ResponseBody):
     """A row that cannot be used."""
 
     file: str
     line: int
-    """From 1; 0 when no single line is at fault."""
+    """From 1; 0 if no single line is at fault."""
     field: str
     reason: str
 
 
-class ErrorAnswer(Answer):
-    """Every answer from 400 on."""
+class ErrorResponse(ResponseBody):
+    """The body of a response with a status of 400 or more."""
 
     error: str
-    """The kind of error; those of `ondevice` are in the reference of errors."""
+    """Class of the error; see the reference of errors."""
     message: str
     expected: Any = None
     received: Any = None
     hint: str | None = None
     problems: list[RowProblem] | None = None
-    """Bad rows of a data set, the first hundred."""
+    """The first hundred bad rows of a data set."""
 
 
-class Health(Answer):
+class Health(ResponseBody):
     """GET /v1/health."""
 
     status: Literal["ok", "failing"]
@@ -46,7 +46,7 @@ class Health(Answer):
     token_needed: bool
 
 
-class Gpu(Answer):
+class Gpu(ResponseBody):
     """A CUDA device."""
 
     name: str
@@ -56,7 +56,7 @@ class Gpu(Answer):
     power_w: float | None = None
 
 
-class System(Answer):
+class System(ResponseBody):
     """GET /v1/system."""
 
     time_s: float
@@ -69,16 +69,16 @@ class System(Answer):
     disk_total_bytes: int
     disk_free_bytes: int
     temperatures_c: dict[str, float]
-    """By sensor; empty where the machine has none."""
+    """By sensor; empty if the machine reports none."""
     power_w: dict[str, float]
-    """By rail; empty where the machine has none."""
+    """By rail; empty if the machine reports none."""
     gpus: list[Gpu]
     memory_limit_by: Literal["cgroup", "watch"]
-    """Who keeps a job's memory limit: the kernel, or the daemon that looks several times a second."""
+    """Who enforces a job's memory limit: the kernel, or the daemon, several times a second."""
 
 
-class RunningFigures(Answer):
-    """The job that runs."""
+class RunningFigures(ResponseBody):
+    """The running job."""
 
     job: str
     step: int
@@ -89,7 +89,7 @@ class RunningFigures(Answer):
     peak_memory_bytes: int
 
 
-class MetricsAnswer(Answer):
+class MetricsResponse(ResponseBody):
     """GET /v1/metrics."""
 
     uptime_s: float
@@ -99,15 +99,15 @@ class MetricsAnswer(Answer):
     running: RunningFigures | None
 
 
-class Model(Answer):
-    """A model that a job can name, or an adapter or an artifact that can be asked."""
+class Model(ResponseBody):
+    """A model for jobs, or an adapter or artifact that can generate."""
 
     id: str
     kind: Literal["folder", "package", "random", "adapter", "artifact"]
     bytes: int
     object: Literal["model"] = "model"
     created: int = 0
-    """Seconds since 1970; 0 where it is not known."""
+    """Seconds since 1970; 0 if unknown."""
     owned_by: str = "ondevice"
     base_model: str | None = None
     """Of an adapter."""
@@ -117,15 +117,15 @@ class Model(Answer):
     vocab_size: int | None = None
 
 
-class ModelList(Answer):
+class ModelList(ResponseBody):
     """GET /v1/models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Artifact(Answer):
-    """An exported program that a job can name."""
+class Artifact(ResponseBody):
+    """An exported program that a job can use."""
 
     id: str
     target: str
@@ -135,16 +135,16 @@ class Artifact(Answer):
     bytes: int
 
 
-class Settings(Answer):
+class Settings(ResponseBody):
     """GET /v1/settings."""
 
     run_file: dict[str, Any]
-    """JSON schema of a run file: the sections, their keys with types, limits, defaults and meaning."""
+    """JSON schema of a run file: sections, and keys with types, limits, defaults and meanings."""
     tasks: list[str]
-    """Prompt templates that `data.task` can name."""
+    """Prompt templates for `data.task`."""
 
 
-class Dataset(Answer):
+class Dataset(ResponseBody):
     """Rows in the store."""
 
     id: str
@@ -154,16 +154,16 @@ class Dataset(Answer):
     bytes: int
     sha256: str
     problems: list[RowProblem]
-    """Rows that were left out, the first hundred."""
+    """The first hundred rows that were left out."""
     task: str | None = None
-    """The prompt template that they were uploaded with; a job that names none takes it."""
+    """The prompt template of the upload, for jobs that name none."""
     columns: dict[str, str] | None = None
-    """Likewise, the file's columns of the format's fields."""
+    """The file's columns of the format's fields, likewise."""
     created_s: float
 
 
-class Segment(Answer):
-    """A stretch of a decoded example."""
+class Segment(ResponseBody):
+    """A segment of a decoded example."""
 
     text: str
     trained: bool
@@ -180,28 +180,28 @@ class MethodRequest(Documented):
 
 
 class PreviewRequest(Documented):
-    """The body of POST /v1/datasets/ID/preview: a model or an artifact reads the rows."""
+    """The body of POST /v1/datasets/ID/preview. A model or an artifact reads the rows."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(default=None, max_length=200)
     """A model of GET /v1/models, or a hub id."""
     artifact: str | None = Field(default=None, max_length=200)
-    """An artifact, in place of a model."""
+    """An artifact, instead of a model."""
     task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
     """A prompt template of the tasks."""
     max_length_tokens: int | None = Field(default=None, ge=8, le=65536)
-    """Taken from the rows if left out."""
+    """By default, chosen for the rows."""
     column: list[str] | None = Field(default=None, max_length=40)
     """Entries of the form field=column."""
     train_on_prompt: bool = False
     strict_columns: bool = False
-    """Refuse rows with a column or a key that nothing reads."""
+    """Refuse rows with a column or key that nothing reads."""
     rows: int = Field(default=3, ge=0, le=50)
     """Examples to decode."""
 
 
-class PreviewAnswer(Answer):
+class PreviewResponse(ResponseBody):
     """GET /v1/datasets/ID/preview."""
 
     file: str
@@ -220,20 +220,20 @@ class PreviewAnswer(Answer):
     examples: list[list[Segment]]
     problems: list[RowProblem]
     example_names: list[str]
-    """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+    """Role of each example of preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: list[str]
-    """How the file was understood: a separator, a sheet, columns, the length, conversations, what ends an answer."""
+    """How the file was read: separator, sheet, columns, length, conversations, ends of replies."""
 
     unread: dict[str, int]
-    """Columns of the file and keys of turns that nothing reads, with how many rows or turns have them."""
+    """Columns and keys of turns that nothing reads, with the number of rows or turns."""
 
     example_unread: list[list[str]]
-    """Of each example, what of its row nothing reads."""
+    """The parts of each example's row that nothing reads."""
 
 
-class Upload(Answer):
-    """An upload that has not been finished."""
+class Upload(ResponseBody):
+    """An unfinished upload."""
 
     id: str
     kind: Literal["dataset", "model", "artifact", "adapter"]
@@ -243,14 +243,14 @@ class Upload(Answer):
     created_s: float
 
 
-class Placed(Answer):
-    """The thing in the store that a finished upload became."""
+class Placed(ResponseBody):
+    """The thing in the store that a finished upload has become."""
 
     kind: Literal["dataset", "model", "artifact", "adapter"]
     id: str
 
 
-class JobAnswer(Answer):
+class JobResponse(ResponseBody):
     """A job."""
 
     id: str
@@ -258,14 +258,14 @@ class JobAnswer(Answer):
     name: str
     state: State
     reason: str
-    """Why it is in this state."""
+    """The reason of its state."""
     error: dict[str, Any] | None
     """For a failed job: error, message, expected, received, try, exit_code."""
     priority: int
     model: str | None
     artifact: str | None
     method: str | None
-    """The training method; None for an artifact, whose program has one."""
+    """The training method; None for an artifact, whose program contains it."""
     dataset: str
     eval_dataset: str | None
     adapter: str | None
@@ -273,49 +273,50 @@ class JobAnswer(Answer):
     window: Window | None
     limits: Limits
     progress: dict[str, Any]
-    """step, steps, loss, first_loss, final_loss, tokens_per_s, step_time_s, eta_s, learning_rate, peak_memory_bytes,
-    peak_device_bytes, checkpoint_step, backend, evaluation: those that are known yet."""
+    """step, steps, loss, first_loss, final_loss, tokens_per_s, step_time_s, eta_s, learning_rate,
+    peak_memory_bytes, peak_device_bytes, checkpoint_step, backend, evaluation: those that are
+    known."""
     created_s: float
     started_s: float | None
     ended_s: float | None
     ran_s: float
     waits_s: float
-    """Seconds until a job that crashed is tried again; 0 for at once."""
+    """Seconds until a crashed job is tried again; 0 means at once."""
     crashes: int
     attempt: int
     last_event: int
-    """Id of its newest event."""
+    """Id of the newest event."""
     adapters: list[str]
-    """Adapters that it made."""
+    """Ids of its adapters."""
 
 
-class PlanAnswer(Answer):
-    """The answer to a dry run: the run file with every default, and memory by part."""
+class PlanResponse(ResponseBody):
+    """The response to a dry run: the run file with all defaults, and memory by part."""
 
     config: dict[str, Any]
     plan: dict[str, Any]
-    """As `ondevice plan --json` prints it: parts_bytes, total_bytes, usable_bytes, fits, step_s_estimate, notes, ...;
-    `meaning` says of each part what it is."""
+    """As `ondevice plan --json` prints it: parts_bytes, total_bytes, usable_bytes, fits,
+    step_s_estimate, notes, ...; `meaning` explains each part."""
 
 
 class JobPatch(Documented):
-    """The body of PATCH /v1/jobs/ID; what is not named stays."""
+    """The body of PATCH /v1/jobs/ID; omitted fields keep their value."""
 
     model_config = ConfigDict(extra="forbid")
 
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     window: Window | None = None
-    """null takes the window away."""
+    """null removes the window."""
     limits: Limits | None = None
 
 
-class Adapter(Answer):
+class Adapter(ResponseBody):
     """An adapter of the store."""
 
     id: str
     name: str
     job: str | None
-    """The job that made it; None for an uploaded one."""
+    """The job that trained it; None for an uploaded one."""
     base_model: str
     rank: int
     bytes: int
@@ -325,14 +326,14 @@ class Adapter(Answer):
     active: bool
 
 
-class Active(Answer):
-    """Which adapter is in use; None for the base model."""
+class Active(ResponseBody):
+    """The active adapter; None for the base model."""
 
     active: str | None
 
 
-class Chosen(Answer):
-    """The method of a job that names none, and why."""
+class Chosen(ResponseBody):
+    """The method for a job that names none, and the reason."""
 
     method: str
     said: str
@@ -352,24 +353,24 @@ class GenerateRequest(Documented):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(default=None, min_length=1, max_length=200)
-    """A model of GET /v1/models, or a hub id. A question is for a model or an artifact."""
+    """A model of GET /v1/models, or a hub id. Give either a model or an artifact."""
     artifact: str | None = Field(default=None, min_length=1, max_length=200)
-    """An artifact of GET /v1/artifacts that PyTorch runs: its own weights, packed as they are, answer."""
+    """An artifact of GET /v1/artifacts for PyTorch, whose packed weights generate."""
     adapter: str | None = Field(default=None, max_length=64)
-    """An adapter of GET /v1/adapters; None for the one that is active."""
+    """An adapter of GET /v1/adapters; None for the active one."""
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
-    """Text to continue, or a chat to answer."""
+    """A text to continue, or a chat to reply to."""
     max_new_tokens: int = Field(default=64, ge=1, le=1024)
     temperature: float = Field(default=0.0, ge=0, le=10)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
 
-class GenerateAnswer(Answer):
-    """The base model's answer, and the adapter's."""
+class GenerateResponse(ResponseBody):
+    """The replies of the base model and of the adapter."""
 
     base: str
     adapted: str | None
-    """None where no adapter is named and none is active."""
+    """None without an adapter."""
     adapter: str | None
 
 
@@ -379,18 +380,18 @@ class ThumbRequest(Documented):
     model_config = ConfigDict(extra="forbid")
 
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
-    """The prompt: a text that was continued, or a conversation up to its last question."""
+    """The prompt: a text that was continued, or a conversation up to its last user turn."""
     answer: str = Field(min_length=1, max_length=100_000)
     liked: bool
-    """True is thumbs up."""
+    """True for thumbs up."""
     model: str = Field(min_length=1, max_length=200)
-    """The base model that answered."""
+    """The base model of the reply."""
     adapter: str | None = Field(default=None, max_length=64)
-    """The adapter it answered with; None for the base model alone."""
+    """The adapter of the reply; None for only the base model."""
 
 
-class Thumb(Answer):
-    """A judged answer."""
+class Thumb(ResponseBody):
+    """A rated reply."""
 
     id: str
     prompt: str | list[Message]
@@ -401,39 +402,39 @@ class Thumb(Answer):
     created_s: float
 
 
-class ExitForm(Answer):
-    """A form that an adapter can leave in."""
+class ExitForm(ResponseBody):
+    """A format that an adapter can be converted to."""
 
     name: str
     reader: str
-    """The program that reads it."""
+    """The program that reads the format."""
     dtypes: list[str]
-    """Of the written weights, the default first; empty where there is no choice."""
+    """Types of the written weights, the default first; empty without a choice."""
     merged: bool
-    """The whole model leaves, not the adapter alone."""
+    """True if the model is written too, not only the adapter."""
     needs_model: bool
     folder: bool
-    """True where a folder was made, which is downloaded as a zip."""
+    """True for a folder, which is downloaded as a zip."""
 
 
-class Conversion(Answer):
-    """An adapter on its way to another program."""
+class Conversion(ResponseBody):
+    """A conversion of an adapter for another program."""
 
     id: str
     adapter: str
     to: str
-    """A form of GET /v1/forms."""
+    """A format of GET /v1/forms."""
     model: str | None
     dtype: str | None
     state: Literal["waiting", "running", "done", "failed"]
     stage: str
-    """The stage that runs."""
-    error: ErrorAnswer | None
+    """The present stage."""
+    error: ErrorResponse | None
     """Why it failed."""
     report: dict[str, Any] | None
-    """The figures of reading it back, as `ondevice convert --json` prints it, without paths."""
+    """The figures of the check, as `ondevice convert --json` prints them, without paths."""
     file: str | None
-    """The name of what can be downloaded, once it is done."""
+    """Name of the file to download, once it is done."""
     bytes: int | None
     created_s: float
 
@@ -445,13 +446,13 @@ class SessionRequest(BaseModel):
     token: str = Field(min_length=1, max_length=200)
 
 
-class SessionKey(Answer):
+class SessionKey(ResponseBody):
     """The page's half of a session; the cookie is the other one."""
 
     key: str = Field(description="Sent as the header `X-Ondevice-Key`, or as `?key=` of a link.")
 
 
-class Done(Answer):
+class Done(ResponseBody):
     """It is done."""
 
     ok: Literal[True] = True

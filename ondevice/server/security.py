@@ -1,4 +1,4 @@
-"""Who may ask: tokens and sessions (hashed at rest), failed tries counted by address, names of hosts and origins."""
+"""Access: tokens and sessions (hashed at rest), failed tries by address, hosts, origins."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ TRIES, WINDOW_S = 10, 60.0
 SESSION_KEY_CHARACTERS = 22
 """Of the page's half of a session's secret: some 128 bits; the cookie has as many."""
 KEY_HEADER, KEY_PARAMETER = "x-ondevice-key", "key"
-"""Where the page sends its half: in a header, or in the address of a link and of a stream of events."""
+"""Where the page sends its half: in a header, or in the address of a link and of a stream of
+events."""
 COOKIE = "ondevice_session"
-"""Beginning of the cookie's name (`cookie_name`)."""
+"""Start of the cookie's name (`cookie_name`)."""
 REVOKED = "revoked"
-"""Kind of a row that stays of a revoked token, without its secret: the store is not open again without one."""
+"""Kind of the row that remains of a revoked token, so that the store does not become open again."""
 
 
-NONE_LEFT = "every token of this server was revoked, and it stays closed"
+NONE_LEFT = "all tokens of this server were revoked, so it refuses all requests"
 
 
 def create_token(store: Store, name: str = "") -> str:
-    """Make a token: 256 random bits that are shown once; the store keeps only their SHA-256."""
+    """Make a token of 256 random bits, which is shown once; the store only has its SHA-256."""
     return _create(store, "token", "odt", name, None, None)
 
 
 def create_session(store: Store, token: str) -> tuple[str, str]:
-    """Make a session: good for some hours, and as long as the token is.
+    """Make a session, valid for some hours and only as long as its token.
 
-    A browser sends a cookie to every port of a host, so the cookie is only half of the secret. The page keeps
-    the other half in its storage, which belongs to one port, and sends it as `KEY_HEADER`.
+    A browser sends a cookie to every port of a host, so the cookie is only half of the secret. The
+    page keeps the other half in its storage, which belongs to one port, and sends it as
+    `KEY_HEADER`.
 
     Returns:
         The cookie's content and the page's key; neither opens anything without the other.
@@ -53,13 +55,13 @@ def create_session(store: Store, token: str) -> tuple[str, str]:
 
 
 def check(store: Store, secret: str, kind: str = "token") -> str | None:
-    """Return the id of the token that `secret` is, or None. The comparison takes the same time for every secret."""
+    """Return the id of the token with this secret, or None, in constant time."""
     parts = secret.split("_", 2)
     name = parts[1] if len(parts) == 3 else ""
     row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
     expected = (
         row["sha256"] if row is not None else _digest("")
-    )  # compared all the same, so that time tells no id
+    )  # compared anyway, so that the time reveals no id
     same = hmac.compare_digest(expected, _digest(secret))
     if (
         row is None
@@ -76,7 +78,7 @@ def has_tokens(store: Store) -> bool:
 
 
 def needs_token(store: Store, host: str) -> bool:
-    """Return True if a server bound to `host` asks for one: always beyond this machine, and once one was made."""
+    """Return True if a server on `host` requires a token: on a network, and once one was made."""
     if not is_loopback(host):
         return True
     return store.row("SELECT 1 FROM tokens WHERE kind IN ('token', ?) LIMIT 1", REVOKED) is not None
@@ -94,13 +96,13 @@ def revoke(store: Store, token: str) -> None:
     """Revoke a token and the sessions that it opened. After the last one the store stays closed.
 
     Raises:
-        MissingError: there is none of this id.
+        MissingError: the id is unknown.
     """
     with store.transaction(frees=True) as db:
         query = "UPDATE tokens SET kind = ?, sha256 = '' WHERE id = ? AND kind = 'token'"
         if not db.execute(query, (REVOKED, token)).rowcount:
             raise MissingError(
-                f"there is no token {token}", hint="`ondevice serve token --list` lists them"
+                f"no such token: {token}", hint="`ondevice serve token --list` lists them"
             )
         db.execute("DELETE FROM tokens WHERE parent = ?", (token,))
 
@@ -108,15 +110,16 @@ def revoke(store: Store, token: str) -> None:
 def cookie_name(port: int, tls: bool) -> str:
     """Return the name of the session's cookie.
 
-    A browser sends a cookie to every port of a host. The port in the name keeps two daemons of one host
-    apart. With TLS the prefix `__Host-` makes the browser refuse one that another host, a plain connection
-    or another path has set.
+    A browser sends a cookie to every port of a host. The port in the name keeps two daemons of one
+    host apart. With TLS the prefix `__Host-` makes the browser refuse one that another host, a
+    plain connection or another path has set.
     """
     return f"{'__Host-' if tls else ''}{COOKIE}_{port}"
 
 
 def session_of(scope: MutableMapping[str, Any], tls: bool) -> str:
-    """Read the session's secret: the cookie of this port and the page's key. Empty without a cookie."""
+    """Read the session's secret: the cookie of this port and the page's key. Empty without a
+    cookie."""
     headers = Headers(scope=scope)
     try:
         cookies = SimpleCookie(headers.get("cookie", ""))
@@ -139,7 +142,7 @@ def end_session(store: Store, secret: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a server bound to `host` can be reached from this machine only."""
+    """Return True if only this machine can reach a server on `host`."""
     if host == "localhost":
         return True
     try:
@@ -166,8 +169,8 @@ def ensure_guarded(store: Store, host: str) -> None:
 def same_origin(host: str, headers: Mapping[str, str]) -> bool:
     """Return True if a request comes from this server's own page, or from no page at all.
 
-    Browsers say it (Fetch metadata) where the server is this machine or speaks TLS. Elsewhere there is only the origin,
-    which a GET may lack; but there no request passes without a token.
+    Browsers send Fetch metadata to this machine and over TLS. Otherwise there is only the origin,
+    which a GET may lack; but then no request passes without a token.
     """
     fetch_site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
@@ -187,13 +190,13 @@ def host_name(host: str) -> str | None:
 
 
 def is_own_name(host: str, bound: str) -> bool:
-    """Return True if the Host header names this machine as seen from itself; another name is DNS rebinding."""
+    """Return True if the Host header names this machine; another name means DNS rebinding."""
     name = host_name(host) or ""
     return name in ("localhost", bound.strip("[]").lower()) or is_loopback(name)
 
 
 class Tries:
-    """Failed tries by address; too many of them, and the address waits.
+    """Failed tries by address; after too many the address has to wait.
 
     Args:
         clock: seconds that never go back.
@@ -206,12 +209,12 @@ class Tries:
         self._failed: OrderedDict[str, deque[float]] = OrderedDict()
 
     def wait_s(self, address: str) -> float:
-        """Return seconds that `address` has to wait; 0 where it may try."""
+        """Return seconds that `address` has to wait; 0 if it may try."""
         times = self._recent(address)
         return 0.0 if len(times) < TRIES else max(0.0, times[0] + WINDOW_S - self.clock())
 
     def refusal(self, address: str) -> tuple[Any, ...] | None:
-        """Return the refusal of an address that failed too often (arguments of `refused`); None where it may try."""
+        """Return the refusal of an address that failed too often (for `refused`), or None."""
         wait_s = self.wait_s(address)
         if not wait_s:
             return None
@@ -230,9 +233,7 @@ class Tries:
         key = network_of(address)
         self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
         self._failed.move_to_end(key)
-        while (
-            len(self._failed) > self.KEPT
-        ):  # an attacker with many addresses must not fill the memory
+        while len(self._failed) > self.KEPT:  # many addresses must not fill the memory
             self._failed.popitem(last=False)
 
     def _recent(self, address: str) -> deque[float]:
@@ -243,7 +244,7 @@ class Tries:
 
 
 def network_of(address: str) -> str:
-    """Return the key that a client is counted by: an IPv6 customer has 2^64 addresses, which count as one."""
+    """Return the key for counting a client: the 2^64 addresses of an IPv6 customer count as one."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

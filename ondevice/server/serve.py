@@ -26,7 +26,7 @@ HOST, PORT = "127.0.0.1", 8765
 _log = logging.getLogger(__name__)
 DRAIN_S = 5
 LOOK_TICKS = 10
-"""Turns of the server's loop, of a tenth of a second, between two looks at late connections."""
+"""Turns of the server's loop, of a tenth of a second, between two checks for late connections."""
 
 
 def default_store() -> Path:
@@ -47,14 +47,14 @@ def serve(
     ready: Callable[[str], None] = lambda address: None,
     fleet_progress: Progress = lambda folder: None,
 ) -> None:
-    """Serve a store until SIGTERM or SIGINT; the running job's state is saved then, and it is queued again.
+    """Serve a store until SIGTERM or SIGINT; the running job is then saved and queued again.
 
     Args:
         store: the folder; `default_store` if None.
-        host: the address to listen on. Another than a loopback address demands a token.
-        port: 0 takes a free one.
+        host: the address to listen on; any but a loopback address needs a token.
+        port: 0 picks a free one.
         tls_cert, tls_key: PEM files; both or none.
-        ready: called with the address once it answers.
+        ready: called with the address once the daemon listens.
         fleet_progress: see `Fleets`.
 
     Raises:
@@ -78,7 +78,7 @@ def serve(
             raise ConfigError(
                 f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner"
             )
-    os.umask(0o077)  # data and tokens are this user's alone
+    os.umask(0o077)  # only this user can read data and tokens
     daemon = Daemon(store or default_store(), fleet_progress)
     ensure_guarded(daemon.store, host)
     start_log(daemon.store.root / "logs")
@@ -102,7 +102,7 @@ def serve(
     )
 
     class Server(uvicorn.Server):
-        """Says that it is ready once it listens, and closes connections that are late."""
+        """Reports that it is ready once it listens, and closes late connections."""
 
         crowd = Crowd(connection_limit())
 
@@ -118,7 +118,7 @@ def serve(
         async def startup(self, sockets: list[Any] | None = None) -> None:
             if (
                 tls_cert is not None
-            ):  # before it a connection is not one of the crowd; asyncio's own limit is a minute
+            ):  # asyncio's default is a minute, before the crowd knows the connection
                 loop: Any = asyncio.get_running_loop()
                 loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)
             await super().startup(sockets)
@@ -130,7 +130,7 @@ def serve(
         sock = config.bind_socket()
     except SystemExit:
         raise ConfigError(
-            f"{host}:{port} is taken, or is no address of this machine", hint="--port 0"
+            f"{host}:{port} is taken, or is not an address of this machine", hint="--port 0"
         ) from None
     scheme, bound = "https" if tls_cert else "http", sock.getsockname()[1]
     name = f"[{host}]" if ":" in host else host
@@ -168,7 +168,7 @@ def missing(error: ImportError) -> MissingPackageError:
 
 
 async def _heartbeat(daemon: Daemon) -> None:
-    """Notify the service manager while loop and supervisor go round; one that hangs is not heard of, and restarted."""
+    """Notify the service manager while loop and supervisor run; if not, it restarts the daemon."""
     every = watchdog_s()
     if every is None:
         return

@@ -1,9 +1,9 @@
 """The daemon as a service of its machine: logs, systemd's notifications, and a job's memory.
 
-Logs do not fill the disk, and say no secret. Without systemd its notifications do nothing. A job's memory is measured,
-and limited by a cgroup of its own where this daemon may make one: with cgroup v2 and a delegated subtree (the unit of
-`ondevice serve install` asks for it) the kernel keeps the limit. Elsewhere the supervisor measures the processes' own
-memory several times a second and ends the job.
+Logs do not fill the disk, and contain no secret. Without systemd its notifications do nothing. A
+job's memory is measured, and limited by a cgroup if the daemon may make one: with cgroup v2 and a
+delegated subtree (the unit of `ondevice serve install` requests it) the kernel enforces the limit.
+Elsewhere the supervisor measures the memory several times a second and ends the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECRET = re.compile(
 
 
 class Redact(logging.Filter):
-    """Takes everything that looks like a token out of a record, as the last line of defence."""
+    """Removes everything that looks like a token from a record, as the last line of defence."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -34,7 +34,7 @@ class Redact(logging.Filter):
 
 
 def start_log(folder: Path) -> logging.handlers.RotatingFileHandler:
-    """Write the daemon's log to `folder`/ondevice.log, some ten megabytes in all, and to standard error."""
+    """Write the daemon's log to `folder`/ondevice.log, about ten megabytes, and to stderr."""
     layout = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler = logging.handlers.RotatingFileHandler(
         folder / "ondevice.log", maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
@@ -50,9 +50,10 @@ def start_log(folder: Path) -> logging.handlers.RotatingFileHandler:
 
 
 def trim(path: Path, limit_bytes: int = WORKER_LOG_BYTES) -> None:
-    """Keep a log that another process appends to below twice `limit_bytes`: copy the old part, then cut it to nothing.
+    """Trim a log that another process appends to below twice `limit_bytes`: copy the old part, then
+    empty it.
 
-    It cannot be renamed as the daemon's own log is: the worker holds it open and would go on writing to the old file.
+    It cannot be renamed: the worker holds it open and would go on writing to the old file.
     """
     try:
         if path.stat().st_size > limit_bytes:
@@ -63,7 +64,7 @@ def trim(path: Path, limit_bytes: int = WORKER_LOG_BYTES) -> None:
 
 
 def tail(path: Path, count_bytes: int) -> str:
-    """Read the last bytes of a log and of its trimmed part, from the beginning of a line; secrets are taken out."""
+    """Return the last lines of a log and its trimmed part, without secrets."""
     content = b""
     for source in (path, path.with_name(path.name + ".1")):
         try:
@@ -79,7 +80,7 @@ def tail(path: Path, count_bytes: int) -> str:
 
 
 def notify(*lines: str) -> bool:
-    """Send state lines such as `READY=1` to the service manager; False where there is none."""
+    """Send state lines such as `READY=1` to the service manager; return False without one."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -95,7 +96,7 @@ def notify(*lines: str) -> bool:
 
 
 def watchdog_s() -> float | None:
-    """Return the seconds within which the service manager wants a sign of life; None where it wants none."""
+    """Return seconds within which the service manager expects a sign of life, or None."""
     try:
         micros = int(os.environ.get("WATCHDOG_USEC", ""))
         watched = int(os.environ.get("WATCHDOG_PID", os.getpid()))
@@ -109,11 +110,11 @@ _DAEMON = "daemon"
 
 
 def own_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants that nobody else has, in bytes: anonymous, shared memory and
-    swapped out pages.
+    """Return the memory of a process and its descendants, in bytes: anonymous, shared and swapped
+    pages.
 
-    Pages of files, such as libraries, can be dropped and do not count, as in the plan. Where the system does not
-    separate them it is the resident memory. 0 when the process is gone.
+    Pages of files, such as libraries, can be dropped and do not count, as in the plan. If the
+    system does not separate them, return the resident memory; 0 if the process is gone.
     """
     import psutil
 
@@ -144,10 +145,10 @@ def _own(pid: int) -> int:
 
 
 class Cgroup:
-    """A cgroup for one job at a time, or nothing where it cannot be made.
+    """A cgroup for one job at a time, or nothing if it cannot be made.
 
     Args:
-        root: where cgroup v2 is mounted.
+        root: mount point of cgroup v2.
         own: this process' line of /proc/self/cgroup.
     """
 
@@ -164,11 +165,11 @@ class Cgroup:
 
     @property
     def how(self) -> str:
-        """Name who keeps the memory limit, for the log and for GET /v1/system."""
+        """Name who enforces the memory limit, for the log and for GET /v1/system."""
         return "cgroup" if self._home is not None else "watch"
 
     def place(self, pid: int, job: str, limit_bytes: int) -> bool:
-        """Put a process under `limit_bytes`; False where the watch has to do."""
+        """Limit a process to `limit_bytes`; return False if the supervisor has to watch it."""
         if self._home is None:
             return False
         try:
@@ -177,7 +178,7 @@ class Cgroup:
             (self.folder / "memory.max").write_text(str(limit_bytes))
             if (
                 self.folder / "memory.swap.max"
-            ).is_file():  # a job that swaps instead of failing would slow all else
+            ).is_file():  # a job that swaps instead of failing would slow down everything else
                 (self.folder / "memory.swap.max").write_text("0")
             (self.folder / "cgroup.procs").write_text(str(pid))
         except OSError:
@@ -194,7 +195,7 @@ class Cgroup:
         return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in lines)
 
     def remove(self) -> None:
-        """Forget the job's cgroup, once its processes are gone."""
+        """Remove the job's cgroup, once its processes are gone."""
         folder, self.folder = self.folder, None
         try:
             if folder is not None:
@@ -203,11 +204,11 @@ class Cgroup:
             pass
 
     def _delegated(self, home: Path) -> Path | None:
-        """This daemon's cgroup with the memory controller handed down, itself moved to a leaf."""
+        """Return this daemon's cgroup, with the memory controller delegated."""
         controllers = (home / "cgroup.controllers").read_text().split()
         if "memory" not in controllers or not os.access(home / "cgroup.subtree_control", os.W_OK):
             return None
-        # Only a cgroup without processes of its own may hand controllers down (cgroup v2's rule).
+        # Only a cgroup without processes may delegate controllers (a rule of cgroup v2).
         leaf = home / _DAEMON
         leaf.mkdir(exist_ok=True)
         (leaf / "cgroup.procs").write_text(str(os.getpid()))

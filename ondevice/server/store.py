@@ -1,4 +1,5 @@
-"""The daemon's data, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
+"""The daemon's data, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything
+large.
 
     STORE/
         ondevice.db      jobs, events, data sets, uploads, adapters, activations, thumbs,
@@ -10,13 +11,14 @@
         artifacts/NAME/  exported programs, likewise
         jobs/ID/         job.json, run/ (the run's folder), worker.log
         adapters/ID/     adapters of finished jobs and uploaded ones, in PEFT's layout
-        active           a link to the adapter that is in use
+        active           a link to the active adapter
         uploads/ID/      what has arrived of an upload
-        exits/ID/        an adapter as another program reads it, for a day
+        exits/ID/        an adapter converted for another program, for a day
         logs/            the daemon's own log, rotated
-        lost/            what the database does not know, such as after its loss; kept for thirty days
+        lost/            folders that the database does not know, for thirty days
 
-Paths in the database are relative, so a store can be copied while nothing writes, and served elsewhere.
+Paths in the database are relative, so a store can be copied while nothing writes, and served
+elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from ondevice.server.reserve import RESERVE_BYTES, Reserve
 
 FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Ids and names of everything in a store: nothing that a path could be made of."""
+"""Ids and names of everything in a store; none can form a path."""
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -113,21 +115,24 @@ MIGRATIONS: tuple[str, ...] = (
     DELETE FROM tokens WHERE kind = 'session';
     """,
 )
-"""One script a schema version; `PRAGMA user_version` counts those that have run. No statement holds a `;`.
+"""One script per schema version; `PRAGMA user_version` counts those that have run. No statement
+contains a `;`.
 
-Since the fourth, `jobs.not_before_s`, `keys.created_s` and `tokens.expires_s` are in the store's time (`clock`).
+Since the fourth, `jobs.not_before_s`, `keys.created_s` and `tokens.expires_s` are in the store's
+time (`clock`).
 """
 
 
 class MissingError(ConfigError):
-    """There is nothing of this name in the store."""
+    """The store has nothing with this name."""
 
 
 class Store:
-    """A store's folder, made if need be. Safe to share between threads: each has its own connection.
+    """A store's folder, created if necessary. Safe to share between threads: each has a connection.
 
     Raises:
-        StorageError: the folder cannot be written, the database is damaged, or a newer version wrote it.
+        StorageError: the folder cannot be written, the database is damaged, or a newer version
+            wrote it.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -152,9 +157,10 @@ class Store:
             ) from None
 
     def discard(self, kind: str, name: str) -> None:
-        """Remove the folder of a thing that the database no longer knows.
+        """Delete the folder of a thing that the database no longer knows.
 
-        It has a hidden name first: what a kill leaves of it is removed at the next start, not put aside.
+        It gets a hidden name first: after a kill the next start deletes it, and does not move it to
+        `lost`.
         """
         folder = self.path(kind, name)
         hidden = folder.with_name(f".{name}.deleted")
@@ -168,7 +174,7 @@ class Store:
         """Return the folder of a thing: `path("jobs", id)`.
 
         Raises:
-            ConfigError: `name` is no name of a thing in a store.
+            MissingError: `name` is invalid.
         """
         if kind not in FOLDERS or not ID.fullmatch(name) or ".." in name:
             raise MissingError(
@@ -180,17 +186,18 @@ class Store:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection. Those of threads that have ended are closed when another thread needs one."""
+        """This thread's connection. A new connection closes those of threads that have ended."""
         connection = getattr(self._local, "connection", None)
         if connection is None:
-            # isolation_level=None: transactions begin where `transaction` says, not where sqlite3 guesses.
+            # isolation_level=None: `transaction` decides when a transaction begins, not sqlite3.
             connection = sqlite3.connect(
                 self.root / "ondevice.db", timeout=30, isolation_level=None, check_same_thread=False
             )
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA foreign_keys=ON")
             self._local.connection = connection
-            # Web frameworks start and end threads as they like: each would leave an open file behind.
+            # Web frameworks start and end threads as they like: each would leave an open file
+            # behind.
             with self._connecting:
                 for thread in [thread for thread in self._connections if not thread.is_alive()]:
                     self._connections.pop(thread).close()
@@ -201,12 +208,13 @@ class Store:
     def transaction(
         self, *, durable: bool = True, frees: bool = False
     ) -> Iterator[sqlite3.Connection]:
-        """Run a block all or nothing; nobody else writes meanwhile. Inside another transaction it is a part of that.
+        """Run a block as a transaction, in which nobody else writes. A nested block joins the outer
+        one.
 
         Args:
-            frees: the block deletes something, which a full disk must not prevent: it may use the reserve.
-            durable: the disk has it when the block ends. Without, a power cut may take the last such blocks back
-                (never a part of one); the next durable one makes them durable too.
+            frees: the block deletes something, and may use the reserve of a full disk.
+            durable: the data is on the disk when the block ends. Otherwise a power cut may undo the
+                last blocks (each completely); the next durable block makes them durable too.
         """
         connection = self.connection
         if connection.in_transaction:
@@ -219,7 +227,7 @@ class Store:
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute(
             "BEGIN IMMEDIATE"
-        )  # the write lock now: taken at the first write, it could fail half-way
+        )  # the write lock at once: taken at the first write, it could fail halfway
         try:
             yield connection
             connection.execute("COMMIT")
@@ -251,14 +259,15 @@ class Store:
         values: Sequence[Any] = (),
         columns: str = "*",
     ) -> tuple[list[sqlite3.Row], bool]:
-        """Return a part of a list, and if there is more behind it; SQLite reads and sorts, Python sees the part only.
+        """Return a page of a list, and whether there are more. SQLite sorts; Python only gets the
+        page.
 
         Args:
             table: with a column `id`.
             order: SQL expressions; the last differs from row to row.
-            limit: rows of the part; None takes all.
-            after: the id of the row before the part; None begins.
-            where: a condition with places for `values`.
+            limit: rows of the page; None for all.
+            after: id of the row before the page; None for the first page.
+            where: an SQL condition with placeholders for `values`.
 
         Raises:
             ConfigError: `after` is not in the list.
@@ -269,14 +278,14 @@ class Store:
                 raise ConfigError(f"{after} is not in this list", expected="the last id of the page before",
                                   received=after, hint="it may have been deleted: begin without `after`")  # fmt: skip
             behind, begin = f"AND ({order}) > (SELECT {order} FROM {table} WHERE id = ?)", [after]
-        # The ids first, from an index where there is one: the rows' texts are read for the part only.
+        # The ids first, from an index if there is one: the rows' texts are only read for the page.
         chosen = f"SELECT rowid FROM {table} WHERE {where} {behind} ORDER BY {order} LIMIT ?"
         query = f"SELECT {columns} FROM {table} WHERE rowid IN ({chosen}) ORDER BY {order}"
         rows = self.rows(query, *values, *begin, -1 if limit is None else limit + 1)
         return rows[:limit], limit is not None and len(rows) > limit
 
     def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
-        """Append events to a job's stream inside a transaction; return the newest id. Ids begin at 1, without gaps."""
+        """Append events to a job's stream inside a transaction; return the newest id (from 1)."""
         last = self.last_event(job)
         for event in events:
             last += 1
@@ -305,10 +314,11 @@ class Store:
         self._local = threading.local()
 
     def _migrate(self) -> None:
-        """Bring the schema up to date, all or nothing. Of several first starts at once one does it, the others wait."""
+        """Update the schema, completely or not at all; other processes wait."""
         folder = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # SQLite does not wait for a lock where the journal's mode changes, and refuses the second of two.
+            # SQLite does not wait for a lock to change the journal's mode, and refuses the second
+            # of two.
             fcntl.flock(folder, fcntl.LOCK_EX)
             # Readers do not wait for a writer. It is kept in the file.
             self.connection.execute("PRAGMA journal_mode=WAL")
@@ -342,5 +352,5 @@ class Store:
 
 
 def new_id(prefix: str) -> str:
-    """Make an id for something new; it cannot be guessed."""
+    """Make an id that cannot be guessed."""
     return f"{prefix}-{secrets.token_hex(6)}"

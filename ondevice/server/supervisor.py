@@ -1,6 +1,6 @@
 """The thread that runs jobs: one worker process at a time, watched until it ends.
 
-It alone starts and stops workers; the rest of the daemon changes the queue and wakes it.
+Only the supervisor starts and stops workers; the rest of the daemon changes the queue and wakes it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 POLL_S = 0.1
 IDLE_S = 1.0
 SAVE_GRACE_S = 120.0
-"""How long a worker may take to end its step and save, before it is killed and the last checkpoint counts."""
+"""Seconds for a worker to end its step and save, before it is killed."""
 CANCEL_GRACE_S = 5.0
 BUSY_WAIT_S = 0.5
 LONG_TURN_S = 1800.0
-"""How long a turn may take that starts or ends a job: it hashes an artifact or copies an adapter of any size."""
+"""Seconds for a turn that starts or ends a job: it hashes an artifact or copies an adapter."""
 
 
 class Supervisor(threading.Thread):
@@ -43,7 +43,7 @@ class Supervisor(threading.Thread):
 
     Args:
         python: the interpreter of the workers.
-        make_room: is called before a worker starts.
+        make_room: called before a worker starts.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class Supervisor(threading.Thread):
         self.running: Running | None = None
         self.cgroup = Cgroup()
         self.beat = time.monotonic()
-        """When it last went round, or until when a long turn may take; the watchdog looks at it."""
+        """Time of the last turn, or the latest end of a long one, for the watchdog."""
         self._wake = threading.Event()
         self._ending = threading.Event()
 
     def wake(self) -> None:
-        """Look at the queue at once: something in it has changed."""
+        """Check the queue at once, because it has changed."""
         self._wake.set()
 
     def stop(self, timeout_s: float = SAVE_GRACE_S + 10) -> None:
-        """End: the worker saves its state, and its job is queued again."""
+        """Stop: the worker saves its state, and its job is queued again."""
         self._ending.set()
         self.wake()
         self.join(timeout_s)
 
     def recover(self) -> None:
-        """Put the queue in order after a daemon that ended in any way; before `start`."""
+        """Clean up the queue after the previous daemon; call this before `start`."""
         for job in self.queue.list("running", "pausing", "cancelling"):
             follow(self.store, self.queue, job.id)
         for job in self.queue.recover():
@@ -88,7 +88,7 @@ class Supervisor(threading.Thread):
             except (
                 Exception
             ):  # a full disk, for example: a dead supervisor would leave its worker unwatched
-                _log.exception("the supervisor stumbled, and goes on")
+                _log.exception("an error in the supervisor, which goes on")
                 time.sleep(1.0)
             self._wake.wait(POLL_S if self.running else IDLE_S)
             self._wake.clear()
@@ -97,9 +97,7 @@ class Supervisor(threading.Thread):
         if self.running is not None:
             self._watch(self.running)
         elif not self._ending.is_set():
-            for lost in self.queue.list(
-                *ACTIVE
-            ):  # its start went wrong, and could not be written down
+            for lost in self.queue.list(*ACTIVE):  # its start failed, and could not be recorded
                 self.queue.ended(lost.id, "crashed", reason="the job has no worker")
             if (job := self.queue.claim()) is not None:
                 self._start(job)
@@ -130,7 +128,7 @@ class Supervisor(threading.Thread):
         limits = job.spec.get("limits", {})
         self.running = running = Running(job.id, process, limits, ran_before_s=job.ran_s)
         if limit := limits.get("memory_bytes"):
-            # One for each attempt: what the kernel counts of kills begins at zero.
+            # One for each attempt, so that the kernel's count of kills starts at zero.
             running.in_cgroup = self.cgroup.place(process.pid, f"{job.id}-{job.attempt}", limit)
             running.placed_bytes = limit
         _log.info("job %s: started, process %d, attempt %d", job.id, process.pid, job.attempt)
@@ -144,10 +142,10 @@ class Supervisor(threading.Thread):
         trim(self.store.path("jobs", running.job) / "worker.log")
         follow(
             self.store, self.queue, running.job, running.ran_s
-        )  # last: a full disk stops it, and no limit
+        )  # last: a full disk may stop this, but not the limits
 
     def _enforce(self, running: Running) -> None:
-        """Hold the worker to its limits, and to what was asked of its job."""
+        """Enforce the worker's limits, and apply requests for its job."""
         job = self.queue.get(running.job)
         running.limits = job.spec.get("limits", {})
         running.memory_bytes = own_bytes(running.process.pid)
@@ -160,10 +158,10 @@ class Supervisor(threading.Thread):
             running.kill()
         elif seconds and running.ran_s > seconds and not running.asked:
             running.over = TrainingError(
-                "the job's time is over; its state is saved",
+                "the job reached its time limit; its state is saved",
                 expected=f"at most {seconds:g} s of running",
                 received=f"{running.ran_s:.0f} s",
-                hint="raise limits.time_s, and resume",
+                hint="raise limits.time_s and resume",
             )
             running.ask("time limit", SAVE_GRACE_S)
         elif job.state == "cancelling" and running.asked != "cancelled":
@@ -179,18 +177,19 @@ class Supervisor(threading.Thread):
             running.kill()
 
     def _move_limit(self, running: Running, limit: int | None) -> None:
-        """Give the kernel a memory limit that was changed while the job runs."""
+        """Pass a memory limit that changed while the job runs to the kernel."""
         running.placed_bytes = limit
         try:
             if self.cgroup.folder is not None:
                 (self.cgroup.folder / "memory.max").write_text(str(limit or "max"))
         except OSError as error:
             _log.warning(
-                "job %s: the memory limit holds from its next start: %s", running.job, error
+                "job %s: the memory limit applies from its next start: %s", running.job, error
             )
 
     def _ended(self, running: Running, code: int) -> None:
-        """Write down how a worker ended. What fails here, as on a full disk, is tried again at the next turn."""
+        """Record how a worker ended; if that fails, as on a full disk, the next turn tries
+        again."""
         if running.ended is None:
             running.ended = time.monotonic()
             running.kill_group()
@@ -203,7 +202,7 @@ class Supervisor(threading.Thread):
 
     def _write_end(self, running: Running, code: int) -> None:
         self.beat = time.monotonic() + LONG_TURN_S
-        # The log first: the progress in it says whether a crashed worker had saved a new checkpoint.
+        # The log first: its progress shows whether a crashed worker had saved a new checkpoint.
         follow(self.store, self.queue, running.job, running.ran_s)
         folder = self.store.path("jobs", running.job)
         outcome, error = judge(code, running, reported_error(folder))
@@ -217,7 +216,7 @@ class Supervisor(threading.Thread):
                 else lambda job: None
             )
         except (OndeviceError, OSError) as failure:
-            problem = _as_error(failure, "the adapter cannot be kept")
+            problem = _as_error(failure, "cannot store the adapter")
             outcome, error, reason, done = (
                 "crashed",
                 problem.to_dict(),
@@ -230,7 +229,7 @@ class Supervisor(threading.Thread):
         )
         if (
             error and error.get("error") == BusyError.__name__
-        ):  # the worker before still holds the folder: soon again
+        ):  # the previous worker still holds the folder: try again soon
             with self.store.transaction() as db:
                 again_s = self.queue.elapsed() + BUSY_WAIT_S
                 db.execute(
@@ -240,10 +239,10 @@ class Supervisor(threading.Thread):
 
 
 def remove_job(store: Store, queue: Queue, job: str) -> None:
-    """Forget an ended job and remove its folder; its adapters stay."""
+    """Delete an ended job and its folder; its adapters stay."""
     queue.delete(
         job
-    )  # first: a folder that is left after a kill is swept, a row without one would fail
+    )  # first: after a kill the next start removes a folder, but a row without one would fail
     store.discard("jobs", job)
 
 

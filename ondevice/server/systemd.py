@@ -1,4 +1,4 @@
-"""The systemd unit of `ondevice serve install`: a user of its own, and nothing writable but its state."""
+"""The systemd unit of `ondevice serve install`: a separate user, which can only write its state."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ SystemCallArchitectures=native
 SystemCallFilter=@system-service landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SystemCallFilter=~@privileged @obsolete
 SystemCallErrorNumber=EPERM
-# Of devices, those of an NVIDIA GPU and the usual ones (null, zero, random). Memory may be made executable:
-# kernels are compiled where they run.
+# Of devices, those of an NVIDIA GPU and the usual ones (null, zero, random). Memory may be made
+# executable: kernels are compiled where they run.
 DevicePolicy=closed
 DeviceAllow=char-nvidia* rw
 DeviceAllow=char-nvhost* rw
@@ -88,7 +88,8 @@ WantedBy=multi-user.target
 CREDENTIALS = "%d"
 """systemd's name of the folder with the service's credentials."""
 _LOOPBACK_ONLY = """
-# Bound to this machine: packets to and from elsewhere are dropped. Take this out to load models from a hub.
+# Bound to this machine: packets to and from elsewhere are dropped. Take this out to load models
+# from a hub.
 IPAddressDeny=any
 IPAddressAllow=localhost
 """
@@ -108,17 +109,17 @@ def unit(
 
     Args:
         offline: also let the kernel drop what comes from or goes to other machines.
-        groups: those of the GPU's devices; systemd does not start a unit that names one that the machine lacks.
-        python: the interpreter that has ondevice; it must be readable for everybody, so not in somebody's home.
+        groups: of the GPU's devices; systemd does not start a unit with an unknown group.
+        python: the interpreter with ondevice; everybody must be able to read it, so not in a home.
 
     Raises:
-        ConfigError: a path or host that cannot stand in a unit.
+        ConfigError: a path or host with characters that a unit cannot hold.
     """
     words = python_command(
         "-m", "ondevice", "serve", "--host", host, "--port", str(port), python=python
     )
     files = {"tls-cert": tls_cert, "tls-key": tls_key}
-    # A DynamicUser cannot read root's key: systemd hands over a copy, in a folder of the service's own.
+    # A DynamicUser cannot read root's key: systemd passes a copy, in a folder of the service.
     credentials = {
         name: str(Path(path).absolute()) for name, path in files.items() if path is not None
     }
@@ -156,7 +157,7 @@ def existing_groups() -> tuple[str, ...]:
 
 
 def install(text: str, folder: Path = SYSTEM_FOLDER) -> Path:
-    """Write the unit; systemd takes it with `systemctl daemon-reload`.
+    """Write the unit; `systemctl daemon-reload` loads it.
 
     Raises:
         StorageError: the folder cannot be written: this needs root.

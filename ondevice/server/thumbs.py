@@ -1,6 +1,6 @@
-"""Answers that somebody judged with thumbs up or down, kept in the store: the ground for learning from feedback.
+"""Ratings of replies, thumbs up or down, in the store: training data for learning from feedback.
 
-A line of the export is a row of the format `thumbs` of `ondevice.data`, with the model and the adapter besides.
+A line of the export is a row of the format `thumbs` of `ondevice.data`, with model and adapter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ondevice.server.store import MissingError, Store
 
 PAGE_ROWS = 500
-"""Rows that are read from the store at once."""
+"""Rows per read from the store."""
 
 
 def judge(
@@ -25,7 +25,7 @@ def judge(
     model: str,
     adapter: str | None,
 ) -> dict[str, Any]:
-    """Keep a judgement; return its row. The same answer judged again is the same row, with the newer thumb."""
+    """Store a rating; return its row. Rating the same reply again updates the row."""
     kept = _whole(json.dumps(prompt, ensure_ascii=False))
     answer, model = _whole(answer), _whole(model)
     adapter = None if adapter is None else _whole(adapter)
@@ -43,7 +43,7 @@ def judge(
 def list_thumbs(
     store: Store, limit: int, after: str | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return so many judged answers behind `after`, the newest first, and if there are more.
+    """Return up to `limit` ratings after `after`, the newest first, and whether there are more.
 
     Raises:
         ConfigError: `after` is not in the list.
@@ -53,15 +53,17 @@ def list_thumbs(
 
 
 def remove(store: Store, name: str) -> None:
-    """Forget a judgement; MissingError if there is none."""
+    """Delete a rating; raise MissingError if it does not exist."""
     with store.transaction(frees=True) as db:
         if not db.execute("DELETE FROM thumbs WHERE id = ?", (name,)).rowcount:
-            raise MissingError(f"there is no thumb {name}", hint="GET /v1/thumbs lists them")
+            raise MissingError(f"no such thumb: {name}", hint="GET /v1/thumbs lists them")
 
 
 def lines(store: Store) -> Iterator[bytes]:
-    """Yield all judged answers as JSON lines, in the order they were first judged: `prompt` (text, or turns with
-    role and content), `completion`, `label` (true for thumbs up), `model`, `adapter`."""
+    """Yield all ratings as JSON lines, in the order of their creation.
+
+    Keys: `prompt` (text, or turns with role and content), `completion`, `label` (true for thumbs
+    up), `model`, `adapter`."""
     last = 0
     while rows := store.rows(
         "SELECT * FROM thumbs WHERE number > ? ORDER BY number LIMIT ?", last, PAGE_ROWS
@@ -84,5 +86,5 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> str:
-    """Return it with a question mark for half a surrogate pair, which no file can hold."""
+    """Replace half a surrogate pair, which no file can hold, by a question mark."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Requests to a daemon over HTTP, by the standard library alone, and the errors that its answers carry."""
+"""Requests to a daemon over HTTP with the standard library, and the errors in responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RefusedError(OndeviceError):
 
 
 class Transport:
-    """Requests of a client, each over a connection of its own."""
+    """Requests of a client, each over a separate connection."""
 
     def __init__(
         self, url: str | None = None, token: str | None = None, *, ca: str | Path | None = None,
@@ -37,7 +37,7 @@ class Transport:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                "the daemon's address cannot be read", expected=DEFAULT_URL, received=self.url
+                "not a valid address of a daemon", expected=DEFAULT_URL, received=self.url
             )
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._token = token or os.environ.get("ONDEVICE_TOKEN") or ""
@@ -57,11 +57,12 @@ class Transport:
         query: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.
+        """Send one request; a `body` that is not bytes is sent as JSON. Return the JSON of the
+        response.
 
         Raises:
             RefusedError: the daemon refuses it.
-            DeviceError: the daemon does not answer.
+            DeviceError: the daemon does not respond.
         """
         return json.loads(self._send(method, path, body, query, headers))
 
@@ -94,11 +95,11 @@ class Transport:
         query: dict[str, Any] | None = None,
         more: dict[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request, give its answer to be read, and close the connection.
+        """Send a request, let the caller read its response, and close the connection.
 
         Raises:
             RefusedError: the daemon refuses it.
-            DeviceError: the daemon does not answer, or stops while the answer is read.
+            DeviceError: the daemon does not respond, or stops during its response.
         """
         connection = self._connect()
         try:
@@ -123,7 +124,7 @@ class Transport:
             yield response
         except (OSError, http.client.HTTPException) as error:
             raise DeviceError(
-                f"the daemon at {self.url} does not answer",
+                f"the daemon at {self.url} does not respond",
                 expected="a daemon",
                 received=str(error) or type(error).__name__,
                 hint="start it with `ondevice serve`, or name another with --url",
@@ -140,14 +141,14 @@ class Transport:
 
 
 def refusal(status: int, content: bytes) -> RefusedError:
-    """Rebuild the error in an answer; its exit code is that of the same error on the command line."""
+    """Rebuild the error in a response, with the exit code of the same error on the command line."""
     values: dict[str, Any]
     try:
         values = json.loads(content)
         values["message"]
     except (ValueError, KeyError, TypeError):
         values = {
-            "message": f"the daemon answered with {status}",
+            "message": f"the daemon responded with {status}",
             "received": content[:200].decode(errors="replace"),
         }
     error = RefusedError(

@@ -1,4 +1,4 @@
-"""Zips from outside: every name and size is looked at before a byte is written, and nothing leaves the folder."""
+"""Zips from outside: every name and size is checked before a byte is written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SUFFIXES = (
     ".json", ".jsonl", ".safetensors", ".txt", ".md", ".jinja", ".model", ".yaml", ".pte", ".ptd", ".mlxfn", ".sh",
     ".gguf", ".swift",
 )  # fmt: skip
-"""Kinds of files that an upload may hold. No pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
+"""Kinds of files to upload: no pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
 MAX_FILES = 2000
 MAX_DEPTH = 6
 DIRECTORY_BYTES = 5
-"""Place of the directory's length in what zipfile reads of a zip's end."""
+"""Index of the directory's length in the end record that zipfile reads."""
 ENTRY_BYTES = 1024
-"""The most that a file takes in that list: 46 bytes, its name, and what packers write beside it."""
+"""Most bytes of a file in that list: 46 bytes, its name, and a packer's extra fields."""
 BY_THE_WAY = (
     ".DS_Store",
     "Thumbs.db",
@@ -35,13 +35,13 @@ BY_THE_WAY = (
     "README",
 )
 MAX_RATIO = 200
-"""Times that a file may be larger than its packed form; safetensors and text stay far below."""
+"""Largest ratio of unpacked to packed size; safetensors and text stay far below."""
 _CHUNK_BYTES = 1 << 20
 _DAMAGED = (
     zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
     KeyError, ValueError, OverflowError,
 )  # fmt: skip
-"""Errors that zipfile raises for bytes that are no whole zip; an offset that leads before the file is an OSError."""
+"""Errors of zipfile for invalid bytes; OSError is for an offset before the start of the file."""
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
 
 
@@ -50,16 +50,16 @@ def unpack(
 ) -> list[str]:
     """Unpack a zip into an empty folder; return the names of its files.
 
-    One folder at the top that holds everything is left out, so that a zip of a folder is the folder.
+    A single top folder is left out, so that a zip of a folder gives the folder's files.
 
     Args:
-        limit_bytes: of all files together, unpacked.
-        room_bytes: of the disk that they may take; None: as much as there is.
+        limit_bytes: limit of all unpacked files together.
+        room_bytes: disk space that they may take; None for no limit.
 
     Raises:
-        ArtifactError: no zip, damaged, encrypted, too large; or a name that leads elsewhere, stands twice, is a
-            link, or is of a kind that may not be uploaded.
-        StorageError: the disk is full, or has less room than the files need.
+        ArtifactError: not a zip, damaged, encrypted or too large; or a name that leads elsewhere,
+            occurs twice, is a link, or is of a kind that may not be uploaded.
+        StorageError: the disk is full, or has too little space for the files.
     """
     try:
         _check_directory(source)
@@ -74,7 +74,7 @@ def unpack(
             total = sum(entry.file_size for entry in entries)
             if room_bytes is not None and total > room_bytes:
                 raise StorageError(
-                    "the disk has not enough room",
+                    "not enough space on the disk",
                     expected=f"{total} bytes",
                     received=f"{max(0, room_bytes)} to spare",
                 )
@@ -92,7 +92,7 @@ def unpack(
             raise StorageError(f"the zip cannot be unpacked: {error.strerror}") from None
         raise ArtifactError(
             "the zip cannot be read",
-            expected="a whole zip file",
+            expected="a complete zip file",
             received=f"{type(error).__name__}: {error}",
             hint="pack it again with `zip -r` or Python's zipfile",
         ) from None
@@ -100,7 +100,7 @@ def unpack(
 
 
 def _check_directory(source: Path) -> None:
-    """Refuse a zip whose list of files is longer than that of `MAX_FILES` can be, before it is read into memory."""
+    """Refuse a zip with too long a list of files before it is read into memory."""
     with open(source, "rb") as file:
         end = zipfile._EndRecData(file)  # type: ignore[attr-defined]  # what ZipFile itself reads first
     if end is not None and end[DIRECTORY_BYTES] > MAX_FILES * ENTRY_BYTES:
@@ -112,7 +112,7 @@ def _check_directory(source: Path) -> None:
 
 
 def _by_the_way(name: str) -> bool:
-    """True for what systems and repositories put into a zip beside what it is for; it is not unpacked."""
+    """Return True for files that systems and repositories add to a zip; they are not unpacked."""
     path = PurePosixPath(name)
     return "__MACOSX" in path.parts or path.name.startswith("._") or path.name in BY_THE_WAY
 
@@ -147,11 +147,11 @@ def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
             f"{name}: files of this kind cannot be uploaded",
             expected=", ".join(SUFFIXES),
             received=path.suffix or "no suffix",
-            hint="weights as safetensors: pickled ones can run any code when they are read",
+            hint="weights as safetensors: pickled ones can run any code",
         )
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ArtifactError(
-            f"{name} is packed in a way that is not read", expected="stored or deflated"
+            f"{name} uses an unsupported compression", expected="stored or deflated"
         )
     if entry.flag_bits & 1:
         raise ArtifactError(f"{name} is encrypted", expected="a zip without a password")
@@ -192,7 +192,7 @@ def _without_top(names: list[PurePosixPath]) -> list[PurePosixPath]:
 
 
 def _write(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: int) -> int:
-    """Unpack one file and return its bytes; they are counted as they come, because the zip's own figure may lie."""
+    """Unpack one file and return its number of bytes, counted: the zip's figure may be wrong."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)

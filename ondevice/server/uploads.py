@@ -1,10 +1,10 @@
-"""Uploads in parts: created with a size, filled from the front, checked as a whole, then put in place or refused.
+"""Uploads in parts: created with a size, filled from the front, checked, then stored or refused.
 
-The answer to a part that is sent again after a lost answer says how much has arrived. Nothing is in the store's own
-folders before it has been checked, and a refused upload is deleted.
+The response to a part that is sent again reports how much has arrived. Nothing is in the store's
+folders before it was checked, and a refused upload is deleted.
 
     uploads/ID/content          what has arrived
-    uploads/.ID.taken/content   while it is being checked, beside what is made of it; `recover` takes it back
+    uploads/.ID.taken/content   during its check, next to the results; `recover` moves it back
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LIMITS: dict[Kind, int] = {
 }
 PART_BYTES = 8 << 20
 SPARE_BYTES = 256 << 20
-"""Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
+"""Bytes that an upload leaves free on the disk, for jobs and the database."""
 KEPT_S = 24 * 3600.0
-"""How long an upload waits for its next part, in the store's own time."""
+"""Seconds that an upload waits for its next part, by the store's clock."""
 PROBLEMS = 100
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
 
@@ -62,33 +62,33 @@ class UploadRequest(StrictConfig):
     """Rows as a file; a model, an artifact or an adapter as a zip of its folder."""
 
     name: str = Field(min_length=1, max_length=200)
-    """A data set's file name (its ending says the format), a model's or artifact's id, or an adapter's title."""
+    """A data set's file name, a model's or artifact's id, or an adapter's title."""
 
     bytes: int = Field(ge=1, le=64 * GIB)
     """Size of the file."""
 
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """Of the file; what arrives otherwise is refused."""
+    """SHA-256 of the file; anything else is refused."""
 
     task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
-    """For rows: a prompt template of the tasks; None infers the format from the keys."""
+    """For rows: a prompt template; None infers the format from the keys."""
 
     columns: dict[str, str] = Field(default={}, max_length=40)
-    """For rows: the file's column of a field, where it has another name."""
+    """For rows: the file's columns of fields with other names."""
 
     skip_bad_rows: bool = False
     """For rows: leave out bad ones instead of refusing the file."""
 
 
 class BadRowsError(DataError):
-    """Rows that cannot be used; `problems` has file, line, field and reason of the first of `count`."""
+    """Unusable rows; `problems` has file, line, field and reason of the first of `count`."""
 
     def __init__(self, name: str, problems: list[dict[str, Any]], count: int) -> None:
         first = problems[0]
         field = f" '{first['field']}':" if first["field"] else ""
         super().__init__(
             f"{name}, line {first['line']}:{field} {first['reason']}",
-            expected="rows that can all be used",
+            expected="only usable rows",
             received=f"{count} bad rows",
             hint="correct them, or upload with skip_bad_rows",
         )
@@ -99,8 +99,8 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
     """Begin an upload.
 
     Raises:
-        ConfigError: a size or name that cannot be.
-        StorageError: the disk has not that much room.
+        ConfigError: an invalid size or name.
+        StorageError: not enough space on the disk.
     """
     if request.bytes > LIMITS[request.kind]:
         limit = f"at most {LIMITS[request.kind]} bytes"
@@ -109,7 +109,7 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
         )
     if request.kind == "dataset" and Path(request.name).suffix.lower() not in ROW_SUFFIXES:
         raise ConfigError(
-            "cannot tell what kind of data this is", expected="a name that ends with .jsonl, .csv or .txt",
+            "unknown kind of data", expected="a name that ends with .jsonl, .csv or .txt",
             received=request.name,
         )  # fmt: skip
     if request.kind in ("model", "artifact"):
@@ -141,10 +141,10 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
 
 
 def get(store: Store, name: str) -> dict[str, Any]:
-    """Return an upload, with `received_bytes`; MissingError if there is none."""
+    """Return an upload, with `received_bytes`; raise MissingError if it does not exist."""
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
     if row is None:
-        raise MissingError(f"there is no upload {name}", hint="POST /v1/uploads begins one")
+        raise MissingError(f"no such upload: {name}", hint="POST /v1/uploads begins one")
     folder = store.path("uploads", name)
     paths = [path / row["file"] for path in (folder, _claimed(folder))]
     received = next((path.stat().st_size for path in paths if path.is_file()), 0)
@@ -158,14 +158,14 @@ def check_part(store: Store, name: str, offset: int, size: int) -> None:
     """Check that a part of `size` bytes can be appended.
 
     Raises:
-        BusyError: `offset` is not where the upload stands; it says where.
+        BusyError: `offset` is not the number of bytes that have arrived, which the error names.
         ConfigError: the part reaches beyond the upload's size.
-        StorageError: the disk has not that much room left.
+        StorageError: not enough space is left on the disk.
     """
     upload = get(store, name)
     if offset != upload["received_bytes"]:
         raise BusyError(
-            "the part does not begin where the upload stands", expected=f"offset {upload['received_bytes']}",
+            "the part does not continue the upload", expected=f"offset {upload['received_bytes']}",
             received=f"offset {offset}",
         )  # fmt: skip
     if offset + size > upload["bytes"]:
@@ -187,24 +187,26 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
                 file.seek(offset)
                 file.write(content)
         except FileNotFoundError:
-            raise BusyError("the upload is being finished", hint="wait for that answer") from None
+            raise BusyError("the upload is being finished", hint="wait for that response") from None
         store.clock.renew(f"uploads/{name}")
     return get(store, name)
 
 
 Check = Callable[..., Any]
-"""Asks a helper: `check("validate", file=...)`."""
+"""Calls a helper process: `check("validate", file=...)`."""
 LATER = (BusyError, StorageError, TrainingError)
-"""Errors that say nothing of the upload: a helper that is busy or has died, a full disk, a name that is taken."""
+"""Errors that are not the upload's: a busy or dead helper, a full disk, a taken name."""
 
 
 def finish(store: Store, name: str, check: Check) -> dict[str, Any]:
-    """Check the whole upload and put it in place; return `kind` and `id` of the new thing. A refused one is deleted.
+    """Check an upload and store it; return `kind` and `id` of the new thing. A refused upload is
+    deleted.
 
     Raises:
-        ConfigError: parts are missing, or the SHA-256 is another.
-        DataError, ModelError, ArtifactError: what is wrong with the content.
-        BusyError, StorageError, TrainingError: it cannot be checked or put in place now; the upload stays.
+        ConfigError: parts are missing, or the SHA-256 differs.
+        DataError, ModelError, ArtifactError: the content is wrong.
+        BusyError, StorageError, TrainingError: it cannot be checked or stored now; the upload
+            stays.
     """
     upload = get(store, name)
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
@@ -212,20 +214,22 @@ def finish(store: Store, name: str, check: Check) -> dict[str, Any]:
     if request is None or upload["received_bytes"] != upload["bytes"]:
         received = f"{upload['received_bytes']} bytes"
         raise ConfigError(
-            "the upload is not whole", expected=f"{upload['bytes']} bytes", received=received,
+            "the upload is incomplete", expected=f"{upload['bytes']} bytes", received=received,
             hint="PUT the missing parts",
         )  # fmt: skip
     folder = store.path("uploads", name)
     claimed = _claimed(folder)
     try:
-        os.rename(folder, claimed)  # whoever renames it finishes it
+        os.rename(folder, claimed)  # the process that renames it finishes it
     except FileNotFoundError:
-        raise BusyError("the upload is being finished", hint="wait for the first answer") from None
+        raise BusyError(
+            "the upload is being finished", hint="wait for the first response"
+        ) from None
     try:
         content = claimed / "content"
         if request.sha256 is not None and (digest := sha256_file(content)) != request.sha256:
             raise ConfigError(
-                "the upload is not what was sent", expected=request.sha256, received=digest
+                "the upload differs from the sent file", expected=request.sha256, received=digest
             )
         place = {"dataset": _dataset, "model": _model, "artifact": _artifact, "adapter": _adapter}[
             request.kind
@@ -246,8 +250,8 @@ def _claimed(folder: Path) -> Path:
 
 
 def _take_back(claimed: Path, folder: Path) -> None:
-    """Undo what `finish` began: only the content stays."""
-    for rows in claimed.glob("made/rows.*"):  # where it could not have two names
+    """Undo `finish`: only the content stays."""
+    for rows in claimed.glob("made/rows.*"):  # on a disk without hard links
         if not (claimed / "content").exists():
             os.rename(rows, claimed / "content")
     for path in claimed.iterdir():
@@ -257,7 +261,7 @@ def _take_back(claimed: Path, folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder or a file, if it can be."""
+    """Delete a folder or a file, if possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -268,28 +272,27 @@ def _delete(path: Path) -> None:
 
 
 def remove(store: Store, name: str) -> None:
-    """Forget an upload and what has arrived of it. One that is being finished is finished all the same."""
+    """Delete an upload with its content. One that is being finished goes on."""
     with store.transaction(frees=True) as db:
         db.execute("DELETE FROM uploads WHERE id = ?", (name,))
     _delete(store.path("uploads", name))
 
 
 def _forget(store: Store, name: str) -> None:
-    """Remove an upload that is finished, or refused."""
+    """Remove a finished or refused upload."""
     _delete(_claimed(store.path("uploads", name)))
     remove(store, name)
 
 
 def recover(store: Store) -> None:
-    """Put the uploads in order when the daemon starts: take back those that were being checked, and delete what a
-    killed daemon left that no upload has."""
+    """Clean up at the daemon's start: move back uploads in a check, and delete the rest."""
     place = store.root / "uploads"
     ids = {row["id"] for row in store.rows("SELECT id FROM uploads")}
     for name in ids:
         folder = place / name
         if _claimed(folder).is_dir():
             _take_back(_claimed(folder), folder)
-        if not (folder / "content").is_file():  # it was put in place, or lost
+        if not (folder / "content").is_file():  # it was stored, or lost
             remove(store, name)
             ids = ids - {name}
     for path in place.iterdir():
@@ -298,7 +301,7 @@ def recover(store: Store) -> None:
 
 
 def expire(store: Store) -> None:
-    """Forget uploads of which no part has come for a day of the store's own time; one that is being checked stays."""
+    """Delete uploads without a new part for a day, by the store's clock, except in a check."""
     for row in store.rows("SELECT id FROM uploads"):
         is_waiting = store.path("uploads", row["id"]).is_dir()
         if is_waiting and store.clock.age_s(f"uploads/{row['id']}") > KEPT_S:
@@ -309,7 +312,7 @@ def _ensure_room(store: Store, size: int) -> None:
     free = shutil.disk_usage(store.root).free
     if size + SPARE_BYTES > free:
         raise StorageError(
-            "the disk has not enough room", expected=f"{size} bytes", received=f"{free} free"
+            "not enough space on the disk", expected=f"{size} bytes", received=f"{free} free"
         )
 
 
@@ -318,7 +321,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
     made = content.with_name("made")
     made.mkdir(mode=0o700)
     rows = made / f"rows{suffix}"
-    _link(content, rows)  # its ending says how it is read
+    _link(content, rows)  # its ending decides how it is read
     try:
         checked = check("validate", file=str(rows), task=request.task, columns=request.columns)
     except DataError as error:
@@ -330,7 +333,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
     if problems and (not request.skip_bad_rows or not checked["rows"]):
         raise BadRowsError(request.name, problems, checked["bad_rows"])
     if not checked["rows"]:
-        raise DataError(f"{request.name} has no row", expected="at least one row", received="none")
+        raise DataError(f"{request.name} has no rows", expected="at least one row", received="none")
     name, size, digest = new_id("data"), rows.stat().st_size, sha256_file(rows)
     options = {"task": request.task, "columns": request.columns}
     target = store.path("datasets", name)
@@ -338,8 +341,8 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
         (made / OPTIONS).write_text(
             json.dumps({key: value for key, value in options.items() if value})
         )
-        # On the disk before the row is: after a power cut a row without its file would be worse than a file without a
-        # row.
+        # On the disk before the row: after a power cut a file without a row is better than the
+        # reverse.
         fsync_tree(made)
         os.rename(made, target)
         fsync_folder(target.parent)
@@ -357,7 +360,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; where the disk knows only one for each, move it."""
+    """Give a file a second name; on a disk without hard links, move it."""
     try:
         os.link(source, target)
     except OSError:
@@ -386,10 +389,10 @@ def _adapter(store: Store, request: UploadRequest, content: Path, check: Check) 
 def _model(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
     folder, names = _unpacked(store, request, content)
     for file in ("config.json", "tokenizer_config.json"):
-        # Written anew, for "auto_m\u0061p" is the same key.
+        # Written again, because "auto_m\u0061p" is the same key.
         if file in names and '"auto_map"' in json.dumps(read_object(folder / file, ModelError)):
             raise ModelError(
-                f"{file} names code of its own",
+                f"{file} names its own code",
                 expected="a model without auto_map",
                 received="auto_map",
             )
@@ -434,7 +437,7 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
 def _named(
     error: ArtifactError | ModelError, folder: Path, name: str
 ) -> ArtifactError | ModelError:
-    """Rewrite an error to name the upload, not the folder where it was unpacked."""
+    """Rewrite an error to name the upload, not the folder it was unpacked to."""
 
     def renamed(text: Any) -> str | None:
         return None if text is None else str(text).replace(str(folder), name)

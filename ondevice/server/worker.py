@@ -1,8 +1,9 @@
-"""One job in a process of its own: `python -m ondevice.server.worker JOB_FOLDER DAEMON_PID`.
+"""One job in a separate process: `python -m ondevice.server.worker JOB_FOLDER DAEMON_PID`.
 
-It runs what the command line runs. What happens is in the run's own events.jsonl; `attempt.json` says from which
-byte on this attempt wrote there, because a resume cuts the log back to its checkpoint. It ends with the exit codes
-of the command line: 130 when it was stopped and its state is saved.
+It runs the same functions as the command line. Its events are in the run's events.jsonl;
+`attempt.json` names the byte at which this attempt began to write, because a resume cuts the log
+back to its checkpoint. It ends with the exit codes of the command line: 130 if it was stopped and
+its state is saved.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment() -> dict[str, str]:
-    """Build the environment of every process that the daemon starts: its own, without what is meant for the daemon
-    alone (systemd's notifications) and without its secret."""
+    """Build the environment of every process that the daemon starts.
+
+    It is the daemon's own without systemd's notifications and without its secret."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -38,26 +40,27 @@ def child_environment() -> dict[str, str]:
 
 
 def quiet_frameworks() -> None:
-    """Turn off progress bars and advice of the Hugging Face libraries, before one of them is imported."""
+    """Turn off progress bars and advice of the Hugging Face libraries, before they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def die_with(parent: int) -> None:
-    """End at once when the process that started this one is gone; a system without prctl does without."""
+    """End at once when the parent process is gone; only on systems with prctl."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (AttributeError, OSError):
         return
-    if os.getppid() != parent:  # it ended before the call above, which then signals nothing
+    if os.getppid() != parent:  # it ended before the call above, which then sends no signal
         os._exit(INTERRUPTED_EXIT_CODE)
 
 
 def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
-    """Return a sink that writes down, once, the byte of the log at which this attempt's first event begins.
+    """Return a sink that records, once, the byte of the log at which this attempt's first event
+    begins.
 
-    It is known only then: a resume first cuts the log back to its checkpoint.
+    It is only known then: a resume first cuts the log back to its checkpoint.
     """
     from ondevice.artifact.files import atomic_write
     from ondevice.training.events import FILE_NAME
@@ -99,7 +102,7 @@ def run(folder: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process; an error of the user is written to `error.json`, from which the daemon reports it."""
+    """Run the process; an OndeviceError is written to `error.json`, for the daemon to report."""
     from ondevice.artifact.files import atomic_write
 
     folder, parent = Path(arguments[0]), int(arguments[1])
@@ -125,4 +128,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # everything is on the disk; taking the frameworks down takes seconds
+    os._exit(status)  # everything is on the disk; shutting down the frameworks takes seconds

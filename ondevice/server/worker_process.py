@@ -1,4 +1,4 @@
-"""A worker as the daemon sees it: how its process is started, asked to stop and killed, and how it ended."""
+"""A worker, as the daemon sees it: start, stop, kill, and read its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Running:
-    """The worker that runs."""
+    """The running worker."""
 
     job: str
     process: subprocess.Popen[bytes]
@@ -39,36 +39,36 @@ class Running:
     started: float = field(default_factory=time.monotonic)
     ran_before_s: float = 0.0
     asked: str = ""
-    """Why it was asked to stop; empty while it may go on."""
+    """Reason of the request to stop; empty while it may go on."""
     kill_at: float = 0.0
     over: OndeviceError | None = None
-    """The limit that it broke."""
+    """The limit that it exceeded."""
     in_cgroup: bool = False
     placed_bytes: int | None = None
-    """The limit that the cgroup keeps."""
+    """The limit that the cgroup enforces."""
     memory_bytes: int = 0
     peak_bytes: int = 0
     ended: float | None = None
-    """When it was seen that it has ended."""
+    """Time at which its end was noticed."""
 
     @property
     def ran_s(self) -> float:
-        """Seconds that the job's workers have run, in all."""
+        """Total seconds that the job's workers have run."""
         return self.ran_before_s + (self.ended or time.monotonic()) - self.started
 
     def ask(self, why: str, grace_s: float) -> None:
-        """Ask it to end its step and save; the supervisor kills it after `grace_s` seconds."""
+        """Ask the worker to end its step and save; the supervisor kills it after `grace_s`."""
         _log.info("job %s: asked to stop: %s", self.job, why)
         self.asked, self.kill_at = why, time.monotonic() + grace_s
         self.process.terminate()
 
     def kill(self) -> None:
-        """End it at once, with all that it started: the last checkpoint counts."""
+        """Kill the worker and all its processes; the last checkpoint counts."""
         self.asked = self.asked or "killed"
         self.kill_group()
 
     def kill_group(self) -> None:
-        """Kill it and the processes that it started and left; its session is its own, so nothing else is in it."""
+        """Kill the worker's session: the worker and all processes that it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -89,8 +89,8 @@ def start_process(python: str, folder: Path, values: dict[str, Any]) -> subproce
     (folder / worker.ERROR).unlink(missing_ok=True)
     trim(folder / "worker.log")
     with open(folder / "worker.log", "ab") as log:
-        # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
-        # memory back. A session of its own, so that all that it starts can be killed with it.
+        # A process, not a thread: a framework's crash must not end the daemon, and its end frees
+        # all memory. A separate session, so that all its processes can be killed with it.
         return subprocess.Popen(
             python_command(
                 "-m", "ondevice.server.worker", str(folder), str(os.getpid()), python=python
@@ -105,7 +105,7 @@ def start_process(python: str, folder: Path, values: dict[str, Any]) -> subproce
 
 
 def reported_error(folder: Path) -> dict[str, Any] | None:
-    """Read the error that a worker wrote into its folder; None if there is none that can be read."""
+    """Read the error that a worker wrote into its folder; return None without a readable one."""
     try:
         values = json.loads((folder / worker.ERROR).read_text())
     except (OSError, ValueError):
@@ -122,7 +122,7 @@ def judge(
         code: negative for a signal.
         reported: `error.json` of the worker, if it wrote one.
     """
-    if code == 0:  # all is done, whatever it was asked meanwhile
+    if code == 0:  # all steps are done, whatever was requested meanwhile
         return "finished", None
     if running.over is not None:
         return "refused", running.over.to_dict()
@@ -132,17 +132,17 @@ def judge(
         again = code in (
             BusyError.exit_code,
             StorageError.exit_code,
-        )  # these may be over the next time
+        )  # these may be gone the next time
         return ("crashed" if again else "refused"), reported
     name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
     problem = TrainingError(
-        f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed"
+        f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has its output"
     )
     return "crashed", problem.to_dict()
 
 
 def over_memory(limit: int, taken: int | None) -> DoesNotFitError:
-    """Build the error of a job that took more memory than it may; bytes."""
+    """Build the error of a job that exceeded its memory limit, in bytes."""
     return DoesNotFitError(
         "the job took more memory than its limit",
         expected=f"at most {limit / 2**20:,.0f} MiB",

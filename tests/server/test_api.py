@@ -23,7 +23,7 @@ from schemathesis import checks  # noqa: E402
 from starlette.requests import Request  # noqa: E402
 
 from ondevice.server.app import _ours, create_app  # noqa: E402
-from ondevice.server.routes import json_answer  # noqa: E402
+from ondevice.server.routes import json_response  # noqa: E402
 
 CHECKS = (
     checks.not_a_server_error,
@@ -183,28 +183,28 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"model": "../../etc"}, 404, "no model"),
         ({"model": "/etc/passwd"}, 404, "no model"),
         ({"model": "package:requests"}, 404, "no model"),
-        ({"dataset": "data-0"}, 404, "no data set"),
-        ({"dataset": "../datasets"}, 404, "no data set"),
+        ({"dataset": "data-0"}, 404, "no such data set"),
+        ({"dataset": "../datasets"}, 404, "no such data set"),
         ({"adapter": "a"}, 404, "no adapter"),
-        ({"artifact": "a", "model": None}, 404, "no artifact"),
+        ({"artifact": "a", "model": None}, 404, "no such artifact"),
         ({"config": {"train": {"out": "/tmp/x"}}}, 422, "train.out"),
         ({"config": {"data": {"path": "/etc/passwd"}}}, 422, "data.path"),
         (
             {"config": {"train": {"objective": "command", "objective_command": "touch /tmp/x"}}},
             422,
-            "no program",
+            "its own program",
         ),
         (
             {"config": {"method": {"name": "slideformer", "disk_folder": "/etc"}}},
             422,
-            "no path of the server",
+            "a path of the server",
         ),
         ({"config": {"model": {"source": "/"}}}, 422, "model.source"),
         ({"config": {"export": {}}}, 422, "export"),
-        ({"config": {"train": {}, "train.out": "/tmp/x"}}, 422, "'train.out' is no section"),
-        ({"config": {"model.source": "/"}}, 422, "'model.source' is no section"),
-        ({"config": {"data": {}, "data.path": "/etc/passwd"}}, 422, "'data.path' is no section"),
-        ({"config": {"export.target": "x"}}, 422, "'export.target' is no section"),
+        ({"config": {"train": {}, "train.out": "/tmp/x"}}, 422, "'train.out' is not a section"),
+        ({"config": {"model.source": "/"}}, 422, "'model.source' is not a section"),
+        ({"config": {"data": {}, "data.path": "/etc/passwd"}}, 422, "'data.path' is not a section"),
+        ({"config": {"export.target": "x"}}, 422, "'export.target' is not a section"),
         ({"config": {"train": {"out.x": 1}}}, 422, "has a dot"),
         (
             {"model": None, "artifact": "a", "config": {"data.eval_path": "/etc/passwd"}},
@@ -240,7 +240,7 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ),
         ({"config": {"method": {"name": "magic"}}}, 422, "unknown method"),
         ({"config": {"method": "magic"}}, 422, ""),
-        ({"config": {"train": 3}}, 422, "no section"),
+        ({"config": {"train": 3}}, 422, "not a section"),
         ({"window": {"start": "25:00", "end": "06:00"}}, 422, "window"),
         ({"surprise": 1}, 422, "surprise"),
         ({"limits": {"retries": -1}}, 422, "retries"),
@@ -263,7 +263,7 @@ def test_mistakes_in_a_job_are_told(
 
 
 def test_an_error_about_half_a_surrogate_pair_is_valid_json() -> None:
-    answer = json_answer(422, {"received": "\ud800 and \u00e9"})
+    answer = json_response(422, {"received": "\ud800 and \u00e9"})
     assert (
         json.loads(answer.body) == {"received": "? and \u00e9"}
         and answer.media_type == "application/json"
@@ -374,7 +374,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         with pytest.raises(RefusedError) as caught:
             client.ask("PUT", place, part, query={"offset": offset})
         assert caught.value.status == status
-    with pytest.raises(RefusedError, match="not whole"):
+    with pytest.raises(RefusedError, match="incomplete"):
         client.ask("POST", f"{place}/finish")
     assert client.ask("GET", place)["received_bytes"] == 100
     client.ask("PUT", place, content[100:], query={"offset": 100})
@@ -384,7 +384,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         client.ask("GET", place)
     wrong = client.ask("POST", "/v1/uploads", request | {"sha256": "0" * 64})["id"]
     client.ask("PUT", f"/v1/uploads/{wrong}", content, query={"offset": 0})
-    with pytest.raises(RefusedError, match="not what was sent"):
+    with pytest.raises(RefusedError, match="differs from the sent file"):
         client.ask("POST", f"/v1/uploads/{wrong}/finish")
 
 
@@ -406,7 +406,7 @@ def test_an_artifact_must_be_whole(served, tmp_path) -> None:
 
 
 def test_a_client_without_a_daemon_says_so() -> None:
-    with pytest.raises(DeviceError, match="does not answer"):
+    with pytest.raises(DeviceError, match="does not respond"):
         Client("http://127.0.0.1:9").health()
     with pytest.raises(ConfigError):
         Client("ftp://x")
@@ -437,7 +437,7 @@ def test_a_template_is_no_file_of_the_server(served, tmp_path: Path) -> None:
     placed = client.upload("dataset", data)
     with pytest.raises(RefusedError, match="task"):
         client.preview(placed["id"], "tiny:llama", task="/etc/x.yaml")
-    with pytest.raises(RefusedError, match="by its name"):
+    with pytest.raises(RefusedError, match="names its task"):
         client.plan(
             model="tiny:llama", dataset=placed["id"], config={"data": {"task": "/etc/x.yaml"}}
         )

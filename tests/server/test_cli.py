@@ -90,11 +90,11 @@ def test_a_run_file_becomes_a_job(ondevice, served, tmp_path) -> None:
     ("flags", "code", "words"),
     [
         ((), 2, "no data is given"),
-        (("--data", "no-such"), 2, "no data set"),
+        (("--data", "no-such"), 2, "no such data set"),
         (("--window", "soon", "--data", "x"), 2, "22:00-06:00"),
         (("--memory-limit", "lots", "--data", "x"), 2, "6GiB"),
         (("--set", "train.setps=1", "--data", "DATASET"), 2, "did you mean 'steps'"),
-        (("--url", "http://127.0.0.1:9", "--data", "x"), 13, "does not answer"),
+        (("--url", "http://127.0.0.1:9", "--data", "x"), 13, "does not respond"),
     ],
 )
 def test_mistakes_are_told(ondevice, served, flags: tuple[str, ...], code: int, words: str) -> None:

@@ -161,7 +161,7 @@ def test_stop_words_end_an_answer_and_are_not_in_it(client, loaded) -> None:
 
 
 @pytest.mark.parametrize(("options", "status", "words"), [
-    ({"model": "no-such-model"}, 404, "there is no model"),
+    ({"model": "no-such-model"}, 404, "no such model"),
     ({"n": 2}, 422, "'n' cannot be honoured"),
     ({"stop": ["a", "b", "c", "d", "e"]}, 422, "at most four"),
     ({"temperature": 3}, 422, "temperature"),
@@ -237,7 +237,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
         model=None,
         pools=Pools(),
     )
-    daemon.model = type("Model", (), {
+    daemon.model_helper = type("Model", (), {
         "stream": staticmethod(lambda call, **arguments: complete.complete(**arguments)),
         "__call__": lambda self, call, **arguments: plan,
     })()  # fmt: skip
@@ -250,7 +250,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
     refused = TestClient(create_app(daemon)).post("/v1/chat/completions", json=asked)  # type: ignore[arg-type]
     assert (
         refused.status_code == 409
-        and "does not fit beside job job-1" in refused.json()["error"]["message"]
+        and "does not fit next to job job-1" in refused.json()["error"]["message"]
     )
 
 

@@ -112,7 +112,7 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
         client.convert(adapter, "exe")
     with pytest.raises(RefusedError, match="dtype for gguf"):
         client.convert(adapter, "gguf", dtype="int3")
-    with pytest.raises(RefusedError, match="no adapter"):
+    with pytest.raises(RefusedError, match="no such adapter"):
         client.convert("none", "gguf")
     other = client.convert(adapter, "gguf-lora", model="tiny:qwen3")
     with pytest.raises(RefusedError, match="is not of tiny:qwen3") as caught:
@@ -206,5 +206,5 @@ def test_beside_a_job_it_must_fit(tmp_path, monkeypatch) -> None:
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
     monkeypatch.setattr("ondevice.planning.devices.find_device", lambda name: small)
     job = {"id": "job-1", "device": "cpu", "wants_bytes": 3 << 20}
-    with pytest.raises(BusyError, match="does not fit beside job job-1"):
+    with pytest.raises(BusyError, match="does not fit next to job job-1"):
         next(convert(str(tmp_path), "gguf", str(tmp_path / "a.gguf"), MODEL, None, job))

@@ -65,7 +65,7 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
     for values in ({}, {"model": "tiny:llama", "artifact": name}):
         with pytest.raises(RefusedError, match="a model or an artifact"):
             client.ask("POST", "/v1/generate", {"prompt": "a", **values})
-    with pytest.raises(RefusedError, match="no artifact"):
+    with pytest.raises(RefusedError, match="no such artifact"):
         client.generate(None, "a", artifact="none")
     # A running job's plan is asked for, and there is room beside it.
     long = client.create_job(

@@ -482,7 +482,7 @@ def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
         process.wait()
         assert helper("validate", **asked)["rows"] == 1
         helper.timeout_s = 0.0
-        with pytest.raises(Exception, match="without an answer"):
+        with pytest.raises(Exception, match="without a reply"):
             helper("validate", **asked)
         helper.timeout_s = 120
         assert helper("validate", **asked)["rows"] == 1

@@ -239,7 +239,7 @@ def test_a_revoked_token_ends_its_streams(tmp_path, monkeypatch, warm) -> None:
         other = security.create_token(store, "two")
         security.revoke(store, token["id"])
         assert ended.wait(120), "the stream goes on without its token"
-        with pytest.raises(RefusedError, match="not known"):
+        with pytest.raises(RefusedError, match="unknown token"):
             client.job(job["id"])
         again = Client(daemon.address, other)
         assert again.job(job["id"])["state"] == "running"

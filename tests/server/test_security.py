@@ -506,7 +506,7 @@ def test_tls(tmp_path) -> None:
         connection.close()
         with socket.create_connection(("127.0.0.1", port), timeout=2 * HEAD_S) as silent:
             assert silent.recv(1) == b""  # no handshake came
-        with pytest.raises(Exception, match="does not answer"):
+        with pytest.raises(Exception, match="does not respond"):
             Client(daemon.address).health()  # an unknown certificate
 
 

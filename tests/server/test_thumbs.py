@@ -68,7 +68,7 @@ def test_judged_answers_leave_as_rows_that_are_read_again(served, tmp_path) -> N
     for thumb in (down["id"], up["id"]):
         client.delete_thumb(thumb)
     assert client.thumbs() == []
-    with pytest.raises(RefusedError, match="there is no thumb"):
+    with pytest.raises(RefusedError, match="no such thumb"):
         client.delete_thumb(up["id"])
     with pytest.raises(RefusedError, match="answer"):
         client.judge("a", "", True, model="tiny:llama")
@@ -88,7 +88,7 @@ def test_an_adapter_over_a_named_model_answers_as_over_its_own(served) -> None:
     assert over["choices"] == own["choices"]
     for wrong, words in (
         ({"model": served.job["id"]}, "two adapters"),
-        ({"model": "artifact:none"}, "no artifact"),
+        ({"model": "artifact:none"}, "no such artifact"),
     ):
         with pytest.raises(RefusedError) as caught:
             served.client.ask(

@@ -40,7 +40,7 @@ def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
     assert uploads.write(store, name, 0, b"x" * 10)["received_bytes"] == 10
     usage = SimpleNamespace(free=uploads.SPARE_BYTES + 9)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(StorageError, match="not enough room"):
+    with pytest.raises(StorageError, match="not enough space"):
         uploads.write(store, name, 10, b"x" * 10)
     assert uploads.get(store, name)["received_bytes"] == 10
     usage.free += 1
@@ -232,7 +232,7 @@ def test_a_zip_is_refused_before_its_list_is_read_or_the_disk_is_full(
     with pytest.raises(ArtifactError, match="too many files"):
         unpack(many, tmp_path / "many", limit_bytes=1 << 30)
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="not enough room"):
+    with pytest.raises(StorageError, match="not enough space"):
         unpack(
             zipped(tmp_path / "b.zip", ["config.json"]),
             tmp_path / "b",

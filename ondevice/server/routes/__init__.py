@@ -1,4 +1,4 @@
-"""The routes of /v1, one file a subject, and the dependencies and answers that they share."""
+"""The routes of /v1, one file per subject, and their common dependencies and responses."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from ondevice.server.daemon import Daemon
 
 
 async def daemon_of(request: Request) -> Daemon:
-    """Return the daemon that serves the request. On the event loop: a plain function would take a thread."""
+    """Return the daemon of a request. It is async because a plain function would take a thread."""
     return request.app.state.daemon
 
 
 Serving = Annotated[Daemon, Depends(daemon_of)]
 Id = Annotated[
-    str, Path(pattern="^[a-z0-9][a-z0-9._-]{0,63}$", description="An id that the server gave.")
+    str, Path(pattern="^[a-z0-9][a-z0-9._-]{0,63}$", description="An id from the server.")
 ]
 
 
 MOST = 1000
 Limit = Annotated[
-    int,
-    Query(ge=1, le=MOST, description='At most so many; `Link: <...>; rel="next"` names the rest.'),
+    int, Query(ge=1, le=MOST, description='Most entries; `Link: <...>; rel="next"` names the rest.')
 ]
 After = Annotated[
-    str | None,
-    Query(max_length=64, description="Only those behind this id, the last that was seen."),
+    str | None, Query(max_length=64, description="Only entries after this id, the last one seen.")
 ]
 
 
 def name_next(
     found: Sequence[Any], more: bool, limit: int, request: Request, response: Response
 ) -> None:
-    """Name the next part of a list in the header `Link`, if there is `more` behind the rows or jobs `found`."""
+    """Name the next page of a list in the header `Link`, if there are `more` entries."""
     if more:
         last = found[-1].id if hasattr(found[-1], "id") else found[-1]["id"]
         following = request.url.include_query_params(limit=limit, after=last)
         response.headers["Link"] = f'<{following.path}?{following.query}>; rel="next"'
 
 
-def json_answer(
+def json_response(
     status: int, values: dict[str, Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Encode JSON that is always valid: half a surrogate pair, which a client may send, becomes a question mark."""
+    """Encode JSON that is always valid: half a surrogate pair becomes a question mark."""
     content = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     return Response(content, status, headers, media_type="application/json")
 
@@ -56,7 +54,7 @@ def refused(
     status: int, message: str, expected: Any = None, received: Any = None, hint: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:  # fmt: skip
-    """Answer a request that is refused before it reaches an error of ours; the fields of `ErrorAnswer`."""
+    """Build the response to a request that is refused before a route runs."""
     values = {
         "error": "Refused",
         "message": message,
@@ -64,4 +62,4 @@ def refused(
         "received": received,
         "hint": hint,
     }
-    return json_answer(status, values, headers)
+    return json_response(status, values, headers)

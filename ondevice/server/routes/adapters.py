@@ -1,4 +1,4 @@
-"""Adapters, and what a model says with and without one."""
+"""Adapters, and generation with and without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 1 << 20
 def list_adapters(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
-    """Return adapters, the newest first."""
+    """Return the adapters, the newest first."""
     found, more = adapters.list_adapters(daemon.store, limit, after)
     name_next(found, more, limit, request, response)
     return found
@@ -31,7 +31,7 @@ def list_adapters(
 
 @router.post("/adapters/rollback", response_model=schemas.Active)
 def roll_back(daemon: Serving) -> dict[str, str | None]:
-    """Use the adapter that was in use before the active one, or the base model."""
+    """Activate the previous adapter, or the base model."""
     return {"active": adapters.roll_back(daemon.store)}
 
 
@@ -47,7 +47,7 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
     responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files."}},
 )
 async def download_adapter(daemon: Serving, adapter: Id) -> Response:
-    """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
+    """Download the adapter as a zip of the two files that PEFT loads."""
     folder = adapter_folder(daemon.store, adapter)
     packed = await daemon.pools.files.run(
         adapters.zipped_stream, folder, daemon.store.root / "uploads"
@@ -67,7 +67,7 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
 
 @router.post("/adapters/{adapter}/activate", response_model=schemas.Active)
 def activate_adapter(daemon: Serving, adapter: Id) -> dict[str, str | None]:
-    """Use an adapter: the store's link `active` points to it, and POST /v1/generate takes it."""
+    """Activate an adapter: the link `active` points to it, and POST /v1/generate uses it."""
     adapters.activate(daemon.store, adapter)
     return {"active": adapter}
 
@@ -81,24 +81,22 @@ def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
     return {"ok": True}
 
 
-@router.post("/generate", response_model=schemas.GenerateAnswer)
+@router.post("/generate", response_model=schemas.GenerateResponse)
 async def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
-    """Answer a prompt with the base model, and with the adapter. 409 where the model does not fit beside a job."""
+    """Generate with the base model and with the adapter. 409 if it does not fit next to a job."""
     return await daemon.pools.questions.run(_generate, daemon, body)
 
 
 def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
     if (body.model is None) == (body.artifact is None):
         raise ConfigError(
-            "a question is for a model or an artifact",
-            expected="one of them",
-            received="both or none",
+            "give a model or an artifact", expected="one of them", received="both or none"
         )
     adapter = body.adapter or adapters.active_adapter(daemon.store)
     prompt = (
         body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
     )
-    answers = daemon.model(
+    replies = daemon.model_helper(
         "generate",
         model=None if body.model is None else locate_model(daemon.store, body.model),
         artifact=None
@@ -111,4 +109,4 @@ def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
         seed=body.seed,
         job=running_job(daemon),
     )
-    return answers | {"adapter": adapter}
+    return replies | {"adapter": adapter}

@@ -1,4 +1,4 @@
-"""The daemon as a model server: POST /v1/chat/completions and POST /v1/completions, for OpenAI's clients."""
+"""The daemon as a model server for OpenAI's clients: chat and text completions."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from fastapi.responses import Response, StreamingResponse
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
-from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
+from ondevice.server.openai import ChatRequest, Completion, RefusalResponse, TextRequest, error_body
 from ondevice.server.pools import Pool
-from ondevice.server.routes import Serving, json_answer
-from ondevice.server.schemas import ErrorAnswer
+from ondevice.server.routes import Serving, json_response
+from ondevice.server.schemas import ErrorResponse
 from ondevice.server.store import MissingError
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"application/json": {}, "text/event-stream": {}},
-        "description": "As OpenAI's API documents it; events where `stream` is set.",
+        "description": "As in OpenAI's API; events if `stream` is set.",
     },
     "4XX": {
-        "model": RefusalAnswer | ErrorAnswer,
-        "description": "Refused, in the form of OpenAI's errors; before the body is read, in the others' form.",
+        "model": RefusalResponse | ErrorResponse,
+        "description": "Refused, in OpenAI's format; before the body is read, in the daemon's.",
     },
 }
 
 
 @router.post("/chat/completions", response_class=Response, responses=_ANSWERS)
-async def chat(daemon: Serving, body: ChatQuestion, request: Request) -> Response:
-    """Answer a conversation by the model's chat template. 409 where the model does not fit beside a job."""
+async def chat(daemon: Serving, body: ChatRequest, request: Request) -> Response:
+    """Reply to a conversation. 409 if the model does not fit next to a job."""
     return await _answer(daemon, body, request, chat=True, probabilities=bool(body.logprobs))
 
 
 @router.post("/completions", response_class=Response, responses=_ANSWERS)
-async def complete(daemon: Serving, body: TextQuestion, request: Request) -> Response:
-    """Continue a text. 409 where the model does not fit beside a job."""
+async def complete(daemon: Serving, body: TextRequest, request: Request) -> Response:
+    """Continue a text. 409 if the model does not fit next to a job."""
     return await _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
 
 
 def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str | None]:
-    """Return `model` or `artifact`, and `adapter`, of a name: a base model's, an artifact's, or an adapter's over its
-    own model.
+    """Return `model` or `artifact`, and `adapter`, for the name of a model, an artifact or an
+    adapter.
 
     Args:
-        over: an adapter over the model, where `name` is no adapter's.
+        over: an adapter for the model, if `name` is not an adapter's.
 
     Raises:
         ConfigError: two adapters.
-        MissingError: there is nothing of that name.
+        MissingError: the name is unknown.
     """
     row = daemon.store.row("SELECT job, base_model FROM adapters WHERE id = ?", name)
     if row is None:
@@ -83,44 +83,43 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
 
 async def _answer(
     daemon: Daemon,
-    body: ChatQuestion | TextQuestion,
+    body: ChatRequest | TextRequest,
     request: Request,
     *,
     chat: bool,
     probabilities: bool,
 ) -> Response:
     parts, begun = await daemon.pools.questions.run(_begin, daemon, body)
-    answer = Answer(chat, body.model, begun["prompt_tokens"], probabilities)
+    completion = Completion(chat, body.model, begun["prompt_tokens"], probabilities)
     if not body.stream:
-        return await daemon.pools.answers.run(_whole, answer, parts)
+        return await daemon.pools.answers.run(_whole, completion, parts)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _while_read(daemon.pools.answers, request, _events(answer, parts, usage))
+    events = _while_read(daemon.pools.answers, request, _events(completion, parts, usage))
     return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _begin(
-    daemon: Daemon, body: ChatQuestion | TextQuestion
+    daemon: Daemon, body: ChatRequest | TextRequest
 ) -> tuple[Generator[Any, None, Any], dict[str, Any]]:
-    """Wait for the model, and ask. The first part says that the model is there and the prompt fits: what is refused
-    has a status of its own."""
+    """Wait for the model and the first part, so that a refusal has its own status."""
     asked = body.asked() | locate(daemon, body.model, body.adapter)
-    parts = daemon.model.stream("complete", **asked, job=running_job(daemon))
+    parts = daemon.model_helper.stream("complete", **asked, job=running_job(daemon))
     return parts, next(parts)
 
 
-def _whole(answer: Answer, parts: Generator[Any, None, Any]) -> Response:
+def _whole(completion: Completion, parts: Generator[Any, None, Any]) -> Response:
     collected = []
     while True:
         try:
             collected.append(next(parts))
         except StopIteration as end:
-            return json_answer(200, answer.whole(collected, end.value))
+            return json_response(200, completion.whole(collected, end.value))
 
 
 async def _while_read(
     pool: Pool, request: Request, events: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield events as long as somebody reads; a lost connection ends the answer at its next token."""
+    """Yield events as long as somebody reads; a lost connection ends the generation."""
     try:
         while (event := await pool.run(next, events, None)) is not None:
             if await request.is_disconnected():
@@ -132,17 +131,17 @@ async def _while_read(
 
 
 def _events(
-    answer: Answer, parts: Generator[Any, None, Any], usage: bool
+    completion: Completion, parts: Generator[Any, None, Any], usage: bool
 ) -> Generator[bytes, None, None]:
-    """Yield server-sent events; closing this ends the answer."""
+    """Yield server-sent events; closing this ends the generation."""
     try:
-        for chunk in answer.first():
+        for chunk in completion.first():
             yield _event(chunk)
         while True:
             try:
                 part = next(parts)
             except StopIteration as end:
-                for chunk in answer.last(end.value, usage):
+                for chunk in completion.last(end.value, usage):
                     yield _event(chunk)
                 yield b"data: [DONE]\n\n"
                 return
@@ -151,7 +150,7 @@ def _events(
 
                 yield _event(error_body(500, error_answer(error)))
                 return
-            yield _event(answer.part(part))
+            yield _event(completion.part(part))
     finally:
         parts.close()
 

@@ -1,4 +1,4 @@
-"""Adapters in the forms that other programs read: converted beside the daemon, then downloaded."""
+"""Adapters in other programs' formats: converted in a helper process, then downloaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ router = APIRouter(prefix="/v1", tags=["conversions"])
 
 @router.get("/forms", response_model=list[schemas.ExitForm])
 def list_forms() -> list[dict[str, Any]]:
-    """Return the forms that an adapter can be converted to."""
+    """Return the formats that an adapter can be converted to."""
     return conversions.forms()
 
 
 @router.post("/conversions", status_code=202, response_model=schemas.Conversion)
 def convert_adapter(daemon: Serving, body: ConversionRequest) -> dict[str, Any]:
-    """Begin to convert an adapter; GET says how far it is. One runs at a time, and fails where it does not fit beside a
-    job."""
+    """Start converting an adapter, one at a time. It fails if it does not fit next to a job."""
     return daemon.conversions.create(body)
 
 
@@ -31,7 +30,7 @@ def convert_adapter(daemon: Serving, body: ConversionRequest) -> dict[str, Any]:
 def list_conversions(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
-    """Return conversions, the newest first. They are kept for a day."""
+    """Return the conversions, the newest first. They are stored for a day."""
     found, more = daemon.conversions.page(limit, after)
     name_next(found, more, limit, request, response)
     return found
@@ -54,13 +53,13 @@ def get_conversion(daemon: Serving, conversion: Id) -> dict[str, Any]:
     },
 )
 def download_conversion(daemon: Serving, conversion: Id) -> Response:
-    """Download what was written: one file, or a zip of the folder. 409 until it is done."""
+    """Download the result: one file, or a zip of the folder. 409 until it is done."""
     path = daemon.conversions.file(conversion)
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
 @router.delete("/conversions/{conversion}", response_model=schemas.Done)
 def delete_conversion(daemon: Serving, conversion: Id) -> dict[str, bool]:
-    """Forget a conversion and its file; one that runs is ended."""
+    """Delete a conversion and its file; a running one is stopped."""
     daemon.conversions.remove(conversion)
     return {"ok": True}

@@ -1,4 +1,4 @@
-"""Things that a job names: models, artifacts, data sets and their previews."""
+"""Things that a job uses: models, artifacts, data sets and their previews."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ router = APIRouter(prefix="/v1", tags=["data"])
 
 @router.get("/models", response_model=schemas.ModelList)
 def list_models(daemon: Serving) -> dict[str, Any]:
-    """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
-    packaged one where it is cached, random tiny ones for trying), the newest thousand adapters, each over its own
-    model, and the weights of artifacts that PyTorch runs."""
+    """Return everything that can generate, in OpenAI's format.
+
+    These are models on this machine (folders of the store, the packaged one if it is cached, random
+    tiny ones for tests), the newest thousand adapters, each with its model, and artifacts for
+    PyTorch."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
     for row in adapters.list_adapters(daemon.store, MOST)[0]:
@@ -48,38 +50,39 @@ def list_models(daemon: Serving) -> dict[str, Any]:
 
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
-    """Return the method of a job of this model that names none, and the sentence that says so."""
-    return daemon.plans("choose", source=jobs.locate_model(daemon.store, model))
+    """Return the method for a job of this model that names none, and the reason."""
+    return daemon.plan_helper("choose", source=jobs.locate_model(daemon.store, model))
 
 
 @router.post("/method", response_model=schemas.Chosen)
 async def choose_method(daemon: Serving, body: schemas.MethodRequest) -> dict[str, str]:
-    """Return the method that a job takes where it names none: the first by preference that takes the model. A POST,
-    because a hub id asks the hub."""
+    """Return the method for a job that names none: the first by preference that supports the model.
+
+    This is a POST, because a hub id asks the hub."""
     return await daemon.pools.rows.run(chosen_method, daemon, body.model)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
-    """Return exported programs of the store."""
+    """Return the exported programs of the store."""
     return jobs.list_artifacts(daemon.store)
 
 
 @router.delete("/models/{model}", response_model=schemas.Done)
 def delete_model(daemon: Serving, model: Id) -> dict[str, bool]:
-    """Delete a model of the store that no waiting or running job names."""
+    """Delete a model of the store that no waiting or running job uses."""
     return _delete(daemon, "model", model)
 
 
 @router.delete("/artifacts/{artifact}", response_model=schemas.Done)
 def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
-    """Delete an exported program that no waiting or running job names."""
+    """Delete an exported program that no waiting or running job uses."""
     return _delete(daemon, "artifact", artifact)
 
 
 @router.get("/settings", response_model=schemas.Settings)
 def run_settings() -> dict[str, Any]:
-    """Return the settings of a job's `config`, as a JSON schema, for forms."""
+    """Return the JSON schema of a job's `config`, for forms."""
     from ondevice.api.runfile import RunConfig
 
     return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
@@ -89,7 +92,7 @@ def run_settings() -> dict[str, Any]:
 def list_datasets(
     daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
 ) -> list[dict[str, Any]]:
-    """Return data sets, the newest first."""
+    """Return the data sets, the newest first."""
     rows, more = daemon.store.page("datasets", "-created_s, id", limit, after)
     name_next(rows, more, limit, request, response)
     return [_dataset(daemon, row) for row in rows]
@@ -100,16 +103,17 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     """Return one data set."""
     row = daemon.store.row("SELECT * FROM datasets WHERE id = ?", dataset)
     if row is None:
-        raise MissingError(f"there is no data set {dataset}", hint="GET /v1/datasets lists them")
+        raise MissingError(f"no such data set: {dataset}", hint="GET /v1/datasets lists them")
     return _dataset(daemon, row)
 
 
-@router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
+@router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewResponse)
 async def preview_dataset(
     daemon: Serving, dataset: Id, body: schemas.PreviewRequest
 ) -> dict[str, Any]:
-    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on. A POST, because
-    a model of the hub is fetched."""
+    """Return rows as the model sees them: lengths, labels, and examples with the trained tokens.
+
+    This is a POST, because it may fetch a model from the hub."""
     return await daemon.pools.rows.run(_preview, daemon, dataset, body)
 
 
@@ -117,12 +121,10 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
     model, artifact = body.model, body.artifact
     if (model is None) == (artifact is None):
         raise ConfigError(
-            "rows are read by a model or an artifact",
-            expected="one of them",
-            received="both or none",
+            "give a model or an artifact", expected="one of them", received="both or none"
         )
     file = dataset_file(daemon.store, dataset)
-    shown = daemon.plans(
+    shown = daemon.plan_helper(
         "preview",
         file=str(file),
         model=None if model is None else jobs.locate_model(daemon.store, model),
@@ -140,7 +142,7 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
 
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)
 def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
-    """Delete a data set that no waiting or running job names."""
+    """Delete a data set that no waiting or running job uses."""
     with daemon.store.transaction(frees=True) as db:
         dataset_file(daemon.store, dataset)
         for kind in ("dataset", "eval_dataset"):
@@ -152,11 +154,11 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
 
 
 def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
-    """Take a folder out of the store, at once; what a killed daemon leaves of it goes with the forgotten uploads."""
+    """Remove a folder from the store at once; the cleanup of uploads removes what a kill leaves."""
     folder = daemon.store.path(f"{kind}s", name)
     with daemon.store.transaction(frees=True):
         if not folder.is_dir():
-            raise MissingError(f"there is no {kind} {name}", hint=f"GET /v1/{kind}s lists them")
+            raise MissingError(f"no such {kind}: {name}", hint=f"GET /v1/{kind}s lists them")
         if job := daemon.queue.needing(kind, name):
             raise BusyError(f"job {job} needs the {kind}", hint="cancel the job first")
         doomed = daemon.store.root / "uploads" / f".{new_id(kind)}"

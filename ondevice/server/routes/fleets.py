@@ -1,4 +1,4 @@
-"""The fleets that this machine takes part in, as the page shows them. Only the machine's owner adds one."""
+"""The fleets that this machine takes part in. Only the machine's owner can add one."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from fastapi import APIRouter
 
 from ondevice.server.jobs import Window
 from ondevice.server.routes import Serving
-from ondevice.server.schemas import Answer
+from ondevice.server.schemas import ResponseBody
 
 router = APIRouter(tags=["fleets"])
 
 
-class FleetSeat(Answer):
-    """A fleet that this machine is a device of."""
+class FleetSeat(ResponseBody):
+    """A fleet with this machine as a device."""
 
     name: str
     running: bool
-    """Its device runs: it waits for its server, or trains."""
+    """True while its device waits for its server or trains."""
     why: str
-    """Why it does not run; empty while it does."""
+    """Reason why it does not run; empty while it does."""
     server: str | None
     """Host and port."""
     window: Window | None
     fleet: str | None
-    """The fleet's number; null until its server has given the charter."""
+    """The fleet's number; null until its server has sent the charter."""
     model: str | None
     rounds: int
-    """That this device has applied, or trained in a fleet of first-order devices."""
+    """Rounds that this device has applied, or trained in a first-order fleet."""
     hash: str | None
     """SHA-256 of the adapter."""
     bytes: int
-    """Of messages to and from this device, transport apart."""
+    """Bytes of messages to and from this device, without transport."""
 
 
 @router.get("/v1/fleets", response_model=list[FleetSeat])

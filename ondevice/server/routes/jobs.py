@@ -35,7 +35,7 @@ Key = Annotated[
         alias="Idempotency-Key",
         min_length=1,
         max_length=200,
-        description="Of the client's own making, for a day.",
+        description="Chosen by the client, remembered for a day.",
     ),
 ]
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -43,7 +43,7 @@ SEND_TIMEOUT_S = 60.0
 PING_S = 15
 
 
-@router.get("", response_model=list[schemas.JobAnswer])
+@router.get("", response_model=list[schemas.JobResponse])
 def list_jobs(
     daemon: Serving,
     request: Request,
@@ -51,8 +51,8 @@ def list_jobs(
     state: Annotated[list[State] | None, Query(description="Only jobs in these states.")] = None,
     limit: Limit = MOST,
     after: After = None,
-) -> list[schemas.JobAnswer]:
-    """List jobs: those that run, those that wait in the order they will run, then ended ones, the newest first."""
+) -> list[schemas.JobResponse]:
+    """List jobs: running, then waiting in the order they will run, then ended, the newest first."""
     jobs, more = daemon.queue.page(state or [], limit, after)
     name_next(jobs, more, limit, request, response)
     return _answers(daemon, jobs)
@@ -61,14 +61,14 @@ def list_jobs(
 @router.post(
     "",
     status_code=201,
-    response_model=schemas.JobAnswer,
-    responses={200: {"model": schemas.PlanAnswer, "description": "The plan of a dry run."}},
+    response_model=schemas.JobResponse,
+    responses={200: {"model": schemas.PlanResponse, "description": "The plan of a dry run."}},
 )
 async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
-    """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing.
+    """Queue a job. With dry_run, return its run file and plan (status 200) and queue nothing.
 
-    A method that the job does not name is the first that takes the model. A request that is sent again with the same
-    `Idempotency-Key`, because its answer was lost, gives the job that it made.
+    The default method is the first that supports the model. A request that is repeated with the
+    same `Idempotency-Key`, because its response was lost, returns the job that it made.
     """
     method = body.config.get("method", {})
     asks_helper = body.dry_run or (
@@ -93,29 +93,29 @@ def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     if body.dry_run:
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
-        plan = daemon.plans("plan", config=values, artifact=artifact)
-        return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
+        plan = daemon.plan_helper("plan", config=values, artifact=artifact)
+        return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
     values = spec.model_dump(mode="json")
     return _answer(
         daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest))
     )
 
 
-@router.get("/{job}", response_model=schemas.JobAnswer)
-def get_job(daemon: Serving, job: Id) -> schemas.JobAnswer:
+@router.get("/{job}", response_model=schemas.JobResponse)
+def get_job(daemon: Serving, job: Id) -> schemas.JobResponse:
     """Return one job."""
     return _answer(daemon, daemon.queue.get(job))
 
 
-@router.patch("/{job}", response_model=schemas.JobAnswer)
-def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobAnswer:
-    """Set another priority, window or limits."""
+@router.patch("/{job}", response_model=schemas.JobResponse)
+def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobResponse:
+    """Change a job's priority, window or limits."""
     with daemon.store.transaction():
         spec = daemon.queue.get(job).spec
         changes = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
         if changes.get("limits", {}) is None:
             del changes["limits"]
-        if "limits" in changes:  # a field that is not named stays
+        if "limits" in changes:  # omitted fields keep their value
             changes["limits"] = spec.get("limits", {}) | changes["limits"]
         changed = daemon.queue.change(job, priority=body.priority, spec=spec | changes)
     return _answer(daemon, changed)
@@ -123,16 +123,16 @@ def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobA
 
 @router.delete("/{job}", response_model=schemas.Done)
 def delete_job(daemon: Serving, job: Id) -> dict[str, bool]:
-    """Forget an ended job, with its log, events and checkpoints; its adapters stay."""
+    """Delete an ended job with its log, events and checkpoints; its adapters stay."""
     remove_job(daemon.store, daemon.queue, job)
     return {"ok": True}
 
 
-@router.post("/{job}/{verb}", response_model=schemas.JobAnswer)
+@router.post("/{job}/{verb}", response_model=schemas.JobResponse)
 def ask_job(
     daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]
-) -> schemas.JobAnswer:
-    """Pause: the running step ends and the state is saved. Resume: paused and failed jobs too. Cancel: for good."""
+) -> schemas.JobResponse:
+    """Pause, resume or cancel a job. A pause ends the current step and saves the state."""
     return _answer(daemon, daemon.queue.ask(job, verb))
 
 
@@ -150,16 +150,17 @@ async def job_events(
     daemon: Serving,
     job: Id,
     after: Annotated[int, Query(ge=0, lt=2**53, description="Only events with larger ids.")] = 0,
-    follow: Annotated[bool, Query(description="Wait for more until the job has ended.")] = True,
+    follow: Annotated[bool, Query(description="Wait for more until the job ends.")] = True,
     last_event_id: Annotated[
         str | None, Header(description="Like `after`; a browser sends it.")
     ] = None,
 ) -> EventSourceResponse:
-    """Return the job's events (server-sent events), from the beginning or behind an id; it ends with the job.
+    """Return the job's events (server-sent events), from the start or after an id, until the job
+    ends.
 
-    Each has the fields of the reference of events; those named `job` say a new state. After `resume` the steps
-    from its `step` on are run again. An id that the job has not reached yet, which only a power cut can cause,
-    begins at the first event.
+    Their fields are in the reference of events; an event `job` reports a new state. After `resume`
+    the steps from its `step` on are run again. An id that the job has not reached yet, which only a
+    power cut can cause, starts at the first event.
     """
     daemon.queue.get(job)
     text = (last_event_id or "").strip()
@@ -182,9 +183,9 @@ async def job_events(
 def job_log(
     daemon: Serving,
     job: Id,
-    bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16,
+    bytes: Annotated[int, Query(ge=1, le=1 << 20, description="Most bytes to return.")] = 1 << 16,
 ) -> PlainTextResponse:
-    """Return the end of what the job's workers printed."""
+    """Return the last part of the job's log."""
     daemon.queue.get(job)
     return PlainTextResponse(tail(daemon.store.path("jobs", job) / "worker.log", bytes))
 
@@ -195,22 +196,22 @@ def job_metrics(
     job: Id,
     points: Annotated[int, Query(ge=2, le=5000, description="Steps at most.")] = 500,
 ) -> list[dict[str, Any]]:
-    """Return the curve for drawing: steps and evaluations of the run as it counts now, evenly thinned out."""
+    """Return the curve for plots: steps and evaluations of the run, evenly thinned out."""
     daemon.queue.get(job)
     return curve(daemon.store, job, points)
 
 
-def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
+def _answer(daemon: Serving, job: Job) -> schemas.JobResponse:
     return _answers(daemon, [job])[0]
 
 
-def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
-    """Build the answers about jobs from their rows of the queue, their specs and what the store has of them."""
+def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobResponse]:
+    """Build the responses about jobs from their rows and their adapters."""
     adapters = adapters_of(daemon.store, [job.id for job in jobs])
-    answers = []
+    responses = []
     for job in jobs:
         row = {
-            key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)
+            key: getattr(job, key) for key in schemas.JobResponse.model_fields if hasattr(job, key)
         }
         sources = {
             key: job.spec.get(key)
@@ -224,5 +225,5 @@ def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobAnswer]:
             "adapters": adapters.get(job.id, []),
         }
         more["waits_s"] = daemon.queue.waits_s(job)
-        answers.append(schemas.JobAnswer.model_validate(row | sources | settings | more))
-    return answers
+        responses.append(schemas.JobResponse.model_validate(row | sources | settings | more))
+    return responses

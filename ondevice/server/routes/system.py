@@ -17,11 +17,11 @@ router = APIRouter(tags=["system"])
 @router.get(
     "/v1/health",
     response_model=schemas.Health,
-    responses={503: {"model": schemas.Health, "description": "The queue is not worked on."}},
+    responses={503: {"model": schemas.Health, "description": "The supervisor does not run."}},
 )
 async def health(request: Request, response: Response) -> dict[str, object]:
-    """Say if the daemon works; needs no token."""
-    # On the event loop: the threads may all wait for a model's answers, and a watchdog asks here if the daemon lives.
+    """Return whether the daemon works; needs no token."""
+    # On the event loop: all threads may wait for a model, and a watchdog checks the daemon here.
     daemon: Daemon = request.app.state.daemon
     if not daemon.alive:
         response.status_code = 503
@@ -38,15 +38,15 @@ def system(daemon: Serving) -> dict[str, Any]:
     return metrics.system(daemon.store.root) | {"memory_limit_by": daemon.supervisor.cgroup.how}
 
 
-@router.get("/v1/metrics", response_model=schemas.MetricsAnswer)
+@router.get("/v1/metrics", response_model=schemas.MetricsResponse)
 def metrics_json(daemon: Serving) -> dict[str, object]:
-    """Return figures of the daemon as JSON."""
+    """Return the figures of the daemon as JSON."""
     return daemon.metrics.to_dict()
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def prometheus(daemon: Serving) -> Response:
-    """Return figures of the daemon and the machine as Prometheus reads them."""
+    """Return the figures of the daemon and the machine for Prometheus."""
     return Response(
         daemon.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8"
     )
@@ -65,7 +65,7 @@ def log_in(
             return refused(*refusal)
         tries.failed(address)
         return refused(
-            401, "the token is not known", "a token", "another", "`ondevice serve token` makes one"
+            401, "unknown token", "a token", "another", "`ondevice serve token` makes one"
         )
     cookie, key = security.create_session(daemon.store, token)
     response.set_cookie(

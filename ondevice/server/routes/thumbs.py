@@ -1,4 +1,4 @@
-"""Thumbs up and down for answers: kept, listed, exported as rows."""
+"""Ratings of replies, thumbs up or down: stored, listed, exported as rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1", tags=["thumbs"])
 
 @router.post("/thumbs", response_model=schemas.Thumb)
 def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
-    """Keep what somebody thought of an answer. The same answer judged again keeps its id and changes its thumb."""
+    """Store a rating of a reply. Rating the same reply again keeps its id."""
     prompt = (
         body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
     )
@@ -26,7 +26,7 @@ def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
 def list_thumbs(
     daemon: Serving, request: Request, response: Response, limit: Limit = 100, after: After = None
 ) -> list[dict[str, Any]]:
-    """Return judged answers, the newest first."""
+    """Return the rated replies, the newest first."""
     found, more = thumbs.list_thumbs(daemon.store, limit, after)
     name_next(found, more, limit, request, response)
     return found
@@ -40,7 +40,7 @@ def list_thumbs(
     },
 )
 def export_thumbs(daemon: Serving) -> Response:
-    """Download all judged answers as rows for `ondevice data`: prompt, completion, label, model, adapter."""
+    """Download all ratings as rows to train on: prompt, completion, label, model, adapter."""
     headers = {"Content-Disposition": 'attachment; filename="thumbs.jsonl"'}
     return StreamingResponse(
         thumbs.lines(daemon.store), headers=headers, media_type="application/jsonl"

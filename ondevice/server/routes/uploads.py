@@ -12,16 +12,16 @@ from ondevice.server.uploads import PART_BYTES, UploadRequest
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 PIECE_BYTES = 1 << 20
-"""Bytes that are written at once."""
+"""Bytes per write."""
 HELD_BYTES = 32 << 20
-"""Bytes of all parts that are in memory before they are written; each may hold what the network gave it at once."""
+"""Bytes of all parts in memory before they are written."""
 _arriving = 0
-"""Parts that arrive now."""
+"""Number of parts that arrive now."""
 
 
 @router.post("", status_code=201, response_model=schemas.Upload)
 def create_upload(daemon: Serving, body: UploadRequest) -> dict[str, Any]:
-    """Begin an upload of a known size."""
+    """Start an upload of a known size."""
     return uploads.create(daemon.store, body)
 
 
@@ -49,10 +49,15 @@ async def put_part(
     upload: Id,
     request: Request,
     offset: Annotated[
-        int, Query(ge=0, lt=2**63, description="Where the part begins: what has arrived so far.")
+        int,
+        Query(
+            ge=0,
+            lt=2**63,
+            description="First byte of the part: the number of bytes that have arrived.",
+        ),
     ],
 ) -> dict[str, Any]:
-    """Append a part. One that breaks off leaves what has come of it; GET says how much that is."""
+    """Append a part. A broken part keeps the bytes that arrived; GET returns their number."""
     global _arriving
     files, store = daemon.pools.files, daemon.store
     size = int(request.headers.get("content-length", "0"))
@@ -62,7 +67,7 @@ async def put_part(
         held = bytearray()
         async for chunk in request.stream():
             held += chunk
-            # The more parts arrive at once, the smaller the pieces: those that never end must not fill the memory.
+            # The more parts arrive at once, the smaller the pieces, to limit the memory.
             if len(held) >= min(PIECE_BYTES, HELD_BYTES // _arriving):
                 await files.run(uploads.write, store, upload, offset, bytes(held))
                 offset, held = offset + len(held), bytearray()
@@ -73,8 +78,9 @@ async def put_part(
 
 @router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
 async def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
-    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong; one that
-    could not be checked now, as on a full disk, stays and can be finished later."""
+    """Check the file and store it. A refused file is deleted, and the response names the problem.
+
+    One that cannot be checked now, as on a full disk, stays and can be finished later."""
     return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.check)
 
 

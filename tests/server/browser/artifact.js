@@ -36,7 +36,7 @@ await scenario(async (page) => {
   await page.getByLabel("Learning rate", { exact: true }).fill("0.02");
   await page.getByLabel("Steps", { exact: true }).fill("5");
   await page.getByRole("button", { name: "Next" }).click();
-  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Fits: ").waitFor({ timeout: WORKER_MS });
   await page.getByRole("button", { name: "Start the job" }).click();
   await page.locator(".state[data-state=done]").waitFor({ timeout: WORKER_MS });
   await page.getByText("Settings", { exact: true }).click();
@@ -59,8 +59,8 @@ await scenario(async (page) => {
   await page.locator(".state[data-state=failed]").waitFor({ timeout: WORKER_MS });
   await page.getByText("Priority, nightly window, limits").click();
   await page.getByLabel("Time limit, hours", { exact: true }).fill("2.5");
-  await page.getByRole("button", { name: "Keep" }).click();
-  await until("it is said", async () => (await announced(page)).includes(": kept"));
+  await page.getByRole("button", { name: "Save" }).click();
+  await until("it is said", async () => (await announced(page)).includes(": saved"));
   const { limits } = await (await page.request.get(`${url}/v1/jobs/${id}`)).json();
   assert.deepEqual(limits, { memory_bytes: null, time_s: 9000, retries: 3 });
   await page.getByRole("button", { name: "Resume" }).click();
@@ -71,5 +71,5 @@ await scenario(async (page) => {
   await view(page, "data");
   await page.getByRole("button", { name: "Delete the program program" }).click();
   await page.getByRole("dialog").getByRole("button", { name: "Delete" }).click();
-  await page.getByText("There is no exported program in the store.").waitFor();
+  await page.getByText("No exported programs in the store.").waitFor();
 });

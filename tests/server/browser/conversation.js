@@ -12,9 +12,9 @@ await scenario(async (page) => {
     if (request.url().endsWith("/v1/chat/completions")) asked.push(request.postDataJSON());
   });
   await view(page, `chat?adapter=${ADAPTER}`);
-  await page.getByLabel("What the model is told first").fill("Sei kurz.");
+  await page.getByLabel("System message").fill("Sei kurz.");
   await page.getByText("Length, temperature, seed").click();
-  await page.getByLabel("At most so many tokens").fill("8");
+  await page.getByLabel("Most tokens per reply").fill("8");
   const text = page.getByLabel("Text", { exact: true });
   const answers = page.locator("article.exchange .answer");
   const ended = (count) =>
@@ -77,7 +77,7 @@ await scenario(async (page) => {
       return new Response(new ReadableStream({ pull }), answer);
     };
   });
-  await page.getByLabel("At most so many tokens").fill("300");
+  await page.getByLabel("Most tokens per reply").fill("300");
   await page.getByLabel("Temperature").fill("1.5");
   await text.fill("Und dann?");
   await page.getByRole("button", { name: "Ask both" }).click();
@@ -108,8 +108,8 @@ await scenario(async (page) => {
   await page.getByRole("button", { name: "New conversation" }).click();
   assert.equal(await page.locator("article.exchange").count(), 0);
   await page.getByLabel("How", { exact: true }).selectOption("text");
-  await page.getByLabel("At most so many tokens").fill("9999");
-  await page.getByLabel("At most so many tokens").evaluate((field) => field.removeAttribute("max"));
+  await page.getByLabel("Most tokens per reply").fill("9999");
+  await page.getByLabel("Most tokens per reply").evaluate((field) => field.removeAttribute("max"));
   await text.fill("a");
   await page.getByRole("button", { name: "Ask both" }).click();
   const problem = page.getByRole("alert");

@@ -12,7 +12,7 @@ await scenario(async (page) => {
   };
   await view(page, "new");
   await signIn();
-  await page.getByLabel("Name of the job", { exact: true }).fill("kept");
+  await page.getByLabel("Job name", { exact: true }).fill("kept");
   await page.getByLabel("Model", { exact: true }).selectOption("tiny:gpt2");
   await page.getByRole("button", { name: "Next" }).click();
   assert.equal(await page.getByLabel("Prompt template").filter({ visible: true }).count(), 1);
@@ -34,7 +34,7 @@ await scenario(async (page) => {
 
   // The session ends while the form is half filled.
   await page.context().clearCookies();
-  await page.getByRole("button", { name: "Look at the rows" }).click();
+  await page.getByRole("button", { name: "Preview the rows" }).click();
   await page.getByRole("heading", { name: "Sign in" }).waitFor();
   await signIn();
   assert.equal(await page.getByLabel("Max length tokens", { exact: true }).inputValue(), "48");
@@ -72,7 +72,7 @@ await scenario(async (page) => {
 
   // On a phone a list of a dozen cards is folded.
   await page.setViewportSize({ width: 390, height: 800 });
-  const models = page.getByRole("table", { name: "Models at hand" }).locator("tbody tr");
+  const models = page.getByRole("table", { name: "Models on this machine" }).locator("tbody tr");
   const all = await models.count();
   assert.ok(all > 8);
   assert.equal(await models.filter({ visible: true }).count(), 4);

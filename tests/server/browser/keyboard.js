@@ -16,7 +16,7 @@ await scenario(async (page) => {
 
   await tabTo(page, "Model", "label");
   await choose(page, "tiny:llama");
-  await tabTo(page, "Name of the job", "label");
+  await tabTo(page, "Job name", "label");
   await page.keyboard.type("by keyboard");
   await press(page, "Next");
   assert.equal(await focused(page, "text"), "2. Data", "a new step begins at its heading");
@@ -33,7 +33,7 @@ await scenario(async (page) => {
   await page.keyboard.press("Control+A");
   await page.keyboard.type("1000000");
   await press(page, "Next");
-  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Fits: ").waitFor({ timeout: WORKER_MS });
   await press(page, "Start the job");
   await page.getByRole("heading", { name: "by keyboard" }).waitFor();
 
@@ -54,7 +54,7 @@ await scenario(async (page) => {
   await page.keyboard.press("Control+A");
   await page.keyboard.type("7");
   await page.keyboard.press("Enter");
-  await until("it is said", async () => (await announced(page)).includes(": kept"));
+  await until("it is said", async () => (await announced(page)).includes(": saved"));
   await press(page, "Cancel by keyboard");
   await page.getByRole("dialog").waitFor();
   assert.equal(await focused(page, "text"), "Go back", "the harmless answer comes first");

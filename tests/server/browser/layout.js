@@ -64,9 +64,9 @@ await scenario(async (page, browser, watched) => {
 async function refusals(page) {
   await view(page, "jobs/job-that-never-was");
   const said = await page.getByRole("alert").innerText();
-  assert.match(said, /there is no job/);
+  assert.match(said, /no such job/);
   await view(page, "new");
-  await page.getByLabel("Model", { exact: true }).selectOption({ label: "another, by its hub id" });
+  await page.getByLabel("Model", { exact: true }).selectOption({ label: "another one, by hub id" });
   await page.getByLabel("Hub id", { exact: true }).fill("no such model");
   for (let step = 0; step < 3; step += 1) await page.getByRole("button", { name: "Next" }).click();
   const refused = page.getByRole("alert");

@@ -45,7 +45,7 @@ await scenario(async (page) => {
 
   // One word for one thing.
   await view(page, "adapters");
-  assert.equal(await page.getByRole("button", { name: "Use it" }).count(), 1);
+  assert.equal(await page.getByRole("button", { name: "Activate" }).count(), 1);
   assert.equal(await page.getByRole("button", { name: /activate/i }).count(), 0);
   return { height };
 });

@@ -41,7 +41,7 @@ await scenario(
     await view(page, `chat?adapter=${first}`);
     await page.getByLabel("How", { exact: true }).selectOption("text");
     await page.getByText("Length, temperature, seed").click();
-    await page.getByLabel("At most so many tokens").fill("6");
+    await page.getByLabel("Most tokens per reply").fill("6");
     await page.getByText("Length, temperature, seed").click();
     for (const question of QUESTIONS) {
       await page.getByLabel("Text", { exact: true }).fill(question);
@@ -61,14 +61,14 @@ await scenario(
 async function wizard(page, { name, method, rate, steps }, take = null) {
   await view(page, "new");
   await page.getByLabel("Model", { exact: true }).selectOption(MODEL);
-  await page.getByLabel("Name of the job", { exact: true }).fill(name);
+  await page.getByLabel("Job name", { exact: true }).fill(name);
   await page.getByRole("button", { name: "Next" }).click();
   await page.getByLabel("Train on", { exact: true }).selectOption(TRAIN);
   await page.getByLabel("Evaluate on", { exact: true }).selectOption(VALID);
   await page.getByLabel("Prompt template", { exact: true }).first().selectOption("sst2");
   await page.getByLabel("Max length tokens", { exact: true }).fill("40");
   if (take) {
-    await page.getByRole("button", { name: "Look at the rows" }).click();
+    await page.getByRole("button", { name: "Preview the rows" }).click();
     await page.locator(".example").first().waitFor({ timeout: RUN_MS });
     await page.evaluate(() => window.scrollTo(0, document.querySelector(".preview").getBoundingClientRect().top - 260));
     await take(page, "rows");
@@ -81,7 +81,7 @@ async function wizard(page, { name, method, rate, steps }, take = null) {
   await page.getByText("More settings of the loop").click();
   await page.getByLabel("Eval rows", { exact: true }).fill("20");
   await page.getByRole("button", { name: "Next" }).click();
-  await page.getByText("It fits").waitFor({ timeout: RUN_MS });
+  await page.getByText("Fits: ").waitFor({ timeout: RUN_MS });
   if (take) {
     await page.setViewportSize({ ...WIDE, height: 960 });
     await take(page, "plan");

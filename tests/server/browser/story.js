@@ -15,7 +15,7 @@ await scenario(async (page) => {
   await view(page, "jobs");
   await page.getByRole("link", { name: "New job" }).first().click();
   await page.getByLabel("Model", { exact: true }).selectOption("tiny:llama");
-  await page.getByLabel("Name of the job", { exact: true }).fill(NAME);
+  await page.getByLabel("Job name", { exact: true }).fill(NAME);
   await page.getByRole("button", { name: "Next" }).click();
 
   const upload = page.locator("details", { hasText: "Upload rows" });
@@ -25,7 +25,7 @@ await scenario(async (page) => {
   const problem = page.getByRole("alert");
   await problem.waitFor({ timeout: WORKER_MS });
   const said = await problem.innerText();
-  for (const part of ["Line 3", "label", "Expected", "rows that can all be used", "Received", "Try", "skip_bad_rows"])
+  for (const part of ["Line 3", "label", "Expected", "only usable rows", "Received", "Try", "skip_bad_rows"])
     assert.ok(said.includes(part), `${part} in ${said}`);
   await page.getByLabel("File with rows").setInputFiles(ROWS);
   await page.getByRole("button", { name: "Upload and check" }).click();
@@ -37,7 +37,7 @@ await scenario(async (page) => {
   );
   await page.getByLabel("Evaluate on", { exact: true }).selectOption({ index: 1 });
   await page.getByLabel("Max length tokens", { exact: true }).fill("32");
-  await page.getByRole("button", { name: "Look at the rows" }).click();
+  await page.getByRole("button", { name: "Preview the rows" }).click();
   await page.locator(".example").first().waitFor({ timeout: WORKER_MS });
   const [masked, trained] = [
     await page.locator(".example .masked").first().innerText(),
@@ -57,20 +57,20 @@ await scenario(async (page) => {
   await page.getByLabel("Checkpoint every", { exact: true }).fill("20");
   await page.getByRole("button", { name: "Next" }).click();
 
-  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Fits: ").waitFor({ timeout: WORKER_MS });
   const plan = await page.getByRole("table", { name: "Memory of the run by part" }).innerText();
-  for (const part of ["weights", "adapter", "All of it", "There is"]) assert.ok(plan.includes(part), plan);
+  for (const part of ["weights", "adapter", "Total", "Available"]) assert.ok(plan.includes(part), plan);
   const start = page.getByRole("button", { name: "Start the job" });
   await page.getByText("Priority, nightly window, limits").click();
   await page.getByLabel("Memory limit, GiB", { exact: true }).fill("0.1");
   await page.keyboard.press("Tab");
   await page.locator(".verdict.bad").waitFor({ timeout: WORKER_MS });
   assert.ok(await start.isDisabled());
-  await page.getByLabel("Start although").check();
+  await page.getByLabel("Start even if").check();
   assert.ok(await start.isEnabled());
   await page.getByLabel("Memory limit, GiB", { exact: true }).fill("");
   await page.keyboard.press("Tab");
-  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Fits: ").waitFor({ timeout: WORKER_MS });
   await start.click();
   await page.waitForURL(/#\/jobs\/.+/);
   const job = decodeURIComponent(page.url().split("/").pop());
@@ -128,10 +128,10 @@ await scenario(async (page) => {
     adapter.getByRole("link", { name: "Download" }).click(),
   ]);
   await download.saveAs(file);
-  await adapter.getByRole("button", { name: "Use it" }).click();
+  await adapter.getByRole("button", { name: "Activate" }).click();
   await page.getByRole("status").getByText("is in use").waitFor(); // the next view asks for what the daemon has now
   await view(page, "adapters");
-  await page.getByText("In use:").getByText(NAME).waitFor();
+  await page.getByText("Active:").getByText(NAME).waitFor();
 
   assert.equal(await page.getByRole("button", { name: "Activate" }).count(), 0, "two words for one thing");
 
@@ -145,7 +145,7 @@ await scenario(async (page) => {
   await page.getByRole("heading", { name: `With ${NAME}` }).waitFor({ timeout: WORKER_MS });
   await view(page, "adapters");
   await page.getByRole("button", { name: "Roll back" }).click();
-  await page.getByText("In use: the base model").waitFor();
+  await page.getByText("Active: the base model").waitFor();
   return { job, file };
 });
 

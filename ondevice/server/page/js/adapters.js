@@ -17,8 +17,8 @@ export async function adaptersView(main, { signal }) {
     const active = adapters.find((one) => one.active);
     inUse.replaceChildren(
       ...(active
-        ? ["In use: ", h("strong", {}, active.name), " (", h("code", {}, active.id), ")"]
-        : ["In use: the base model, without an adapter."]),
+        ? ["Active: ", h("strong", {}, active.name), " (", h("code", {}, active.id), ")"]
+        : ["Active: the base model, without an adapter."]),
     );
     back.hidden = !active;
     await exit.update(adapters);
@@ -26,7 +26,7 @@ export async function adaptersView(main, { signal }) {
     list.replaceChildren(
       adapters.length
         ? adaptersTable(adapters, place, load)
-        : h("p", {}, "There is no adapter yet. A job makes one when it is done."),
+        : h("p", {}, "No adapters yet. A finished job makes one."),
     );
     if (focused) (list.querySelector(`[data-key="${CSS.escape(focused)}"]`) ?? back).focus();
   };
@@ -80,7 +80,7 @@ function adaptersTable(adapters, place, changed) {
       ),
       one.active
         ? null
-        : button(one, "Use it", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is in use`),
+        : button(one, "Activate", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is active`),
       h(
         "a",
         { class: "button", href: `#/chat?adapter=${encodeURIComponent(one.id)}` },
@@ -110,7 +110,7 @@ function adaptersTable(adapters, place, changed) {
       : `${moment(one.created_s)}, uploaded`;
   return listing(
     "All adapters, the newest first",
-    ["Name", "Base model", "Rank", "Size", "Made", "Actions"],
+    ["Name", "Base model", "Rank", "Size", "Created", "Actions"],
     adapters.map((one) => [name(one), one.base_model, number(one.rank), bytes(one.bytes), made(one), buttons(one)]),
   );
 }

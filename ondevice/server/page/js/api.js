@@ -11,7 +11,7 @@ const KINDS = ["job", "start", "resume", "step", "evaluate", "checkpoint", "warn
 /** What the API refused, with its `expected`, `received`, `hint` and `problems`. */
 export class ApiError extends Error {
   constructor(status, answer) {
-    super(answer.message ?? `the server answered ${status}`);
+    super(answer.message ?? `the server responded with ${status}`);
     Object.assign(this, { status, expected: answer.expected, received: answer.received, hint: answer.hint });
     this.problems = answer.problems ?? [];
   }
@@ -20,10 +20,10 @@ export class ApiError extends Error {
 /** The server does not answer. */
 export class UnreachableError extends Error {
   constructor() {
-    super("the daemon does not answer");
-    Object.assign(this, { status: 0, expected: "a running daemon", received: "no answer", problems: [] });
+    super("the daemon does not respond");
+    Object.assign(this, { status: 0, expected: "a running daemon", received: "no response", problems: [] });
     this.hint =
-      "this page tries again by itself; `ondevice serve` or `systemctl status ondevice` on the machine says more";
+      "this page keeps trying; run `ondevice serve` or `systemctl status ondevice` on the machine";
   }
 }
 

@@ -125,7 +125,7 @@ function signInOver() {
     else {
       main.replaceChildren(...kept);
       kept = null;
-      announce("Signed in again. The view is as it was.");
+      announce("Signed in again.");
     }
   });
 }
@@ -136,7 +136,7 @@ document.addEventListener("unreachable", () => {
   lost = h(
     "p",
     { class: "notice lost", role: "alert" },
-    "The daemon does not answer. This page tries again by itself.",
+    "The daemon does not respond. This page keeps trying.",
   );
   main.before(lost);
 });
@@ -144,7 +144,7 @@ document.addEventListener("reachable", () => {
   if (!lost) return;
   lost.remove();
   lost = null;
-  announce("The daemon answers again.");
+  announce("The daemon responds again.");
 });
 
 signOut.addEventListener("click", async () => {

@@ -111,7 +111,7 @@ export class Chart {
 
   #words() {
     const [x, ...columns] = this.data;
-    if (!x.length) return `${this.options.title}: nothing yet`;
+    if (!x.length) return `${this.options.title}: no values yet`;
     const parts = columns.map((column, index) => {
       const seen = column.filter(Number.isFinite);
       if (!seen.length) return null;

@@ -16,10 +16,10 @@ export async function chatView(main, { query, signal }) {
   const wanted = query.get("adapter") ?? "";
   const adapter = choice(
     [
-      ["", active ? `the active one: ${active.name}` : "none is active: the base model alone"],
+      ["", active ? `the active one: ${active.name}` : "none is active: only the base model"],
       ...adapters.map((one) => [one.id, `${one.name} (${one.id})`]),
     ],
-    // The newest where none is asked for and none is in use: who has just trained one wants to try that.
+    // The newest if none is requested or active: after a training the user wants to try it.
     adapters.some((one) => one.id === wanted) ? wanted : active ? "" : (adapters[0]?.id ?? ""),
   );
   const model = choice(
@@ -27,12 +27,12 @@ export async function chatView(main, { query, signal }) {
     models[0]?.id,
   );
   const mode = choice([
-    ["chat", "A conversation"],
-    ["text", "Let it go on with a text"],
+    ["chat", "Chat"],
+    ["text", "Continue a text"],
   ]);
   const text = h("textarea", { rows: 3, required: true, maxlength: 100000, dir: "auto" });
   const system = h("input", { type: "text", maxlength: 10000, dir: "auto" });
-  const systemField = labelled("What the model is told first", system, "May be empty.");
+  const systemField = labelled("System message", system, "Optional.");
   const options = {
     max_tokens: h("input", { type: "number", min: 1, max: 4096, value: 64, required: true }),
     temperature: h("input", { type: "number", min: 0, max: 2, step: "any", value: 0, required: true }),
@@ -48,7 +48,7 @@ export async function chatView(main, { query, signal }) {
   let sides = [];
   let running = null;
   const chosen = () => adapters.find((one) => one.id === (adapter.value || active?.id));
-  /** Forget what was said: another model has not said it. */
+  /** Start over: another model has not seen this conversation. */
   const fresh = () => {
     running?.abort();
     const one = chosen();
@@ -90,10 +90,10 @@ export async function chatView(main, { query, signal }) {
     log.append(exchange(asked.text, answers));
     log.lastChild.scrollIntoView({ block: "nearest" });
     try {
-      // One after the other: one model is in memory, and it answers one question at a time.
+      // One after the other: one model is in memory, and generates one reply at a time.
       for (const answer of answers) if (!here.signal.aborted) await answer.ask(asked, said, here.signal);
       if (!here.signal.aborted) text.value = "";
-      announce(here.signal.aborted ? "Stopped" : "Answered");
+      announce(here.signal.aborted ? "Stopped" : "Reply complete");
     } catch (error) {
       if (!answers.some((answer) => answer.begun)) log.lastChild?.remove();
       throw error;
@@ -113,7 +113,7 @@ export async function chatView(main, { query, signal }) {
         attempt(button, place, send);
       },
     },
-    labelled("Text", text, "In a conversation Enter asks, and Shift with Enter begins a line.", "field wide"),
+    labelled("Text", text, "In a chat, Enter sends and Shift+Enter starts a new line.", "field wide"),
     h(
       "details",
       { class: "inner" },
@@ -121,9 +121,9 @@ export async function chatView(main, { query, signal }) {
       h(
         "div",
         { class: "fields" },
-        labelled("At most so many tokens", options.max_tokens),
+        labelled("Most tokens per reply", options.max_tokens),
         labelled("Temperature", options.temperature, "0 takes the most likely token."),
-        labelled("Top-p", options.top_p, "Share of the likeliest tokens that are drawn from."),
+        labelled("Top-p", options.top_p, "Sample from the likeliest tokens up to this sum."),
         labelled("Seed", options.seed),
       ),
     ),
@@ -132,7 +132,7 @@ export async function chatView(main, { query, signal }) {
   );
   main.append(
     h("h1", {}, "Try it: before and after"),
-    h("p", {}, "The same conversation with the base model and with an adapter; each goes on from its own answers."),
+    h("p", {}, "The same conversation with the base model and with an adapter. Each continues from its own replies."),
     h(
       "div",
       { class: "panel fields" },
@@ -147,7 +147,7 @@ export async function chatView(main, { query, signal }) {
   );
 }
 
-/** The place of a side's answer, and what fills it. */
+/** The element of a side's reply, and the function that fills it. */
 function answerOf(side, judged) {
   const text = h("p", { class: "answer", dir: "auto", "aria-busy": "true" });
   const about = h("div", { class: "about" });
@@ -181,9 +181,9 @@ function answerOf(side, judged) {
     }
     answer.end();
     const seconds = (performance.now() - begun) / 1000;
-    const figures = tokens ? `${number(tokens)} tokens, ${number(Math.round(tokens / seconds))} a second` : "stopped";
+    const figures = tokens ? `${number(tokens)} tokens, ${number(Math.round(tokens / seconds))} per second` : "stopped";
     about.append(h("small", {}, figures));
-    if (!whole) return setText(text, "(nothing)"); // no turn: a model that said nothing is asked again
+    if (!whole) return setText(text, "(no reply)"); // not a turn: an empty reply can be requested again
     if (asked.chat) side.turns = [...turns, { role: "assistant", content: whole }];
     const row = { prompt, answer: whole, model: side.model, adapter: side.adapter };
     return about.append(thumbButtons(row, side.title, judged.changed));

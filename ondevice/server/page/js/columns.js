@@ -18,7 +18,7 @@ export function columnsField() {
       .filter(Boolean);
   return {
     control,
-    element: labelled("Columns", control, "Which column of the file is which field, if its names are others."),
+    element: labelled("Columns", control, "The file's column for each field, if their names differ."),
     pairs,
     value: () =>
       Object.fromEntries(

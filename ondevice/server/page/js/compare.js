@@ -23,11 +23,11 @@ export async function compareView(main, { query, signal }) {
       for (const point of await get(`${at("/v1/jobs", job.id)}/metrics?points=${POINTS}`, signal)) curve.add(point);
       curves.set(job.id, curve);
     }
-    shown.replaceChildren(...(picked.length ? parts(picked, curves, signal) : [h("p", {}, "No run is chosen.")]));
+    shown.replaceChildren(...(picked.length ? parts(picked, curves, signal) : [h("p", {}, "No run selected.")]));
     for (const child of shown.children) child.draw?.();
     for (const box of boxes) box.disabled = !box.checked && chosen.size >= RUN_COLOURS.length;
     history.replaceState(null, "", `#/compare?jobs=${picked.map((job) => job.id).join(",")}`);
-    announce(`${picked.length} runs are compared`);
+    announce(`${picked.length} runs compared`);
   };
   const boxes = [];
   const ticks = jobs.map((job) => {
@@ -54,7 +54,7 @@ export async function compareView(main, { query, signal }) {
           h("legend", {}, `Runs, at most ${RUN_COLOURS.length}`),
           h("div", { class: "ticks" }, ticks),
         )
-      : h("p", {}, "No job has done a step yet."),
+      : h("p", {}, "No job has run a step yet."),
     shown,
   );
   if (jobs.length) await load();
@@ -80,8 +80,8 @@ function parts(jobs, curves, signal) {
   const judged = jobs.map((job) => curves.get(job.id).judged("loss"));
   const speeds = jobs.map((job) => meanOf(curves.get(job.id), "tokens_per_s"));
   return [
-    chart("Loss of the steps, running mean", "nats a token", mean, false),
-    judged.some(([x]) => x.length) ? chart("Loss of the evaluations", "nats a token", judged, true) : null,
+    chart("Loss of the steps, running mean", "nats per token", mean, false),
+    judged.some(([x]) => x.length) ? chart("Loss of the evaluations", "nats per token", judged, true) : null,
     chart("Tokens per second, running mean", "tokens/s", speeds, false, true),
     table(
       "Results",

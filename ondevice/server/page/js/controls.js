@@ -1,4 +1,4 @@
-/** What can be done with a job, the same in the list and on its own page. */
+/** The actions on a job, the same in the list and on its page. */
 
 import { ACTIVE, at, ask, ENDED, post } from "./api.js";
 import { h, setText, showOnly, sure } from "./dom.js";
@@ -12,7 +12,7 @@ const CAN = {
   delete: ENDED,
 };
 
-/** Buttons that fit the job's state. `changed` is told the job after an action, null after its deletion. */
+/** Buttons for the job's state. `changed` gets the job after an action, null after its deletion. */
 export function jobButtons(job, place, changed) {
   let current = job;
   const act = (button, verb, done) =>
@@ -27,7 +27,7 @@ export function jobButtons(job, place, changed) {
     button.addEventListener("click", async () => {
       if (
         verb === "cancel" &&
-        !(await sure(`Cancel ${jobName(current)} for good? What it has learned is lost.`, "Cancel the job"))
+        !(await sure(`Cancel ${jobName(current)} for good? Its progress is lost.`, "Cancel the job"))
       )
         return;
       await act(button, verb, done);
@@ -76,7 +76,7 @@ export function stateBadge(job) {
   return { element, update };
 }
 
-/** How far the job is: a bar and the same in words. */
+/** The job's progress as a bar and in words. */
 export function progressOf(job) {
   const bar = h("progress", { "aria-label": `Steps of ${jobName(job)}` });
   const words = h("span", { class: "progress-words" });

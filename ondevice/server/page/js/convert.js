@@ -1,4 +1,4 @@
-/** An adapter in the form of another program: chosen, watched, downloaded. */
+/** Convert an adapter for another program: choose, watch, download. */
 
 import { ask, at, get, pause, post } from "./api.js";
 import { announce, choice, h, labelled, setText } from "./dom.js";
@@ -7,7 +7,7 @@ import { bytes, number } from "./format.js";
 
 const LOOK_S = 0.5;
 
-/** The part of the view `#/adapters` that converts; `update(adapters)` says what there is. */
+/** The part of the view `#/adapters` that converts; `update(adapters)` sets the choices. */
 export function converter(signal) {
   const [adapter, form, dtype] = [choice([]), choice([]), choice([])];
   const dtypeField = labelled("Type of the weights", dtype);
@@ -20,7 +20,7 @@ export function converter(signal) {
     if (!chosen) return;
     dtype.replaceChildren(...chosen.dtypes.map((one) => h("option", { value: one }, one)));
     dtypeField.hidden = !chosen.dtypes.length;
-    const what = chosen.merged ? "Model and adapter as one" : "The adapter alone";
+    const what = chosen.merged ? "The model with the adapter merged" : "Only the adapter";
     setText(about, `${what}, for ${chosen.reader}; ${chosen.folder ? "a folder, as a zip" : "one file"}.`);
   };
   form.addEventListener("change", follow);
@@ -54,9 +54,9 @@ export function converter(signal) {
     }
     setText(stage, said(now));
     forget.before(h("a", { class: "button", href: `${path}/download`, download: now.file }, `Download ${now.file}`));
-    announce(`${now.file} can be downloaded`);
+    announce(`${now.file} is ready to download`);
   };
-  /** What became of a conversion that is looked at; a view that was left, or a row that is gone, is no error. */
+  /** The state of a conversion; a closed view or a deleted row is not an error. */
   const follows = (conversion) =>
     watch(conversion).catch((error) => (error.status === 404 ? undefined : place.show(error)));
 
@@ -98,7 +98,7 @@ export function converter(signal) {
   return { element, update };
 }
 
-/** Size, and what reading it back found. */
+/** Size, and the result of the check. */
 function said({ bytes: size, report }) {
   const kept =
     report.kept < 1 ? `; rounding left ${number(Math.round(100 * report.kept))}% of the adapter's change` : "";

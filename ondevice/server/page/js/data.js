@@ -1,4 +1,4 @@
-/** What there is to train: data sets with a look into them, models, artifacts; and sending more. */
+/** Data sets with previews, models and artifacts; and their uploads. */
 
 import { ask, at, get, listModels } from "./api.js";
 import { columnsField } from "./columns.js";
@@ -19,7 +19,7 @@ export async function dataView(main, { signal }) {
     sets.replaceChildren(
       found.length
         ? setsTable(found, place, loadSets, (id) => look.choose(id))
-        : h("p", {}, "There is no data set yet."),
+        : h("p", {}, "No data sets yet."),
     );
     look.fill(found);
   };
@@ -27,12 +27,12 @@ export async function dataView(main, { signal }) {
     const [known, programs] = [await listModels(signal), await get("/v1/artifacts", signal)];
     models.replaceChildren(
       listing(
-        "Models at hand",
+        "Models on this machine",
         ["Name", "Architecture", "Size", "Actions"],
         known.map((model) => [
           model.id,
           architecture(model),
-          model.bytes ? bytes(model.bytes) : "made when asked for",
+          model.bytes ? bytes(model.bytes) : "made on demand",
           model.kind === "folder"
             ? remover("/v1/models", model.id, `the model ${model.id}`, place, loadPrograms)
             : null,
@@ -53,7 +53,7 @@ export async function dataView(main, { signal }) {
               remover("/v1/artifacts", one.id, `the program ${one.id}`, place, loadPrograms),
             ]),
           )
-        : h("p", {}, "There is no exported program in the store."),
+        : h("p", {}, "No exported programs in the store."),
     );
   };
   look = previewPanel(await listModels(signal), tasks, signal);
@@ -101,12 +101,12 @@ export function architecture(model) {
     model.num_hidden_layers && `${model.num_hidden_layers} layers`,
     model.hidden_size && `${model.hidden_size} wide`,
   ];
-  return [model.model_type, ...sizes, model.kind === "random" && "random weights, for trying"]
+  return [model.model_type, ...sizes, model.kind === "random" && "random weights, for tests"]
     .filter(Boolean)
     .join(", ");
 }
 
-/** A button that deletes a thing of the store, once it is sure. */
+/** A button that deletes a thing of the store, after a question. */
 function remover(base, id, what, place, changed) {
   const button = h("button", { type: "button" }, "Delete", h("span", { class: "unseen" }, ` ${what}`));
   button.addEventListener("click", async () => {
@@ -126,7 +126,7 @@ function remover(base, id, what, place, changed) {
 
 function setsTable(found, place, changed, look) {
   const buttons = (one) => {
-    const show = h("button", { type: "button" }, "Look", h("span", { class: "unseen" }, ` into ${one.name}`));
+    const show = h("button", { type: "button" }, "Preview", h("span", { class: "unseen" }, ` into ${one.name}`));
     show.addEventListener("click", () => look(one.id));
     const remove = remover("/v1/datasets", one.id, `the data set ${one.name}`, place, changed);
     return h("div", { class: "buttons" }, show, remove);
@@ -157,11 +157,11 @@ function previewPanel(models, tasks, signal) {
     models.map((one) => [one.id, one.id]),
     models[0]?.id,
   );
-  const task = choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "");
+  const task = choice([["", "inferred from the keys"], ...tasks.map((one) => [one, one])], "");
   const columns = columnsField();
-  const length = h("input", { type: "number", min: 8, max: 65536, placeholder: "what the rows need" });
+  const length = h("input", { type: "number", min: 8, max: 65536, placeholder: "chosen for the rows" });
   const prompt = ticked("Train on the prompt too");
-  const button = h("button", {}, "Look");
+  const button = h("button", {}, "Preview");
   const read = () =>
     attempt(button, place, () =>
       showPreview(
@@ -180,7 +180,7 @@ function previewPanel(models, tasks, signal) {
   const element = h(
     "details",
     { class: "panel" },
-    h("summary", {}, "Look into a data set"),
+    h("summary", {}, "Preview a data set"),
     h(
       "form",
       {
@@ -193,10 +193,10 @@ function previewPanel(models, tasks, signal) {
         "div",
         { class: "fields" },
         labelled("Data set", dataset),
-        labelled("As this model reads it", model),
+        labelled("Read by model", model),
         labelled("Prompt template", task),
         columns.element,
-        labelled("Longest row, tokens", length),
+        labelled("Most tokens per row", length),
       ),
       prompt.element,
       h("div", { class: "buttons" }, button),

@@ -9,7 +9,7 @@ export function problemBox(error) {
   return h(
     "div",
     { class: "problem", role: "alert" },
-    h("p", { dir: "auto" }, h("strong", {}, coded(error.message || "something went wrong"))),
+    h("p", { dir: "auto" }, h("strong", {}, coded(error.message || "an unknown error"))),
     terms([
       ["Expected", text(error.expected)],
       ["Received", text(error.received)],
@@ -20,14 +20,14 @@ export function problemBox(error) {
 }
 
 /** Bad rows: where they are and what is wrong with them. */
-export function rowProblems(problems, caption = "Rows that cannot be used") {
+export function rowProblems(problems, caption = "Unusable rows") {
   const rows = problems
     .slice(0, SHOWN)
     .map((problem) => [problem.line ? `Line ${problem.line}` : "Whole file", problem.field || "–", problem.reason]);
   return table(caption, ["Line", "Field", "Reason"], rows);
 }
 
-/** A place for errors: `show(error)` replaces what was there, `clear()` empties it. */
+/** An element for errors: `show(error)` replaces the last one, `clear()` removes it. */
 export function problemPlace() {
   const element = h("div", { class: "problem-place" });
   return {

@@ -12,7 +12,7 @@ export async function fleetsView(main, { signal }) {
     list.replaceChildren(
       fleets.length
         ? fleetsTable(fleets)
-        : h("p", {}, "This machine takes part in no fleet. ", h("code", {}, "ondevice serve fleet NAME"), " adds one."),
+        : h("p", {}, "This machine takes part in no fleets. ", h("code", {}, "ondevice serve fleet NAME"), " adds one."),
     );
   };
   await load();

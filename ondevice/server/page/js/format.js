@@ -1,4 +1,4 @@
-/** Figures as people read them. */
+/** Figures in readable form. */
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -39,12 +39,12 @@ export function number(value, digits = 4) {
     : Number(value.toPrecision(digits)).toString();
 }
 
-/** A share as a percentage. */
+/** A fraction as a percentage. */
 export function percent(value) {
   return Number.isFinite(value) ? `${(100 * value).toFixed(1)}%` : "";
 }
 
-/** A moment, in seconds since the epoch, in the reader's own way. */
+/** A time, in seconds since the epoch, in the reader's locale. */
 export function moment(seconds) {
   if (!seconds) return "";
   return new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
@@ -68,7 +68,7 @@ export function flatten(values, prefix = "") {
   return flat;
 }
 
-/** What a job is called: its name, or its number where it has none. */
+/** A job's name, or its number without one. */
 export function jobName(job) {
   return job.name || `Job ${job.number}`;
 }

@@ -33,10 +33,10 @@ export async function jobView(main, { id, signal }) {
   const figures = h(
     "details",
     { class: "panel" },
-    h("summary", {}, "The last steps and all evaluations as a table"),
+    h("summary", {}, "Table of the last steps and all evaluations"),
     rows,
   );
-  /** Answers may overtake each other: an older one does not count. */
+  /** Responses may overtake each other: an older one does not count. */
   const take = (next) => {
     if (next.last_event < job.last_event) return;
     job = next;
@@ -86,7 +86,7 @@ export async function jobView(main, { id, signal }) {
   };
   const warnings = h("div");
   const events = new Events(id, job.last_event, told, (how) => {
-    setText(connection, how === "lost" ? "The connection is lost; it is tried again." : "");
+    setText(connection, how === "lost" ? "Connection lost; trying again." : "");
     connection.hidden = how !== "lost";
     if (how === "open") reload().catch(() => {});
   });
@@ -126,7 +126,7 @@ export async function jobView(main, { id, signal }) {
   );
 }
 
-/** Keep the figures at hand up to date between two answers of the API, as the daemon does. */
+/** Update the figures between two responses of the API, as the daemon does. */
 function note(job, event) {
   const { progress } = job;
   if (event.event === "start" || event.event === "resume")
@@ -159,9 +159,9 @@ function adapterLinks(job) {
   if (!job.adapters.length) return [];
   const one = (id) => {
     const place = problemPlace();
-    const use = h("button", { type: "button" }, "Use it");
+    const use = h("button", { type: "button" }, "Activate");
     use.addEventListener("click", () =>
-      attempt(use, place, () => ask("POST", at("/v1/adapters", id, "/activate")), "The adapter is in use"),
+      attempt(use, place, () => ask("POST", at("/v1/adapters", id, "/activate")), "The adapter is active"),
     );
     return h(
       "li",
@@ -185,7 +185,7 @@ function adapterLinks(job) {
     h(
       "section",
       { class: "panel made" },
-      h("h2", {}, job.adapters.length > 1 ? "Its adapters" : "Its adapter"),
+      h("h2", {}, job.adapters.length > 1 ? "Adapters" : "Adapter"),
       h("ul", { class: "plain" }, job.adapters.map(one)),
     ),
   ];

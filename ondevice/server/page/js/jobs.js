@@ -1,4 +1,4 @@
-/** The queue: what runs, what waits, what has ended. */
+/** The queue: running, waiting and ended jobs. */
 
 import { ask, at, ENDED, every, get } from "./api.js";
 import { folded, h, keyed, setText } from "./dom.js";
@@ -16,7 +16,7 @@ export async function jobsView(main, { signal }) {
   const none = h(
     "div",
     { class: "panel", hidden: true },
-    h("p", {}, "There is no job yet."),
+    h("p", {}, "No jobs yet."),
     h("p", {}, h("a", { href: "#/new", class: "button main" }, "Start the first one")),
   );
   const load = async () => {
@@ -112,7 +112,7 @@ function row(job, place, changed, waits) {
   return { element, update };
 }
 
-/** A number that says which job goes first; it is sent when it is changed. */
+/** The priority of a job, which is sent when it changes. */
 export function priority(job, place, changed) {
   const input = h("input", {
     type: "number",

@@ -16,7 +16,7 @@ export class Charts {
       {
         title: "Loss",
         x: "steps",
-        y: "nats a token",
+        y: "nats per token",
         y2: "accuracy",
         share: true,
         series: [
@@ -43,7 +43,7 @@ export class Charts {
     );
     this.memory = new Chart(
       {
-        title: "Highest memory so far",
+        title: "Peak memory so far",
         x: "steps",
         y: "MiB",
         zero: true,

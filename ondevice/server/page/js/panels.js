@@ -1,4 +1,4 @@
-/** The folded parts of a job's page: when it may run, and what its workers printed. */
+/** The folded parts of a job's page: when it may run, and its log. */
 
 import { ask, every, get } from "./api.js";
 import { h, labelled, setText } from "./dom.js";
@@ -16,7 +16,7 @@ export function queuePanel(job, place, changed) {
   const priority = h("input", { type: "number", min: -1000, max: 1000, step: 1, value: job.priority });
   const [start, end] = windowFields(job.window);
   const limits = limitFields(job.limits);
-  const button = h("button", {}, "Keep");
+  const button = h("button", {}, "Save");
   const form = h(
     "form",
     {
@@ -33,7 +33,7 @@ export function queuePanel(job, place, changed) {
             });
             await changed();
           },
-          `${jobName(job)}: kept`,
+          `${jobName(job)}: saved`,
         );
       },
     },
@@ -41,8 +41,8 @@ export function queuePanel(job, place, changed) {
       "div",
       { class: "fields" },
       labelled("Priority", priority, "Higher runs first."),
-      labelled("Runs from", start, "Empty: always."),
-      labelled("until", end, "Then it is stopped with its state saved, and goes on the next time."),
+      labelled("Runs from", start, "Empty: any time."),
+      labelled("until", end, "Then it is saved and stopped, and goes on in the next window."),
       limits.elements,
     ),
     h("div", { class: "buttons" }, button),
@@ -75,8 +75,8 @@ export function limitFields({ memory_bytes: bytes = null, time_s: time = null, r
   const retries = h("input", { type: "number", min: 0, max: 1000000, step: 1, value: tries, required: true });
   return {
     elements: [
-      labelled("Memory limit, GiB", memory, "A job over it is ended."),
-      labelled("Time limit, hours", hours, "In all; its state is saved then. Raise it and resume to go on."),
+      labelled("Memory limit, GiB", memory, "A job that exceeds it fails."),
+      labelled("Time limit, hours", hours, "In total; then its state is saved. Raise it and resume to go on."),
       labelled("Tries after a crash", retries, "In a row, without a new checkpoint between them."),
     ],
     values: () => ({
@@ -95,7 +95,7 @@ export function logPanel(path, goesOn, signal) {
   const load = async () => {
     if (!element.open || (seen && !goesOn())) return;
     const near = text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_END;
-    setText(text, (await get(`${path}/log?bytes=${LOG_BYTES}`, signal)) || "Nothing was printed yet.");
+    setText(text, (await get(`${path}/log?bytes=${LOG_BYTES}`, signal)) || "No output yet.");
     if (near || !seen) text.scrollTop = text.scrollHeight;
     seen = true;
   };

@@ -14,12 +14,12 @@ export function planParts({ plan, config }) {
   const seconds = plan.step_s_estimate;
   const steps = config.train.steps;
   const sums = [
-    [h("strong", {}, "All of it"), h("strong", {}, bytes(plan.total_bytes)), "at the highest moment"],
-    ["There is", bytes(plan.usable_bytes), plan.device.rule ?? plan.device.description],
+    [h("strong", {}, "Total"), h("strong", {}, bytes(plan.total_bytes)), "at the peak"],
+    ["Available", bytes(plan.usable_bytes), plan.device.rule ?? plan.device.description],
   ];
   const verdict = plan.fits
-    ? `It fits: ${bytes(plan.margin_bytes)} stay free.`
-    : `It does not fit: ${bytes(-plan.margin_bytes)} are missing.`;
+    ? `Fits: ${bytes(plan.margin_bytes)} stay free.`
+    : `Does not fit: ${bytes(-plan.margin_bytes)} missing.`;
   return [
     h("p", { class: plan.fits ? "verdict good" : "verdict bad" }, verdict),
     h(
@@ -27,10 +27,10 @@ export function planParts({ plan, config }) {
       {},
       `On ${plan.device.description ?? plan.device.name}. `,
       seconds
-        ? `A step takes some ${duration(seconds)}, all ${steps.toLocaleString()} some ${duration(seconds * steps)} (${plan.step_basis}); the program's start comes on top.`
+        ? `A step takes about ${duration(seconds)}, all ${steps.toLocaleString()} about ${duration(seconds * steps)} (${plan.step_basis}), plus the start.`
         : "",
     ),
-    table("Memory of the run by part", ["Part", "Memory", "What it is"], [...parts, ...host, ...sums]),
+    table("Memory of the run by part", ["Part", "Memory", "Meaning"], [...parts, ...host, ...sums]),
     ...plan.notes.map((note) => h("p", { class: "notice", dir: "auto" }, coded(note))),
   ];
 }

@@ -1,4 +1,4 @@
-/** A form made from a section of the run file's JSON schema. Only what differs from the default is sent. */
+/** A form for a section of the run file's JSON schema. Only values that differ from the default are sent. */
 
 import { choice, coded, h, labelled, ticked } from "./dom.js";
 import { setting } from "./format.js";
@@ -19,8 +19,8 @@ export function methodsOf(schema) {
 /**
  * Fields for some keys of a section.
  * @param keys which, in order; all of them if null
- * @param defaults values that stand in the fields instead of the schema's own
- * @returns element; `values()`; `mark(key, message)` for a field that was refused
+ * @param defaults values to show instead of the schema's defaults
+ * @returns element; `values()`; `mark(key)` for a refused field
  */
 export function fieldsOf(section, keys = null, defaults = {}) {
   const fields = (keys ?? Object.keys(section.properties))
@@ -44,7 +44,7 @@ export function fieldsOf(section, keys = null, defaults = {}) {
       return found;
     },
     get: (key) => fields.find(([name]) => name === key)?.[1].value(),
-    /** Take a key out, or back: one that is fixed elsewhere. */
+    /** Hide or show a key that is fixed elsewhere. */
     hide: (key, yes) => {
       for (const [name, one] of fields) if (name === key) one.element.hidden = yes;
     },
@@ -68,7 +68,7 @@ function field(key, schema, value) {
   const optional = options.some((one) => one.type === "null");
   const kind = options.find((one) => one.type !== "null") ?? schema;
   const help = plain(schema.description);
-  const word = options.find((one) => one.const !== undefined)?.const; // "auto" beside numbers, or beside yes and no
+  const word = options.find((one) => one.const !== undefined)?.const; // "auto" in addition to numbers, or to yes and no
   if (word && kind.type === "boolean") return selected(key, { enum: [word, true, false] }, value, help, optional);
   if (kind.enum) return selected(key, kind, value, help, optional);
   if (kind.type === "boolean" && !optional) return switched(key, value, help);
@@ -117,7 +117,7 @@ function several(key, kind, value, help) {
   };
 }
 
-/** Values of one's own, with commas between them. */
+/** Free values, separated by commas. */
 function listed(key, kind, value, help) {
   const field = written(key, value?.length ? value.join(", ") : null, help);
   const read = kind.items?.type === "integer" ? Number : String;

@@ -45,7 +45,7 @@ export function signInView(main, done) {
       tabindex: "-1",
       "aria-hidden": "true",
     }),
-    labelled("Token", token, "ondevice serve token makes one, on the machine that runs the daemon."),
+    labelled("Token", token, "Made by `ondevice serve token` on the daemon's machine."),
     place.element,
     h("div", { class: "buttons" }, button),
   );

@@ -1,4 +1,4 @@
-/** Thumbs up and down for an answer, and the list of what was judged. */
+/** Ratings of replies, thumbs up or down, and their list. */
 
 import { ask, at, get, keyed, post } from "./api.js";
 import { announce, h, table } from "./dom.js";
@@ -9,14 +9,14 @@ const DOWN = "\u{1F44E}";
 const WORDS = { true: "Thumbs up", false: "Thumbs down" };
 
 /**
- * Two buttons for an answer; the pressed one pressed again takes the thumb back.
+ * Two buttons for a reply; a second press removes the rating.
  * @param row prompt, answer, model and adapter, as POST /v1/thumbs takes them
- * @param whose said with the buttons to a screen reader
+ * @param whose whose reply it is, for a screen reader
  */
 export function thumbButtons(row, whose, changed) {
   const place = problemPlace();
   let kept = null;
-  let before = Promise.resolve(); // one click after the other: the last one decides, however late an answer comes
+  let before = Promise.resolve(); // one click after the other: the last one decides, however late a response comes
   const buttons = [true, false].map((liked) => {
     const button = h(
       "button",
@@ -30,7 +30,7 @@ export function thumbButtons(row, whose, changed) {
         kept = null;
       } else kept = await post("/v1/thumbs", { ...row, liked });
       buttons.forEach((one, index) => one.setAttribute("aria-pressed", String(kept?.liked === (index === 0))));
-      announce(kept ? `${WORDS[liked]} is kept` : "The thumb is taken back");
+      announce(kept ? `${WORDS[liked]} saved` : "Rating removed");
       await changed();
     };
     button.addEventListener("click", () => {
@@ -41,7 +41,7 @@ export function thumbButtons(row, whose, changed) {
   return h("div", { class: "buttons" }, buttons, place.element);
 }
 
-/** What was judged: how many, the newest, and all of it as a file. */
+/** The ratings: their number, the newest ones, and all of them as a file. */
 export function thumbsPanel(signal) {
   const [list, place] = [h("div"), problemPlace()];
   const changed = async () => {
@@ -52,7 +52,7 @@ export function thumbsPanel(signal) {
             h("a", { class: "button", href: keyed("/v1/thumbs/export"), download: "thumbs.jsonl" }, "Download as JSON lines"),
             table(
               "The newest",
-              ["Answer", "Question", "Thumb", "By", "Actions"],
+              ["Reply", "Prompt", "Rating", "Model", "Actions"],
               rows.map((row) => [
                 h("span", { class: "answer" }, row.answer),
                 typeof row.prompt === "string" ? row.prompt : row.prompt.at(-1).content,
@@ -62,7 +62,7 @@ export function thumbsPanel(signal) {
               ]),
             ),
           ]
-        : [h("p", {}, "No answer has been judged yet.")]),
+        : [h("p", {}, "No ratings yet.")]),
     );
   };
   const remove = (row) => {

@@ -9,7 +9,7 @@ const NAMES = {
   loss: "Loss",
   evaluation: "Evaluation",
   speed: "Tokens per second",
-  step_time: "A step takes",
+  step_time: "Time per step",
   eta: "Time left",
   memory: "Memory",
   device: "GPU memory",

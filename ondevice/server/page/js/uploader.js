@@ -1,4 +1,4 @@
-/** Sending a file: rows, or a model, an artifact or an adapter as a zip. */
+/** Upload a file of rows, or a zip of a model, an artifact or an adapter. */
 
 import { get, at, upload } from "./api.js";
 import { columnsField } from "./columns.js";
@@ -21,7 +21,7 @@ const WORDS = {
   },
   artifact: {
     file: "Zip of the artifact's folder",
-    help: "what `ondevice export` wrote",
+    help: "the folder that `ondevice export` wrote",
     accept: ".zip",
     button: "Upload the artifact",
   },
@@ -36,7 +36,7 @@ const WORDS = {
 /**
  * A form that uploads one file.
  * @param kind what the file is
- * @param done told the id of what it became
+ * @param done called with the id of the new thing
  * @param tasks for rows: prompt templates to choose from
  * @param inside stands in another form: then it is a group, as forms cannot be nested, and the form says how rows are
  * read: `{options, begun}`, a function to `{task, columns}` and one that is told when a file is sent
@@ -55,9 +55,9 @@ export function uploader(kind, done, signal, tasks = [], inside = null) {
           autocomplete: "off",
         });
   const alone = kind === "dataset" && !inside;
-  const task = alone ? choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "") : null;
+  const task = alone ? choice([["", "inferred from the keys"], ...tasks.map((one) => [one, one])], "") : null;
   const columns = alone ? columnsField() : null;
-  const skip = kind === "dataset" ? ticked("Leave out rows that cannot be used") : null;
+  const skip = kind === "dataset" ? ticked("Skip unusable rows") : null;
   const bar = h("progress", { hidden: true, "aria-label": "Upload" });
   const said = h("p", { role: "status", class: "soft" });
   const [place, bad] = [problemPlace(), h("div")];
@@ -93,7 +93,7 @@ export function uploader(kind, done, signal, tasks = [], inside = null) {
           said,
           sent < chosen.size
             ? `${bytes(sent)} of ${bytes(chosen.size)}`
-            : "All of it has arrived; it is being checked.",
+            : "Upload complete; checking the file.",
         );
       },
       signal,
@@ -102,7 +102,7 @@ export function uploader(kind, done, signal, tasks = [], inside = null) {
       const found = await get(at("/v1/datasets", placed.id), signal);
       setText(said, `${found.rows.toLocaleString()} rows of the format “${found.format}”.`);
       bad.replaceChildren(...(found.problems.length ? [rowProblems(found.problems, "Rows that were left out")] : []));
-    } else setText(said, "It is there.");
+    } else setText(said, "Uploaded.");
     await done(placed.id);
   };
   const begin = async (event) => {

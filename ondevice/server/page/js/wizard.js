@@ -27,7 +27,7 @@ export async function wizardView(main, { signal }) {
   const forced = h(
     "p",
     { hidden: true },
-    h("label", { class: "tick", for: "force" }, force, " Start although the plan says that it does not fit"),
+    h("label", { class: "tick", for: "force" }, force, " Start even if the plan says it does not fit"),
   );
   queue.element.append(plan, forced);
 
@@ -44,7 +44,7 @@ export async function wizardView(main, { signal }) {
     h("button", { class: "main" }, "Start the job"),
   ];
   let current = 0;
-  // An answer that is lost does not make a second job of the same form; what is changed is another job.
+  // A lost response must not make a second job of the same form; a changed form is another job.
   let key = crypto.randomUUID?.() ?? String(Math.random());
 
   const request = () => {
@@ -59,7 +59,7 @@ export async function wizardView(main, { signal }) {
   };
   let planning = new AbortController();
   signal.addEventListener("abort", () => planning.abort());
-  /** A plan for what the form says now; one that is still being made for something else is forgotten. */
+  /** Plan the form's present values; an older plan in progress is dropped. */
   const showPlan = async () => {
     planning.abort();
     planning = new AbortController();
@@ -67,7 +67,7 @@ export async function wizardView(main, { signal }) {
     place.clear();
     start.disabled = true;
     forced.hidden = true;
-    plan.replaceChildren(h("p", { class: "soft" }, "The plan is being made…"));
+    plan.replaceChildren(h("p", { class: "soft" }, "Planning…"));
     try {
       const found = await post("/v1/jobs", { ...request(), dry_run: true }, mine);
       if (mine.aborted) return;
@@ -105,7 +105,7 @@ export async function wizardView(main, { signal }) {
     if (index === 2 && model.kind() === "model") {
       post("/v1/method", { model: model.source().model }, signal)
         .then(method.suggest)
-        .catch(() => {}); // the plan says what is wrong with a model
+        .catch(() => {}); // the plan names what is wrong with a model
     }
     (focus ?? heads[index]).focus();
     if (index === TITLES.length - 1) showPlan();

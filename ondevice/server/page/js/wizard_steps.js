@@ -14,7 +14,7 @@ const MAIN_KEYS = ["learning_rate", "rank", "queries", "target_modules"];
 const TRAIN_KEYS = ["steps", "batch_size", "eval_every", "checkpoint_every"];
 const TRAIN_MORE = ["seed", "schedule", "warmup_steps", "eval_rows", "backend"];
 
-/** What to train: a model or an exported program, and where to begin. */
+/** What to train: a model or an exported program, and a starting adapter. */
 export function modelStep({ models, artifacts, adapters }, signal) {
   const name = h("input", { type: "text", maxlength: 200, autocomplete: "off", dir: "auto" });
   const group = newId("kind");
@@ -27,7 +27,7 @@ export function modelStep({ models, artifacts, adapters }, signal) {
     radio("artifact", "An exported program"),
   ];
   const options = models.map((one) => [one.id, `${one.id} (${architecture(one)})`]);
-  const model = choice([...options, ["", "another, by its hub id"]], models[0]?.id ?? "");
+  const model = choice([...options, ["", "another one, by hub id"]], models[0]?.id ?? "");
   const hub = h("input", {
     type: "text",
     maxlength: 200,
@@ -41,15 +41,15 @@ export function modelStep({ models, artifacts, adapters }, signal) {
     { required: true },
   );
   const adapter = choice(
-    [["", "none: begin anew"], ...adapters.map((one) => [one.id, `${one.name}, rank ${one.rank} (${one.id})`])],
+    [["", "none: a new adapter"], ...adapters.map((one) => [one.id, `${one.name}, rank ${one.rank} (${one.id})`])],
     "",
   );
-  const hubField = labelled("Hub id", hub, "It is fetched when the job begins.");
+  const hubField = labelled("Hub id", hub, "Downloaded when the job starts.");
   const modelField = labelled("Model", model);
   const artifactField = labelled(
     "Program",
     artifact,
-    artifacts.length ? null : "There is none in the store; upload one under “Data”.",
+    artifacts.length ? null : "None in the store; upload one under “Data”.",
   );
   const kind = () => (asArtifact.input.checked ? "artifact" : "model");
   const show = () => {
@@ -65,7 +65,7 @@ export function modelStep({ models, artifacts, adapters }, signal) {
     h(
       "fieldset",
       {},
-      h("legend", {}, "What is trained"),
+      h("legend", {}, "What to train"),
       h("div", { class: "ticks" }, asModel.element, asArtifact.element),
     ),
     h(
@@ -74,8 +74,8 @@ export function modelStep({ models, artifacts, adapters }, signal) {
       modelField,
       hubField,
       artifactField,
-      labelled("Begin with the adapter", adapter),
-      labelled("Name of the job", name, "For people; may be empty."),
+      labelled("Start from adapter", adapter),
+      labelled("Job name", name, "Optional."),
     ),
   );
   const id = () => model.value || hub.value;
@@ -91,15 +91,15 @@ export function modelStep({ models, artifacts, adapters }, signal) {
   };
 }
 
-/** Which rows, how they are read, and a look at what is trained on. */
+/** Which rows, how they are read, and a preview of the trained tokens. */
 export function dataStep({ schema, tasks }, source, signal) {
   const section = sectionOf(schema, "data");
   const [train, evaluate] = [choice([], "", { required: true }), choice([["", "none"]], "")];
-  const task = choice([["", "as the rows' keys say"], ...tasks.map((one) => [one, one])], "");
+  const task = choice([["", "inferred from the keys"], ...tasks.map((one) => [one, one])], "");
   const columns = columnsField();
   const fields = fieldsOf(section, ["max_length_tokens", "validation_split", "train_on_prompt"]);
   const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
-  const look = h("button", { type: "button" }, "Look at the rows");
+  const look = h("button", { type: "button" }, "Preview the rows");
   look.addEventListener("click", () =>
     attempt(look, place, () =>
       showPreview(
@@ -139,7 +139,7 @@ export function dataStep({ schema, tasks }, source, signal) {
         ...(task.value ? { task: task.value } : {}),
         ...(columns.pairs().length ? { columns: columns.value() } : {}),
       }),
-      // A file that is refused must not leave another one chosen.
+      // A refused file must not leave another one selected.
       begun: () => {
         train.selectedIndex = -1;
       },
@@ -214,7 +214,7 @@ export function methodStep({ schema }) {
       learning_rate: {
         anyOf: [{ type: "number" }, { type: "null" }],
         default: null,
-        description: "Empty: the program's own.",
+        description: "Empty: the program's default.",
       },
     },
   });
@@ -233,7 +233,7 @@ export function methodStep({ schema }) {
   );
   return {
     element,
-    /** Take the method that the daemon would take for a model, unless another was chosen here. */
+    /** Select the daemon's default method for a model, unless another was chosen here. */
     suggest: ({ method, said }) => {
       if (touched || !methods.some(([name]) => name === method)) return;
       select.value = method;
@@ -261,7 +261,7 @@ export function methodStep({ schema }) {
   };
 }
 
-/** When and within what it runs. */
+/** When the job runs, and its limits. */
 export function queueStep() {
   const priority = h("input", { type: "number", min: -1000, max: 1000, step: 1, value: 0, required: true });
   const [start, end] = windowFields(null);
@@ -277,7 +277,7 @@ export function queueStep() {
         "div",
         { class: "fields" },
         labelled("Priority", priority, "Higher runs first."),
-        labelled("Runs from", start, "Empty: always."),
+        labelled("Runs from", start, "Empty: any time."),
         labelled("until", end),
         limits.elements,
       ),
