@@ -132,7 +132,7 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(
     )
     assert written["data"] == str(data)
     assert ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove").code == 0
-    assert "no fleet home" in ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove",
+    assert "not take part in fleet home" in ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove",
                                        "--json").json["message"]  # fmt: skip
     with pytest.raises(ConfigError, match="no such name"):
         write_seat(tmp_path, "../up", None)

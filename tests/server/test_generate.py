@@ -123,7 +123,7 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
         store=store,
         supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),
         queue=SimpleNamespace(get=lambda _: SimpleNamespace(progress={})),
-        model=lambda call, **arguments: calls[call](**arguments),
+        model_helper=lambda call, **arguments: calls[call](**arguments),
         pools=Pools(),
     )
     (store.path("jobs", "job-1")).mkdir()
