@@ -129,7 +129,7 @@ await scenario(async (page) => {
   ]);
   await download.saveAs(file);
   await adapter.getByRole("button", { name: "Activate" }).click();
-  await page.getByRole("status").getByText("is in use").waitFor(); // the next view asks for what the daemon has now
+  await page.getByRole("status").getByText("is active").waitFor(); // the next view asks for what the daemon has now
   await view(page, "adapters");
   await page.getByText("Active:").getByText(NAME).waitFor();
 
