@@ -132,8 +132,10 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(
     )
     assert written["data"] == str(data)
     assert ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove").code == 0
-    assert "not take part in fleet home" in ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove",
-                                       "--json").json["message"]  # fmt: skip
+    refused = ondevice(
+        "serve", "fleet", "home", "--store", tmp_path / "store", "--remove", "--json"
+    ).json
+    assert "not take part in fleet home" in refused["message"]
     with pytest.raises(ConfigError, match="no such name"):
         write_seat(tmp_path, "../up", None)
     assert Running().process is None
