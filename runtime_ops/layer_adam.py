@@ -41,6 +41,7 @@ __all__ = [
     "numbers_of",
     "torch_adam",
     "torch_step",
+    "torch_steps",
     "split_",
     "merge",
     "available",
@@ -216,13 +217,21 @@ def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) 
 
 def torch_step(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, adam: AdamStep) -> None:
     """Run `torch._fused_adamw_` on one array; all float32 [n] on one device, `grad` scaled before."""
+    torch_steps([master], [grad], [m], [v], adam)
+
+
+def torch_steps(
+    masters: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], adam: AdamStep
+) -> None:
+    """Run `torch._fused_adamw_` on arrays of one dtype and device, with few launches on a GPU."""
+    number = torch.full((), float(adam.step), device=grads[0].device)
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [master],
-        [grad],
-        [m],
-        [v],
+        masters,
+        grads,
+        m,
+        v,
         [],
-        [torch.full((), float(adam.step), device=grad.device)],
+        [number] * len(masters),
         lr=adam.learning_rate,
         beta1=adam.beta1,
         beta2=adam.beta2,

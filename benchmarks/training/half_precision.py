@@ -100,8 +100,8 @@ def nearest(name: str, run: Callable[..., Any]) -> Any:
     if name == "full":
         from ondevice.methods.adamw import TorchAdamW
 
-        def plain(parameters: Any, rate: float, decay: float) -> Any:
-            return [TorchAdamW(parameters, rate, decay)]
+        def plain(parameters: Any, decay: float) -> Any:
+            return [TorchAdamW(parameters, decay)]
 
         with mock.patch("ondevice.methods.adamw_session.open_adamw", plain):
             return run()

@@ -16,7 +16,13 @@ from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.core.session import MOMENTS
 from ondevice.methods import model_loss
 from ondevice.runtime_ops.adam_state import HostState, Moments, merge, split_
-from ondevice.runtime_ops.layer_adam import AdamStep, available, device_adam, torch_split_step
+from ondevice.runtime_ops.layer_adam import (
+    AdamStep,
+    available,
+    device_adam,
+    torch_split_step,
+    torch_steps,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +49,7 @@ class AdamW(Protocol):
         ...
 
 
-def open_adamw(parameters: Parameters, learning_rate: float, weight_decay: float) -> list[AdamW]:
+def open_adamw(parameters: Parameters, weight_decay: float) -> list[AdamW]:
     """Return the optimizers of some parameters: one for each precision that there is.
 
     Raises:
@@ -61,35 +67,40 @@ def open_adamw(parameters: Parameters, learning_rate: float, weight_decay: float
         (narrow if parameter.dtype == torch.bfloat16 else wide)[name] = parameter
     optimizers: list[AdamW] = []
     if wide or not narrow:
-        optimizers.append(TorchAdamW(wide, learning_rate, weight_decay))
+        optimizers.append(TorchAdamW(wide, weight_decay))
     if narrow:
         optimizers.append(MasterAdamW(narrow, weight_decay))
     return optimizers
 
 
 class TorchAdamW:
-    """`torch.optim.AdamW(fused=True)`."""
+    """AdamW in the parameters' own precision, with the bits of `torch.optim.AdamW(fused=True)`."""
 
-    def __init__(self, parameters: Parameters, learning_rate: float, weight_decay: float) -> None:
-        self.parameters, self.count = parameters, 0
-        self.optimizer = torch.optim.AdamW(
-            list(parameters.values()), lr=learning_rate, weight_decay=weight_decay, fused=True
-        )
+    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
+        self.parameters, self.weight_decay, self.count = parameters, weight_decay, 0
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
         self.count += 1
+        adam = AdamStep(learning_rate, weight_decay=self.weight_decay, step=self.count)
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            groups.setdefault((parameter.device, parameter.dtype), []).append(name)
+            if name not in self.moments:
+                self.moments[name] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        for names in groups.values():
+            parameters: list[Tensor] = [self.parameters[name] for name in names]
+            gradients = [parameter.grad for parameter in parameters]
+            m, v = ([self.moments[name][which] for name in names] for which in (0, 1))
+            torch_steps(parameters, gradients, m, v, adam)  # type: ignore[arg-type]
 
     def arrays(self) -> dict[str, np.ndarray]:
         result = {}
         for name, parameter in self.parameters.items():
             result[name] = parameter.detach().float().cpu().numpy().copy()
-            entry = self.optimizer.state.get(parameter, {})
-            for moment in MOMENTS:
-                if moment in entry:
-                    result[f"{moment}/{name}"] = entry[moment].float().cpu().numpy().copy()
+            for moment, value in zip(MOMENTS, self.moments.get(name, ())):
+                result[f"{moment}/{name}"] = value.float().cpu().numpy().copy()
         return result
 
     def load(self, arrays: dict[str, np.ndarray], count: int | None) -> None:
@@ -98,11 +109,8 @@ class TorchAdamW:
             return
         self.count = count
         for name, parameter in self.parameters.items():
-            entry = self.optimizer.state[parameter]
-            entry["step"] = torch.tensor(float(count), device=parameter.device)
-            for moment in MOMENTS:
-                value = torch.from_numpy(_moment(arrays, moment, name).copy())
-                entry[moment] = value.to(parameter.device, parameter.dtype)
+            m, v = (torch.from_numpy(_moment(arrays, moment, name).copy()) for moment in MOMENTS)
+            self.moments[name] = m.to(parameter), v.to(parameter)
 
 
 class MasterAdamW:

@@ -24,17 +24,13 @@ class AdamWSession(PackingSession):
     def __init__(
         self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any
     ) -> None:
-        self.loaded, self.family, self.config, self.parameters = (
-            loaded,
-            loaded.family,
-            config,
-            parameters,
-        )
+        self.loaded, self.family, self.config = loaded, loaded.family, config
+        self.parameters = parameters
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self.optimizers = open_adamw(parameters, config.learning_rate, config.weight_decay)
+        self.optimizers = open_adamw(parameters, config.weight_decay)
 
     def step_placed(
         self,

@@ -147,26 +147,16 @@ class BlockFunctions:
         self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]
     ) -> Block:
         """Take the block's tensors from a function's arguments and what it holds."""
-        given, linears = (
-            constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)),
-            {},
-        )
+        tensors = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True))
+        linears = {}
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
             name = linear_name(self.loaded, target)
-            entry, a, b = entries.get(target), None, None
-            if entry is not None:
-                sizes = entry.parameters
-                a = adapter[entry.a : entry.a + sizes.rank * sizes.inputs].view(
-                    sizes.rank, sizes.inputs
-                )
-                b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(
-                    sizes.rank, sizes.outputs
-                )
-            matrix = self.linear_form.matrix(f"{name}.weight", given)
-            linears[target] = Linear(matrix, given.get(f"{name}.bias"), a, b, self.config.scale)
+            pair = entries[target].pair(adapter) if target in entries else (None, None)
+            matrix = self.linear_form.matrix(f"{name}.weight", tensors)
+            linears[target] = Linear(matrix, tensors.get(f"{name}.bias"), *pair, self.config.scale)
         norms = {
-            place: given[f"model.layers.{{layer}}.{module}.weight"]
+            place: tensors[f"model.layers.{{layer}}.{module}.weight"]
             for place, module in self.dims.traits.norms
         }
         return Block(norms, linears)

@@ -19,6 +19,7 @@ from ondevice.methods.mesp.blocks import Embed, OneBlock
 
 if TYPE_CHECKING:
     from ondevice.core.manifest import TensorPort
+    from ondevice.core.dims import ModelDims
 
 PREFILL_TOKENS = 32
 
@@ -59,24 +60,57 @@ class BlockCached(OneBlock):
         at = start + self.news
         position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
         q, k = stages.rope(block, q, k, position)
-        group = dims.heads // dims.kv_heads
-        q = q.view(self.tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(dims.kv_heads, group * self.tokens, dims.head_dim) * dims.head_dim**-0.5
-        new_keys, new_values = (
-            k[0].permute(1, 2, 0).contiguous(),
-            v[0].permute(1, 0, 2).contiguous(),
-        )
+        new_keys = k[0].permute(1, 2, 0).contiguous()
+        new_values = v[0].permute(1, 0, 2).contiguous()
         unread = torch.where(self.places < start, 0.0, float("-inf"))
+        group = dims.heads // dims.kv_heads
         causal = self.causal[None].expand(group, -1, -1).reshape(group * self.tokens, self.tokens)
-        scores = torch.cat((torch.bmm(q, keys) + unread, torch.bmm(q, new_keys) + causal), -1)
-        p = torch.softmax(scores, -1)
-        context = self.places.shape[0]
-        o = torch.bmm(p[..., :context].contiguous(), values) + torch.bmm(
-            p[..., context:].contiguous(), new_values
+        o = attend_cached(dims, q, (keys, values), (new_keys, new_values), unread, causal)
+        return (
+            blocks._mlp(block, stages.out(block, x, o)),
+            new_keys,
+            new_values,
         )
-        o = o.view(dims.kv_heads, group, self.tokens, dims.head_dim).permute(2, 0, 1, 3)
-        m = stages.out(block, x, o.reshape(self.tokens, dims.heads * dims.head_dim))
-        return blocks._mlp(block, m), new_keys, new_values
+
+
+def attend_cached(
+    dims: ModelDims,
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    unread: Tensor,
+    causal: Tensor,
+    contiguous: bool = True,
+) -> Tensor:
+    """Return the attention of new tokens to those before them and to each other, [T, heads * head_dim].
+
+    Args:
+        q: rotated queries, [1, T, heads, head_dim].
+        cache: keys [kv_heads, head_dim, C] and values [kv_heads, C, head_dim]; `new` of the T tokens.
+        unread: added to the scores of the cache, minus infinity where nothing was read yet.
+        causal: added to the scores of the new tokens, [heads / kv_heads * T, T].
+        contiguous: copy each side's probabilities, as the runtime's own products need it.
+    """
+    tokens, context, group = q.shape[1], cache[1].shape[1], dims.heads // dims.kv_heads
+    q = q.view(tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
+    q = q.reshape(dims.kv_heads, group * tokens, dims.head_dim) * dims.head_dim**-0.5
+    scores = torch.cat((torch.bmm(q, cache[0]) + unread, torch.bmm(q, new[0]) + causal), -1)
+    p = torch.softmax(scores, -1)
+    old, young = p[..., :context], p[..., context:]
+    if contiguous:
+        old, young = old.contiguous(), young.contiguous()
+    o = torch.bmm(old, cache[1]) + torch.bmm(young, new[1])
+    o = o.view(dims.kv_heads, group, tokens, dims.head_dim).permute(2, 0, 1, 3)
+    return o.reshape(tokens, dims.heads * dims.head_dim)
+
+
+def cache_ports(dims: ModelDims, tokens: int) -> tuple[TensorPort, TensorPort]:
+    """Describe the keys and values of so many tokens."""
+    heads, width = dims.kv_heads, dims.head_dim
+    return (
+        port("keys", "keys", (heads, width, tokens)),
+        port("values", "values", (heads, tokens, width)),
+    )
 
 
 def cached_modules(
@@ -84,23 +118,16 @@ def cached_modules(
 ) -> list[ProgramModule]:
     """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of so many tokens."""
     dims, modules = functions.dims, []
-    heads, width = dims.kv_heads, dims.head_dim
-    kept = (
-        port("keys", "keys", (heads, width, context)),
-        port("values", "values", (heads, context, width)),
-    )
+    cache = cache_ports(dims, context)
     start = port("start", "position", (1,), "int64", "tokens")
     for name, tokens in (("prefill", min(PREFILL_TOKENS, context)), ("decode", 1)):
         ids = port("ids", "ids", (1, tokens), "int64", "token id")
         hidden = port("hidden", "hidden", (tokens, dims.hidden))
-        new = (
-            port("keys", "keys", (heads, width, tokens)),
-            port("values", "values", (heads, tokens, width)),
-        )
         modules.append(
             ProgramModule(f"embed_{name}", Embed(functions), (ids, *functions.table), (hidden,))
         )
         block = BlockCached(functions, tokens, context)
-        inputs = (hidden, start, *kept, adapter, *functions.frozen)
-        modules.append(ProgramModule(f"block_{name}", block, inputs, (hidden, *new)))
+        inputs = (hidden, start, *cache, adapter, *functions.frozen)
+        outputs = (hidden, *cache_ports(dims, tokens))
+        modules.append(ProgramModule(f"block_{name}", block, inputs, outputs))
     return modules

@@ -8,7 +8,7 @@ adapters and for checkpoints alike, so that a run may go on with another backend
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -203,6 +203,16 @@ class FlatEntry:
     a: int
     b: int
 
+    def pair(self, vector: Any) -> tuple[Any, Any]:
+        """Return A [rank, inputs] and B [rank, outputs] as views of a vector of numpy or torch."""
+        rank, inputs, outputs = (
+            self.parameters.rank,
+            self.parameters.inputs,
+            self.parameters.outputs,
+        )
+        a = vector[self.a : self.a + rank * inputs].reshape(rank, inputs)
+        return a, vector[self.b : self.b + rank * outputs].reshape(rank, outputs)
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -253,10 +263,8 @@ class FlatLayout:
         tensors = {}
         for entry in self.entries:
             lora = entry.parameters
-            a = flat[entry.a : entry.a + lora.rank * lora.inputs]
-            b = flat[entry.b : entry.b + lora.rank * lora.outputs]
-            tensors[lora.a_name] = np.ascontiguousarray(a.reshape(lora.rank, lora.inputs))
-            tensors[lora.b_name] = np.ascontiguousarray(b.reshape(lora.rank, lora.outputs).T)
+            a, b = entry.pair(flat)
+            tensors[lora.a_name], tensors[lora.b_name] = a.copy(), np.ascontiguousarray(b.T)
         return tensors
 
 

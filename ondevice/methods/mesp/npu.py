@@ -203,12 +203,7 @@ class _Finished(nn.Module):
 
     def matrices(self, adapter: Tensor) -> list[Tensor]:
         """Return A and B of every entry, from the layer's range of the adapter."""
-        tensors = []
-        for entry in self.functions.entries:
-            sizes = entry.parameters
-            for first, width in ((entry.a, sizes.inputs), (entry.b, sizes.outputs)):
-                tensors.append(adapter[first : first + sizes.rank * width].view(sizes.rank, width))
-        return tensors
+        return [matrix for entry in self.functions.entries for matrix in entry.pair(adapter)]
 
 
 class NpuForward(_Finished):

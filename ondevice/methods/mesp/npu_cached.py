@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ondevice.core.manifest import port
 from ondevice.core.program import NpuPart, ProgramModule
-from ondevice.methods.mesp.cached import PREFILL_TOKENS
+from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
 from ondevice.methods.mesp.npu import LARGEST, MASKED, NpuKernels, _Body, _Finished, largest
 from ondevice.methods.mesp.torch.stages import Stages
 from ondevice.methods.mesp.torch.weights import halves
@@ -70,19 +70,11 @@ class PrefillBody(_Body):
         dims, block, s = self.functions.dims, self.block(adapter), self.stages()
         q, k, v = s.project(block, s.norm(block, x), 1)
         q, k = s.rope(block, q, k, (cos, sin))
-        group = dims.heads // dims.kv_heads
-        q = q.view(self.tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(dims.kv_heads, group * self.tokens, dims.head_dim) * dims.head_dim**-0.5
-        new_keys, new_values = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
-        scores = torch.cat((torch.bmm(q, keys) + unread, torch.bmm(q, new_keys) + self.causal), -1)
-        p = torch.softmax(scores, -1)
-        o = torch.bmm(p[..., : self.context], values) + torch.bmm(
-            p[..., self.context :], new_values
-        )
-        o = o.view(dims.kv_heads, group, self.tokens, dims.head_dim).permute(2, 0, 1, 3)
-        attended = s.linear(block, "o_proj", o.reshape(self.tokens, dims.heads * dims.head_dim))
+        new = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
+        o = attend_cached(dims, q, (keys, values), new, unread, self.causal, contiguous=False)
+        attended = s.linear(block, "o_proj", o)
         gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
-        return attended + s.linear(block, "down_proj", s.act(gate, up)), new_keys, new_values
+        return attended + s.linear(block, "down_proj", s.act(gate, up)), *new
 
     def stages(self) -> Stages:
         """Return them with kernels whose mask is not used: attention here has its own."""
@@ -127,20 +119,10 @@ def prefill_part(
 ) -> NpuPart:
     """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the weights."""
     dims, tokens = functions.dims, min(PREFILL_TOKENS, context)
-    heads, width, hidden = (
-        dims.kv_heads,
-        dims.head_dim,
-        port("hidden", "hidden", (tokens, dims.hidden)),
-    )
-    kept = (
-        port("keys", "keys", (heads, width, context)),
-        port("values", "values", (heads, context, width)),
-    )
-    new = (
-        port("keys", "keys", (heads, width, tokens)),
-        port("values", "values", (heads, tokens, width)),
-    )
-    inputs = (hidden, port("start", "position", (1,), "int64", "tokens"), *kept, adapter)
+    hidden = port("hidden", "hidden", (tokens, dims.hidden))
+    start = port("start", "position", (1,), "int64", "tokens")
+    inputs = (hidden, start, *cache_ports(dims, context), adapter)
+    outputs = (hidden, *cache_ports(dims, tokens))
     body = PrefillBody(functions, layer, tokens, context)
     return NpuPart(PREFILL, body, body.example_inputs(), lambda name, delegate: ProgramModule(
-        name, NpuPrefill(functions, delegate, tokens, context), inputs, (hidden, *new), per_layer=True))  # fmt: skip
+        name, NpuPrefill(functions, delegate, tokens, context), inputs, outputs, per_layer=True))  # fmt: skip

@@ -26,6 +26,7 @@ from ondevice.methods.mesp.torch.model import Model
 from ondevice.methods.mesp.torch.weights import Resident, Streamed
 from ondevice.models import ModelFiles
 from ondevice.offload.device import memory_errors
+from ondevice.runtime_ops.layer_adam import AdamStep, torch_steps
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -66,7 +67,6 @@ class Optimizer:
     def begin(self, learning_rate: float, accumulate: bool) -> None:
         """Begin a step; with `accumulate` its gradients are summed until `end`, else each is applied and dropped."""
         self.learning_rate, self.accumulate = learning_rate, accumulate
-        self.number = torch.tensor(float(self.done + 1), device=self.device)
 
     def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
         """Use both gradients, float32 in the shapes of A and B.
@@ -89,40 +89,25 @@ class Optimizer:
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
-        values, gradients = (
-            [self.tensors[name] for name, _ in waiting],
-            [gradient for _, gradient in waiting],
-        )
+        values = [self.tensors[name] for name, _ in waiting]
+        gradients = [gradient for _, gradient in waiting]
         config, rate = self.config, self.learning_rate
         if config.optimizer == "sgd":
             _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
             _OPS._foreach_add_(values, gradients, alpha=-rate)
             return
-        for name, _ in waiting:
+        for (name, _), value in zip(waiting, values):
             if name not in self.moments:
-                self.moments[name] = (
-                    torch.zeros_like(self.tensors[name]),
-                    torch.zeros_like(self.tensors[name]),
-                )
+                self.moments[name] = torch.zeros_like(value), torch.zeros_like(value)
         m, v = ([self.moments[name][which] for name, _ in waiting] for which in (0, 1))
-        options = {
-            "beta1": config.beta1,
-            "beta2": config.beta2,
-            "weight_decay": config.weight_decay,
-        }
-        steps = [self.number] * len(values)
-        _OPS._fused_adamw_(
+        torch_steps(
             values,
             gradients,
             m,
             v,
-            [],
-            steps,
-            lr=rate,
-            eps=config.eps,
-            amsgrad=False,
-            maximize=False,
-            **options,
+            AdamStep(
+                rate, config.beta1, config.beta2, config.eps, config.weight_decay, self.done + 1
+            ),
         )
 
     def end(self) -> None:
