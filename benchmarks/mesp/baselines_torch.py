@@ -24,7 +24,8 @@ from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import Block
 
 if TYPE_CHECKING:
-    from ondevice.methods.mesp.torch.stages import OnGradient, Position
+    from ondevice.methods.mesp.torch.kernels import Position
+    from ondevice.methods.mesp.torch.stages import OnGradient
 
 
 def blockwise_session(

@@ -41,7 +41,7 @@ GRADIENTS = tuple(  # without the longest, whose models and settings are drawn
         "attention_with_a_mask_is_attention_without",
         "a_chunk_of_queries_has_so_many_scores",
         "gradients_of_smollm2_s_shape",
-        "nothing_below_the_last_pair_is_needed",
+        "training_one_projection_learns_nothing_else",
         "a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s",
     )
 )

@@ -34,7 +34,7 @@ class Head(Family):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_a_softmax_over_the_answers(dtype: str) -> None:
+def test_the_loss_is_a_softmax_over_the_answers(dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(17, 5, generator=generator).to(getattr(torch, dtype)) * 30
     hidden = torch.randn(4, 5, generator=generator).to(weight.dtype)
@@ -125,7 +125,7 @@ def test_answers_come_from_the_rows_or_the_task(tmp_path: Path) -> None:
     )
 
 
-def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> None:
+def test_a_task_without_one_token_answers_uses_the_vocabulary_or_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_model().tokenizer
     premise = {
         "premise": "It rained.",
@@ -137,7 +137,7 @@ def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> 
     copa = rows_of(tmp_path, "copa", [premise], tokenizer)
     assert label_tokens_of_rows(copa) == ((), "a label text has several tokens")
     assert method_config("prge", {}).with_answers(lambda: label_tokens_of_rows(copa)).answers == ()
-    with pytest.raises(ConfigError, match="a label text has several tokens") as error:
+    with pytest.raises(ConfigError) as error:
         method_config("prge", {"loss": "answers"}).with_answers(lambda: label_tokens_of_rows(copa))
     assert "loss" in str(error.value.hint)
     assert label_tokens_of_task("copa", tokenizer)[0] == ()

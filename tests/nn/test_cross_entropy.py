@@ -35,7 +35,7 @@ def graph(hidden, weight, labels, tiles):
 @pytest.mark.parametrize("form", [token_nll, graph])
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("vocab", [37, 64, 7])
-def test_values_are_torch_s(form, tiles, vocab) -> None:
+def test_losses_match_torch_cross_entropy(form, tiles, vocab) -> None:
     hidden, weight, labels = case(vocab=vocab)
     received = form(hidden, weight, labels, tiles)
     assert received.dtype == torch.float32 and received.shape == labels.shape
@@ -46,7 +46,7 @@ def test_values_are_torch_s(form, tiles, vocab) -> None:
 
 
 @pytest.mark.parametrize("tiles", TILES)
-def test_gradients_are_torch_s(tiles) -> None:
+def test_gradients_match_torch_cross_entropy(tiles) -> None:
     hidden, weight, labels = case(vocab=41)
     upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
     received, expected = [], []
@@ -71,7 +71,7 @@ def test_only_the_gradient_that_is_needed_is_computed() -> None:
 
 
 @pytest.mark.parametrize("form", [token_nll, graph])
-def test_nothing_labelled_is_zero_and_has_a_zero_gradient(form) -> None:
+def test_rows_without_labels_have_loss_and_gradient_zero(form) -> None:
     hidden, weight, labels = case()
     labels[:] = -100
     hidden.requires_grad_(True)
@@ -84,7 +84,7 @@ def test_nothing_labelled_is_zero_and_has_a_zero_gradient(form) -> None:
 
 @pytest.mark.parametrize("form", [token_nll, graph])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_it_neither_overflows_nor_loses_small_logits(form, scale) -> None:
+def test_extreme_logits_neither_overflow_nor_vanish(form, scale) -> None:
     hidden, weight, labels = case(scale=scale)
     expected = reference(hidden, weight, labels)
     torch.testing.assert_close(
@@ -135,7 +135,7 @@ def test_each_position_is_paired_with_the_next_token() -> None:
 
 
 @pytest.mark.parametrize("limit", [8, 11, 50])
-def test_the_labelled_positions_alone_give_the_same(limit) -> None:
+def test_computing_only_label_positions_gives_the_same_loss(limit) -> None:
     hidden, weight, labels = case()
     assert (labels != -100).sum() <= 8
     loss = graph_token_nll(weight_tiles(weight, 3))

@@ -70,7 +70,7 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
         assert bool(gate_up[expert].any()) == bool(down[expert].any()) == (expert in (1, 4))
 
 
-def test_rows_of_no_expert_are_none() -> None:
+def test_no_tokens_give_no_rows() -> None:
     actual = grouped_linear(
         torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64)
     )

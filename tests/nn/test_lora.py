@@ -66,7 +66,7 @@ def test_zero_b_is_the_base_bit_for_bit_and_inputs_are_copied() -> None:
 
 
 def test_wrong_shapes_and_quantised_bases_are_errors() -> None:
-    with pytest.raises(ModelError, match="LoRA B") as caught:
+    with pytest.raises(ModelError) as caught:
         LoRALinear.from_base(nn.Linear(7, 5), 2, 4.0, torch.zeros(2, 7), torch.zeros(2, 5))
     assert caught.value.expected == (5, 2)
 
@@ -74,5 +74,6 @@ def test_wrong_shapes_and_quantised_bases_are_errors() -> None:
     other = Quantised()
     other.in_features, other.out_features = 7, 5
     other.register_buffer("codes", torch.zeros(5, 7, dtype=torch.uint8))
-    with pytest.raises(ModelError, match="fused"):
+    with pytest.raises(ModelError) as caught:
         LoRALinear.from_base(other, 2, 4.0, torch.zeros(2, 7)).fuse()
+    assert (caught.value.expected, caught.value.received) == ("nn.Linear", "Quantised")

@@ -111,7 +111,7 @@ def test_packed_weights_stay_where_they_are() -> None:
         and layer.dense().dtype == torch.float32
     )
     assert layer.to("cpu") is layer
-    with pytest.raises(ModelError, match="stay on the device"):
+    with pytest.raises(ModelError):
         layer.to("meta")
 
 
@@ -132,5 +132,6 @@ def test_a_model_is_packed_in_place_and_unpacked_to_the_same_function(kind, fami
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pack weights(.|\n)*nf4, int8"):
+    with pytest.raises(ConfigError) as refused:
         pack_model(tiny_model("llama").family, "nf3")
+    assert (refused.value.expected, refused.value.received) == ("nf4, int8", "nf3")

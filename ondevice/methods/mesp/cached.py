@@ -15,7 +15,7 @@ from torch import Tensor
 from ondevice.core.manifest import port
 from ondevice.core.program import ProgramModule
 from ondevice.methods.mesp.block_functions import BlockFunctions
-from ondevice.methods.mesp.blocks import Embed, OneBlock
+from ondevice.methods.mesp.block_modules import Embed, OneBlock
 
 if TYPE_CHECKING:
     from ondevice.core.manifest import TensorPort

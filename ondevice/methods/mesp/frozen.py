@@ -24,7 +24,7 @@ from ondevice.runtime_ops.quantized import quantize_q8_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ondevice.methods.mesp.torch.stages import Matrix
+    from ondevice.methods.mesp.torch.kernels import Matrix
 
 GROUP = 32
 """Inputs that share a scale and a minimum in 4 bits."""

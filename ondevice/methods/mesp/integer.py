@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ondevice.core.manifest import TensorPort
-    from ondevice.methods.mesp.torch.stages import Matrix
+    from ondevice.methods.mesp.torch.kernels import Matrix
 
 LEAST, LARGEST = -128, 127
 """Of rounded activations; weights are in -127..127."""

@@ -5,6 +5,10 @@ Compiled are a block's forward pass and its whole backward pass, recomputation i
 on the CPU in float32: the residual stream between blocks, embedding, head and loss (`blocks`), and the update. The
 gradient of the loss is multiplied by a loss scale, as float16's smallest number is 6e-8; the backward pass is linear
 in it, so the update divides by it again.
+
+A prompt is read in blocks of tokens, by a function that takes the keys and values of those before. No function takes
+one token, which would store the layer's weights once more: a call with few tokens is filled up. The CPU computes what
+depends on the position, as a compiled part has only constants.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, NpuPart
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
+from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
@@ -29,6 +34,7 @@ from ondevice.methods.mesp.torch.weights import Dense, halves
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ondevice.artifact.manifest import TensorPort
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch
@@ -48,6 +54,7 @@ MASKED = -1e4
 """Added to the scores of tokens to come; float16 has no -1e30."""
 LAYERS = "model.layers."
 """Weights that are in the compiled parts."""
+PREFILL = "block_prefill"
 SMALLEST = 6.2e-5
 """Smallest mean of a norm's input that is divided by: float16's smallest normal number."""
 
@@ -233,6 +240,107 @@ class NpuBackward(_Finished):
         return g, *functions.updated(gradients, vectors, step, rate)
 
 
+class PrefillBody(_Body):
+    """New tokens [T, D], cos and sin [1, T, 1, h / 2] of their places, what of the cache is unread [1, 1, C], keys
+    [K, h, C] and values [K, C, h] -> what the block adds to the tokens, their keys [K, h, T] and values [K, T, h]."""
+
+    causal: Tensor
+
+    def __init__(self, functions: BlockFunctions, layer: int, tokens: int, context: int) -> None:
+        super().__init__(functions, layer, 1, tokens)
+        self.cos = self.sin = self.mask = None  # type: ignore[assignment] - of the functions that see a whole row
+        self.tokens, self.context, dims = tokens, context, functions.dims
+        causal = torch.full((tokens, tokens), MASKED).triu(1)
+        self.register_buffer("causal", causal.repeat(dims.heads // dims.kv_heads, 1)[None])
+
+    def example_inputs(self, gradients: int = 0) -> tuple[Tensor, ...]:
+        """Zeros of the shapes that `forward` takes."""
+        dims, tokens = self.functions.dims, self.tokens
+        shapes = [
+            (tokens, dims.hidden),
+            *[(1, tokens, 1, dims.head_dim // 2)] * 2,
+            (1, 1, self.context),
+        ]
+        shapes += [
+            (dims.kv_heads, dims.head_dim, self.context),
+            (dims.kv_heads, self.context, dims.head_dim),
+        ]
+        for entry in self.functions.entries:
+            sizes = entry.parameters
+            shapes += [(sizes.rank, sizes.inputs), (sizes.rank, sizes.outputs)]
+        return tuple(torch.zeros(shape) for shape in shapes)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        unread: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *adapter: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims, block, s = self.functions.dims, self.block(adapter), self.stages()
+        q, k, v = s.project(block, s.norm(block, x), 1)
+        q, k = s.rope(block, q, k, (cos, sin))
+        new = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
+        o = attend_cached(dims, q, (keys, values), new, unread, self.causal, contiguous=False)
+        attended = s.linear(block, "o_proj", o)
+        gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
+        return attended + s.linear(block, "down_proj", s.act(gate, up)), *new
+
+    def stages(self) -> Stages:
+        """Return them with kernels whose mask is not used: attention here has its own."""
+        return Stages(self.functions.dims, NpuKernels(self.causal, self.ones))
+
+
+class NpuPrefill(_Finished):
+    """Hidden states [T, D] behind `start` tokens -> [T, D], infinite where float16 was too small, keys and values."""
+
+    cos: Tensor
+    sin: Tensor
+    places: Tensor
+    news: Tensor
+
+    def __init__(
+        self, functions: BlockFunctions, body: nn.Module, tokens: int, context: int
+    ) -> None:
+        super().__init__(functions, body)
+        # Tokens that fill a call up may stand behind the context.
+        cos, sin = halves(functions.loaded.family.positions(context + tokens, "cpu", torch.float32))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        self.register_buffer("places", torch.arange(context))
+        self.register_buffer("news", torch.arange(tokens))
+
+    def forward(
+        self, x: Tensor, start: Tensor, keys: Tensor, values: Tensor, adapter: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        at = start + self.news
+        position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
+        unread = torch.where(self.places < start, 0.0, MASKED).view(1, 1, -1)
+        change, *new = self.body(x, *position, unread, keys, values, *self.matrices(adapter))
+        return (
+            x + torch.where(largest(x, change, *new) < LARGEST, change, float("inf")),
+            new[0],
+            new[1],
+        )
+
+
+def prefill_part(
+    functions: BlockFunctions, adapter: TensorPort, layer: int, context: int
+) -> NpuPart:
+    """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the weights."""
+    dims, tokens = functions.dims, min(PREFILL_TOKENS, context)
+    hidden = port("hidden", "hidden", (tokens, dims.hidden))
+    start = port("start", "position", (1,), "int64", "tokens")
+    inputs = (hidden, start, *cache_ports(dims, context), adapter)
+    outputs = (hidden, *cache_ports(dims, tokens))
+    body = PrefillBody(functions, layer, tokens, context)
+    return NpuPart(PREFILL, body, body.example_inputs(), lambda name, delegate: ProgramModule(
+        name, NpuPrefill(functions, delegate, tokens, context), inputs, outputs, per_layer=True))  # fmt: skip
+
+
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
     problems = program.problems(config, export, dims, ())
@@ -252,8 +360,6 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
 
     An evaluation has as many rows as a step: a forward pass for another number would store the blocks again.
     """
-    from ondevice.methods.mesp.npu_cached import prefill_part  # it is built on this module
-
     (length,), rows, context = export.lengths_tokens, export.batch_size, export.shared_context
     plain = blocks.build(loaded, config, export.model_copy(update={"eval_batch_size": rows}), seed)
     functions: BlockFunctions = plain.eager

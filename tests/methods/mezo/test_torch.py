@@ -53,7 +53,7 @@ def reference_loss(
 
 @pytest.mark.parametrize(("family", "sizes"), MODELS)
 @pytest.mark.parametrize("noise", ["gaussian", "rademacher"])
-def test_a_step_is_the_algorithm(family, sizes, noise) -> None:
+def test_a_step_follows_algorithm_2(family, sizes, noise) -> None:
     config = MezoConfig(
         queries=3, perturbation_scale=1e-2, noise=noise
     )  # no power of two: ranges of steps overlap
@@ -88,7 +88,7 @@ def test_a_step_at_learning_rate_zero_restores_every_parameter(family, sizes) ->
     assert ("lm_head.weight" in before) == (sizes.get("tied") is False)
 
 
-def test_in_half_precision_it_neither_drifts_nor_moves_to_another_place() -> None:
+def test_half_precision_parameters_do_not_drift() -> None:
     """At rate 0 every bit stays, and each loss is that of the parameters moved along the noise and rounded once."""
     loaded = tiny_model()
     loaded.model.to(torch.bfloat16)
@@ -131,8 +131,9 @@ def test_each_query_has_a_batch_of_its_own() -> None:
             ids[rows], labels[rows], 3, 0.0
         )
         assert alone.projected_gradients[query] == pytest.approx(numbers[query], abs=2e-3)
-    with pytest.raises(ConfigError, match="there are too few"):
+    with pytest.raises(ConfigError) as refused:
         session(config).step(ids[:1], labels[:1], 0, 0.0)
+    assert refused.value.received == 1
 
 
 def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
@@ -147,7 +148,7 @@ def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
     )
 
 
-def test_resumed_it_has_the_same_bits_and_a_replay_the_same_parameters() -> None:
+def test_a_resumed_run_has_the_same_bits_and_a_replay_the_same_parameters() -> None:
     config = MezoConfig(queries=2)
     straight, first, replayed = session(config), session(config), session(config)
     batches = [batch(2, seed=step) for step in range(4)]
@@ -166,10 +167,10 @@ def test_resumed_it_has_the_same_bits_and_a_replay_the_same_parameters() -> None
         np.testing.assert_allclose(parameters(replayed)[name], value, atol=5e-6, err_msg=name)
 
 
-def test_what_is_not_for_it_is_refused() -> None:
+def test_adapters_and_incomplete_states_are_refused() -> None:
     target = session(MezoConfig())
     assert target.adapter() is None
-    with pytest.raises(ConfigError, match="takes no adapter"):
+    with pytest.raises(ConfigError):
         target.load_adapter(None)  # type: ignore[arg-type]
     state = target.state()
     del state["model.norm.weight"]

@@ -27,7 +27,7 @@ from ondevice.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.session import Optimizer
+    from ondevice.methods.mesp.torch.optimizer import Optimizer
     from ondevice.models import LoadedModel
 
 PROBE_TOKENS = 7

@@ -6,7 +6,7 @@ backward, for eager PyTorch, for CUDA with liger-kernel (as fast or faster in ev
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.attention import Scores, cast
 from ondevice.nn.cross_entropy import wide
 
-if TYPE_CHECKING:
-    from ondevice.methods.mesp.torch.stages import Matrix, Position
+Position = tuple[Tensor, Tensor]
+"""cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
+
+
+class Matrix(Protocol):
+    """A frozen weight [outputs, inputs], dense or to be made dense."""
+
+    def dense(self) -> Tensor: ...
 
 
 class TorchKernels:

@@ -29,8 +29,9 @@ from ondevice.offload.transfers import Activations
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.session import Optimizer
-    from ondevice.methods.mesp.torch.stages import OnGradient, Position
+    from ondevice.methods.mesp.torch.kernels import Position
+    from ondevice.methods.mesp.torch.optimizer import Optimizer
+    from ondevice.methods.mesp.torch.stages import OnGradient
     from ondevice.methods.mesp.torch.weights import Frozen, Positions, Weights
 
 

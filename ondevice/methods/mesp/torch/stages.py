@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,12 @@ from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.methods.mesp.torch.kernels import TorchKernels
+    from ondevice.methods.mesp.torch.kernels import Matrix, Position, TorchKernels
 
-Position = tuple[Tensor, Tensor]
-"""cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
 OtherMlp = Callable[[Tensor, Mapping[str, ExpertLora]], Tensor]
 QKV = ("q_proj", "k_proj", "v_proj")
-
-
-class Matrix(Protocol):
-    """A frozen weight [outputs, inputs], dense or to be made dense."""
-
-    def dense(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

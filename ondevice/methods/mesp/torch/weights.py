@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ondevice.core.dims import ModelDims
-    from ondevice.methods.mesp.torch.stages import Matrix, OtherMlp, Position
+    from ondevice.methods.mesp.torch.kernels import Matrix, Position
+    from ondevice.methods.mesp.torch.stages import OtherMlp
     from ondevice.models import Family, LoadedModel, ModelFiles
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from ondevice.core.dims import ModelDims
 from ondevice.methods.mesp.torch.attention import cast
-from ondevice.methods.mesp.torch.stages import QKV, Block, Position
+from ondevice.methods.mesp.torch.kernels import Position
+from ondevice.methods.mesp.torch.stages import QKV, Block
 from ondevice.nn.cross_entropy import wide
 
 

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_gradients_are_autograd_s(model_type: str, tmp_path: Path) -> None:
+def test_gradients_match_autograd(model_type: str, tmp_path: Path) -> None:
     folder = str(save(tmp_path / "model", model_type, **MODELS[model_type]))
     ids, labels = rows(2, 13, 1, 250)
     ids %= 250
@@ -85,7 +85,7 @@ def test_a_step_holds_one_block_and_the_plan_says_so(tmp_path: Path) -> None:
     assert planned[1]["activations"] == planned[0]["activations"]
 
 
-def test_what_cannot_be_differentiated_alone_is_refused_by_name(tmp_path: Path) -> None:
+def test_blocks_that_read_each_other_in_hidden_ways_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "gpt_neox")
     loaded = load_model(str(folder))
     first, second = loaded.model.gpt_neox.layers
@@ -95,15 +95,14 @@ def test_what_cannot_be_differentiated_alone_is_refused_by_name(tmp_path: Path) 
     )
     # The second block takes from the first by a way that nobody sees.
     second.mlp.register_forward_hook(lambda _, __, out: out + kept[-1])
-    with pytest.raises(
-        ModelError, match="cannot differentiate the blocks of gpt_neox one by one: gradients"
-    ):
+    with pytest.raises(ModelError) as refused:
         open_session(loaded, method_config("mesp", {"target_modules": ["query_key_value"]}), 0)
+    assert "gpt_neox" in refused.value.message and "gradients" in refused.value.message
     loaded = load_model(str(folder))
     with pytest.raises(ConfigError) as refused:
         open_session(loaded, method_config("mesp", {"mlp_chunk_tokens": 5}), 0)
     assert refused.value.received == 5 and refused.value.expected == "method.mlp_chunk_tokens: null"
-    with pytest.raises(ModelError, match="not known") as caught:
+    with pytest.raises(ModelError) as caught:
         open_session(
             open_model(str(folder)), method_config("mesp", {"weight_placement": "streamed"}), 0
         )

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sizes", [{}, {"tied": False, "kv_heads": 1, "layers": 3}], ids=["tied", "untied"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
+def test_gradients_match_autograd_through_transformers(family, sizes) -> None:
     sizes, chosen = (
         FAMILIES[family] | sizes,
         {"mlp_chunk_tokens": 5} if sizes else {},
@@ -57,7 +57,7 @@ def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter(
+def test_streamed_weights_match_resident_ones_and_peft_reads_the_adapter(
     family, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path / "model", family, 3, **FAMILIES[family])
@@ -169,11 +169,10 @@ def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
 @pytest.mark.parametrize(
     ("family", "words"), [("gemma3_text", "norm weights of 1 [+] w"), ("granite", "a factor")]
 )
-def test_a_form_that_does_not_know_a_trait_refuses_it_by_name(
-    family, words, tmp_path: Path
-) -> None:
+def test_a_method_names_the_trait_it_does_not_support(family, words, tmp_path: Path) -> None:
     loaded = load_model(str(save_tiny(tmp_path / family, family)))
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError) as caught:
         open_session(loaded, method_config("revffn", {"coupling": "paper"}), 0)
+    assert words in caught.value.message
     assert "which method revffn with coupling: paper does not do" in str(caught.value)
     assert caught.value.needs is Need.ANY_DECODER

@@ -148,7 +148,7 @@ def test_gradients_of_smollm2_itself() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}])
-def test_nothing_below_the_last_pair_is_needed(chosen) -> None:
+def test_training_one_projection_learns_nothing_else(chosen) -> None:
     """Targets of one linear each: what the others' inputs need is computed, and nothing else is learned."""
     ids, labels = rows(2, 12, 1)
     for target in ALL_TARGETS:

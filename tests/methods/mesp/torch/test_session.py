@@ -63,7 +63,7 @@ def test_the_loss_curve_of_200_steps_is_the_checkpointed_one(optimizer) -> None:
 @pytest.mark.parametrize(
     "chosen", [{}, {"optimizer": "sgd"}, {"micro_batch_size": 2}, {"gradients": "blockwise"}]
 )
-def test_resumed_it_has_the_same_bits(chosen) -> None:
+def test_a_resumed_run_has_the_same_bits(chosen) -> None:
     straight, first, second = (session(tiny_model(), **chosen) for _ in range(3))
     losses = train(straight, 5)
     assert train(first, 2) == losses[:2]
@@ -76,7 +76,7 @@ def test_resumed_it_has_the_same_bits(chosen) -> None:
 
 
 @pytest.mark.parametrize("gradients", ["manual", "blockwise"])
-def test_streamed_it_has_the_bits_of_resident_weights(folder, gradients) -> None:
+def test_streamed_weights_match_resident_weights_bit_for_bit(folder, gradients) -> None:
     from ondevice.models import load_model
 
     chosen = {"gradients": gradients, "loss_tiles": 3}
@@ -115,7 +115,7 @@ def test_files_in_another_precision_are_read_as_asked(folder, tmp_path) -> None:
     st.sampled_from((None, 3)),
     st.integers(0, 99),
 )
-def test_an_evaluation_is_torch_s_cross_entropy(count, length, tiles, chunk, seed) -> None:
+def test_an_evaluation_matches_torch_cross_entropy(count, length, tiles, chunk, seed) -> None:
     opened = session(
         tiny_model("qwen2"), loss_tiles=tiles, loss_chunk_tokens=chunk, mlp_chunk_tokens=chunk
     )
@@ -126,7 +126,7 @@ def test_an_evaluation_is_torch_s_cross_entropy(count, length, tiles, chunk, see
     assert actual.tolist() == (labels[:, 1:] >= 0).sum(1).tolist() and nll.dtype == np.float32
 
 
-def test_its_adapter_is_peft_s(tmp_path) -> None:
+def test_peft_loads_the_adapter_with_the_same_loss(tmp_path) -> None:
     """The same logits through peft as through this session's own forward pass."""
     from peft import PeftModel
 
@@ -155,13 +155,14 @@ def test_an_adapter_of_another_shape_is_refused() -> None:
     ):
         other = session(tiny_model(), **chosen)
         before = other.adapter().tensors
-        with pytest.raises(ArtifactError, match=words):
+        with pytest.raises(ArtifactError) as refused:
             other.load_adapter(adapter)
+        assert words in str(refused.value)
         assert all(
             before[name].tobytes() == value.tobytes()
             for name, value in other.adapter().tensors.items()
         )
-    with pytest.raises(ArtifactError, match="does not fit"):
+    with pytest.raises(ArtifactError):
         session(tiny_model(kv_heads=4)).load_adapter(adapter)
 
 
@@ -169,8 +170,9 @@ def test_a_checkpoint_of_another_run_changes_nothing() -> None:
     first, other = session(tiny_model()), session(tiny_model(), rank=4)
     train(first, 1)
     state, before = first.state(), other.state()
-    with pytest.raises(CheckpointError, match="not of this run"):
+    with pytest.raises(CheckpointError) as refused:
         other.load_state(state)
+    assert refused.value.expected[0] == 4 and refused.value.received[0] == 8
     with pytest.raises(CheckpointError, match="exp_avg"):
         session(tiny_model()).load_state(
             {k: v for k, v in state.items() if not k.startswith("exp_avg/")}
@@ -180,13 +182,14 @@ def test_a_checkpoint_of_another_run_changes_nothing() -> None:
     assert all(before[name].tobytes() == value.tobytes() for name, value in other.state().items())
 
 
-def test_a_token_beyond_the_vocabulary_is_another_model_s() -> None:
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
     ids, labels = rows(2, 8, 0)
     ids[1, 3] = 260
     opened = session(tiny_model())
     for call in (lambda: opened.step(ids, labels, 0, 1e-3), lambda: opened.evaluate(ids, labels)):
-        with pytest.raises(DataError, match="tokenizer"):
+        with pytest.raises(DataError) as refused:
             call()
+        assert refused.value.received == 260
     assert np.isfinite(train(opened, 1)[0])
 
 
@@ -195,20 +198,22 @@ def test_files_that_are_truncated_are_refused_before_and_while_they_are_read(tmp
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelError) as refused:
         open_model(str(folder))
+    assert "model.safetensors" in refused.value.message
     weights.write_bytes(whole)
     opened = session(open_model(str(folder)), weight_placement="streamed")
     train(opened, 1)
     state = opened.state()
     with open(weights, "r+b") as file:
         file.truncate(len(whole) // 2)
-    with pytest.raises(ModelError, match="became shorter"):
+    with pytest.raises(ModelError):
         train(opened, 2, first=1)
     with open(weights, "r+b") as file:
         file.write(whole)
-    with pytest.raises(TrainingError, match="resume"):
+    with pytest.raises(TrainingError) as refused:
         opened.state()
+    assert "resume" in str(refused.value.hint)
     opened.load_state(state)
     assert np.isfinite(train(opened, 2, first=1)[0])
     opened.close()
@@ -221,8 +226,9 @@ def test_files_that_lack_a_tensor_are_refused(tmp_path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="lack a tensor"):
+    with pytest.raises(ModelError) as refused:
         session(open_model(str(folder)), weight_placement="streamed")
+    assert refused.value.expected == "model.layers.1.mlp.up_proj.weight"
 
 
 def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
@@ -239,7 +245,7 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(Loss, "backward", fails)
-        with pytest.raises(DoesNotFitError, match="a step of 1 rows of 20 tokens") as error:
+        with pytest.raises(DoesNotFitError) as error:
             train(opened, 2, first=1)
     assert "mlp_chunk_tokens" in str(error.value) and "checkpoint" in str(error.value)
     opened.load_state(state)
@@ -251,7 +257,7 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
 def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> None:
     """An error of torch's own allocator, in the middle of a step whose weights are streamed."""
     from ondevice.core.errors import DoesNotFitError
-    from ondevice.methods.mesp.torch.session import Optimizer
+    from ondevice.methods.mesp.torch.optimizer import Optimizer
 
     opened, other = (
         session(open_model(str(folder)), weight_placement="streamed") for _ in range(2)
@@ -265,13 +271,12 @@ def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> Non
 
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "flush", fails)
-        with pytest.raises(
-            DoesNotFitError, match="a step of 3 rows of 20 tokens does not fit the memory"
-        ) as error:
+        with pytest.raises(DoesNotFitError) as error:
             train(opened, 2, first=1)
     assert "can't allocate memory" in str(error.value) and "mlp_chunk_tokens" in str(error.value)
-    with pytest.raises(TrainingError, match="resume"):
+    with pytest.raises(TrainingError) as refused:
         opened.state()
+    assert "resume" in str(refused.value.hint)
     opened.load_state(state)
     assert train(opened, 3, first=1) == train(other, 3, first=1)
     ours, theirs = opened.state(), other.state()
@@ -295,8 +300,9 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(
         kernels.importlib.util, "find_spec", lambda name: object() if package else None
     )
     if taken is None:
-        with pytest.raises(MissingPackageError, match="liger-kernel"):
+        with pytest.raises(MissingPackageError) as refused:
             kernels.choose(asked, device)
+        assert "liger-kernel" in refused.value.expected
     else:
         assert kernels.choose(asked, device).name == taken
 
@@ -307,17 +313,22 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"gradients": "manual"}, "leave the key out"),
         ({"target_modules": ["q_proj", "q_proj"]}, "twice"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError) as refused:
             method_config("mesp", values)
-    with pytest.raises(ConfigError, match="open_model"):
+        assert words in refused.value.message
+    with pytest.raises(ConfigError) as refused:
         session(tiny_model(), weight_placement="streamed")
-    with pytest.raises(ConfigError, match="GPU"):
+    assert "open_model" in refused.value.expected
+    with pytest.raises(ConfigError) as refused:
         session(tiny_model(), bits=4)
-    with pytest.raises(ModelError, match="no backward pass for gpt2"):
+    assert refused.value.received == "cpu"
+    with pytest.raises(ModelError) as refused:
         session(tiny_model("gpt2"))
-    with pytest.raises(ModelError, match="no files"):
+    assert refused.value.received == "gpt2"
+    with pytest.raises(ModelError):
         open_model("tiny:llama")
-    assert not isinstance(session(tiny_model()), Replaying)
+    with pytest.raises(ConfigError):
+        session(tiny_model()).apply_update((1.0,), 0, 1e-3)
 
 
 def test_micro_batches_give_the_gradients_of_the_whole_batch() -> None:

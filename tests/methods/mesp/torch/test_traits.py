@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.traits import BlockTraits
-from ondevice.methods.mesp.blocks import seen
+from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
 from ondevice.methods.mesp.torch.loss import Loss
@@ -76,7 +76,7 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
     st.sampled_from((None, 2)),
     st.integers(0, 99),
 )
-def test_gradients_of_a_block_are_autograd_s(dims, data, length, chunk, seed) -> None:
+def test_gradients_of_a_block_match_autograd(dims, data, length, chunk, seed) -> None:
     kernels = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
         chunk = None
@@ -127,7 +127,7 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, chunk, seed) ->
     st.integers(1, 4),
     st.sampled_from((None, 3)),
 )
-def test_a_loss_with_a_factor_is_torch_s(scale, tiles, chunk) -> None:
+def test_scaled_logits_match_torch_cross_entropy(scale, tiles, chunk) -> None:
     generator = torch.Generator().manual_seed(tiles)
     head, weight = (
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 6), (6,))
