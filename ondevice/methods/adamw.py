@@ -1,8 +1,9 @@
-"""AdamW for a session's parameters: torch's for float32, and float32 masters for what is computed in bfloat16.
+"""AdamW for a session's parameters: torch's for float32, and float32 masters for bfloat16
+parameters.
 
-A bfloat16 weight has eight bits: at a usual rate most of a step is less than half of its last place, and rounded away.
-So beside such a weight there are the 16 bits that make it a float32 number (`split` in `runtime_ops.adam_state`), and
-its moments are float32. It moves as a float32 weight does.
+A bfloat16 weight has eight bits: at a usual rate most of a step is less than half of its last
+place, and rounded away. So such a weight has another 16 bits that make it a float32 number (`split`
+in `runtime_ops.adam_state`), and its moments are float32. It moves as a float32 weight does.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class TorchAdamW:
 
 
 class MasterAdamW:
-    """AdamW with float32 masters and moments of bfloat16 parameters; the masters' upper halves are the parameters."""
+    """AdamW with float32 masters and moments of bfloat16 parameters; the masters' upper halves are
+    the parameters."""
 
     def __init__(self, parameters: Parameters, weight_decay: float) -> None:
         self.parameters, self.weight_decay, self.count = parameters, weight_decay, 0
@@ -172,7 +174,8 @@ class MasterAdamW:
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Return True if the compiled step runs where a tensor is: with a compiler on a CPU, with Triton on a GPU."""
+    """Return True if the compiled step runs on a tensor's device: with a compiler on a CPU, with
+    Triton on a GPU."""
     if tensor.device.type == "cpu":
         return available()
     from importlib.util import find_spec

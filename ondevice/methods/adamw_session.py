@@ -76,7 +76,8 @@ class AdamWSession(PackingSession):
         )
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32, and the step."""
+        """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32,
+        and the step."""
         result: dict[str, np.ndarray] = {}
         for optimizer in self.optimizers:
             result |= optimizer.arrays()

@@ -1,4 +1,5 @@
-"""Base of the sessions of methods that offload: an engine that steps, and a whole model as the result."""
+"""Base of the sessions of methods that offload: an engine that steps, and a whole model as the
+result."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class EngineSession(Session):
-    """AdamW over all parameters of a model by an engine that keeps optimizer states on the host; see `Session`."""
+    """AdamW over all parameters of a model by an engine that keeps optimizer states on the host;
+    see `Session`."""
 
     step_hint: ClassVar[str]
     """Hint for a step that does not fit into the accelerator's memory."""
@@ -32,7 +34,7 @@ class EngineSession(Session):
         self.loaded, self.config, self.engine, self.ranks = loaded, config, engine, engine.ranks
         self.backend = f"torch-{engine.where.type}"
         self.steps_done = 0
-        self.arrays: dict[str, torch.Tensor] = {}  # of the last `state`, where they are views
+        self.arrays: dict[str, torch.Tensor] = {}  # of the last `state`, if they are views
 
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
@@ -89,11 +91,13 @@ class EngineSession(Session):
         save_weights(folder, self.weights(), self.loaded)
 
     def make_model(self, folder: Path) -> None:
-        """Make the model's folder before any rank writes into it, on rank 0; here it is all that is written."""
+        """Make the model's folder before any rank writes into it, on rank 0; here it is all that is
+        written."""
         save_weights(folder, self.weights(), self.loaded)
 
     def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
-        """Write this rank's share of the weights, as they are now or as `arrays` of a state have them."""
+        """Write this rank's share of the weights, as they are now or as `arrays` of a state have
+        them."""
 
     def hold(self) -> None:
         """Do nothing: `state` gives copies, unless a subclass says otherwise (`HoldsState`)."""

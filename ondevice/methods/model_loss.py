@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 def method_token_nll(
     family: Family, hidden_ND: Tensor, labels_N: Tensor, tiles: int, answers: Sequence[int] = ()
 ) -> Tensor:
-    """Return the loss of a method's settings, float32 [N]; backpropagates into the head where it is trained.
+    """Return the loss of a method's settings, float32 [N]; backpropagates into the head if it is
+    trained.
 
-    Over the answers where every label is one of them, as in a task's rows; else over the vocabulary: rows of another
-    kind may be evaluated too.
+    Over the answers if every label is one of them, as in a task's rows; else over the vocabulary:
+    rows of another kind may be evaluated too.
     """
     if answers:
         index_A = torch.tensor(tuple(answers), device=labels_N.device)
@@ -45,8 +46,9 @@ def row_nll(
     answers: tuple[int, ...] = (),
     position_ids_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each; among
-    `answers` alone where there are some. With `position_ids_RT` a row is a sequence of several."""
+    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows]
+    each; among only `answers` if there are any. With `position_ids_RT` a row is a sequence of
+    several."""
     return evaluate_hidden(
         family,
         ids_RT,

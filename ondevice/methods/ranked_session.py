@@ -1,7 +1,9 @@
-"""Sessions of methods that train in ranks (`torchrun`): rank 0 trains as if alone, and the others do what it does.
+"""Sessions of methods that train in ranks (`torchrun`): rank 0 trains as if there were no others,
+and they follow it.
 
-Data, log, progress and signals are rank 0's alone, so nothing that trains a session knows of ranks. Of a checkpoint
-each rank writes its own share, beside the next steps where its memory allows; it gets its name when all have.
+Only rank 0 has data, log, progress and signals, so nothing that trains a session knows of ranks. Of
+a checkpoint each rank writes its own shard, during the next steps if memory allows; it gets its
+name when all have.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Leader(RankedSession):
     """Rank 0's session: every call is made on all ranks, with the same arguments."""
 
     waiting: Literal["nobody", "folder", "files"] = "nobody"
-    """The message of a checkpoint that is still due: its folder, to the others, or their files, to this rank."""
+    """The message of a checkpoint that is still due: its folder, to the others, or their files, to
+    this rank."""
 
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
@@ -59,7 +62,8 @@ class Leader(RankedSession):
         return super().evaluate(ids, labels)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return this rank's share of the state; the others hold theirs until `save_beside` or `written(None)`."""
+        """Return this rank's share of the state; the others hold theirs until `save_beside` or
+        `written(None)`."""
         self.ranks.calls.broadcast(("state", ()))
         self.waiting = "folder"
         return super().state()
@@ -135,7 +139,8 @@ class Follower(RankedSession):
             getattr(self, name)(*arguments)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return this rank's share of the state, which is written beside the next steps where rank 0 says."""
+        """Return this rank's shard of the state, which is written during the next steps if rank 0
+        says so."""
         self._end_writing()
         state = super().state()
         self.hold()
@@ -155,7 +160,8 @@ class Follower(RankedSession):
             self.writer.join()
 
     def _write(self, state: dict[str, np.ndarray]) -> None:
-        """Write into the folder that rank 0 names, and tell it the file's SHA-256, or what went wrong."""
+        """Write into the folder that rank 0 names, and tell it the file's SHA-256, or what went
+        wrong."""
         answer: tuple[str, str] | Exception
         try:
             folder = self.ranks.files.broadcast()
@@ -175,7 +181,7 @@ class Follower(RankedSession):
         for name, value in state.items():
             if value.dtype.kind == "f" and not np.isfinite(value).all():
                 raise TrainingError(
-                    f"step {self.steps_done - 1} left values in '{name}' that are no numbers",
+                    f"step {self.steps_done - 1} left values in '{name}' that are not numbers",
                     expected="finite parameters",
                     received="inf or nan",
                     hint="a lower learning rate",

@@ -1,4 +1,5 @@
-"""Bytes and operations of a training step that several methods' plans are made of, from dimensions alone.
+"""Bytes and operations of a training step that several methods' plans are made of, from dimensions
+only.
 
 Held against measurements by `benchmarks.planning.accuracy`.
 """
@@ -14,15 +15,15 @@ if TYPE_CHECKING:
     from ondevice.offload.config import EngineConfig
 
 INPUTS_ON_THE_WAY = 3
-"""Inputs of layers that are on the accelerator at once where the others are on the host."""
+"""Inputs of layers that are on the accelerator at once if the others are on the host."""
 
 
 def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
     """Return the most that one block holds at once in a forward pass over [rows, length_tokens].
 
-    The MLP holds gate, up and their product beside the residual, its norm and two temporaries (without a gate,
-    four parts of a GELU); the attention holds queries, keys and values before and after the rotation, its output,
-    and the scores where it is not fused.
+    The MLP holds gate, up and their product, the residual, its norm and two temporaries (without a
+    gate, four parts of a GELU); the attention holds queries, keys and values before and after the
+    rotation, its output, and the scores if it is not fused.
     """
     tokens = rows * length_tokens
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
@@ -37,9 +38,10 @@ def backward_bytes(
 ) -> int:
     """Return the bytes that backpropagation keeps of all blocks, without checkpointing.
 
-    A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
-    output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff). Where there is no
-    gate, a layer norm keeps its input and its output (4 d), and GPT-2's GELU four parts and its result (5 ff).
+    A token and layer: each norm's input, its normalised form and its output (6 d); queries and the
+    attention's output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product
+    (4 ff). Without a gate, a layer norm keeps its input and its output (4 d), and GPT-2's GELU four
+    parts and its result (5 ff).
     """
     tokens = batch_size * length_tokens
     attention = 2 * (dims.heads + dims.kv_heads) * dims.head_dim
@@ -51,8 +53,9 @@ def backward_bytes(
 def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int, answers: int = 0) -> int:
     """Return the tiled cross-entropy over `tokens` labelled tokens, float32.
 
-    A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden states four times
-    (final norm, shifted by one token, the labelled rows, the rows of the head for the labels).
+    A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden
+    states four times (final norm, shifted by one token, the labelled rows, the rows of the head for
+    the labels).
 
     Args:
         answers: tokens that the loss is over; 0 for the whole vocabulary.
@@ -69,8 +72,8 @@ def passes_bytes(
     length_tokens: int,
     vocab: int,
 ) -> dict[str, int]:
-    """Return the bytes that the passes of the offload engines hold on the accelerator, by part: inputs of the layers,
-    one layer's activations, logits.
+    """Return the bytes that the passes of the offload engines hold on the accelerator, by part:
+    inputs of the layers, one layer's activations, logits.
 
     Args:
         place: where the inputs are; `device` keeps all of them there.
@@ -100,8 +103,8 @@ def passes_bytes(
 def forward_flops(
     dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None
 ) -> float:
-    """Return operations of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is
-    causal."""
+    """Return operations of `layers` blocks (None: all) over [rows, length_tokens], without the
+    head; attention is causal."""
     tokens = rows * length_tokens
     matrices = dims.active_matrices / dims.layers
     attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
@@ -114,7 +117,8 @@ def head_flops(dims: ModelDims, rows: float, length_tokens: int) -> float:
 
 
 def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> float:
-    """Return operations of first-order training of all parameters where the backward pass computes each layer again."""
+    """Return operations of first-order training of all parameters if the backward pass recomputes
+    each layer."""
     return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head_flops(
         dims, batch_size, length_tokens
     )
@@ -123,8 +127,9 @@ def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> fl
 def adapter_step_cost(
     dims: ModelDims, config: Any, batch_size: int, length_tokens: int, weight_bytes: int
 ) -> StepCost:
-    """Return work of a first-order step that trains an adapter alone; see `MethodSpec.step_cost`."""
-    # The tiled loss computes the logits a second time in the backward pass; frozen weights need no gradients.
+    """Return work of a first-order step that trains only an adapter; see `MethodSpec.step_cost`."""
+    # The tiled loss computes the logits a second time in the backward pass; frozen weights need no
+    # gradients.
     forward, head = (
         forward_flops(dims, batch_size, length_tokens),
         head_flops(dims, batch_size, length_tokens),

@@ -1,4 +1,5 @@
-"""Adapters next to a loaded model's layers: put there, for a while or for good, and summed into the weights."""
+"""Adapters next to a loaded model's layers: put there, for a while or for good, and summed into the
+weights."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
     Its changes of experts are added to their matrices at once.
 
     Raises:
-        ArtifactError: a tensor of the adapter matches no linear layer of the model or has another shape,
-            or the model has an adapter already.
+        ArtifactError: a tensor of the adapter matches no linear layer of the model or has another
+            shape, or the model has an adapter already.
     """
     from ondevice.nn.lora import LoRALinear
 
@@ -91,7 +92,8 @@ def _add_to_experts(loaded: LoadedModel, name: str, adapter: Adapter) -> None:
 
 @contextmanager
 def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
-    """Apply an adapter for the duration of a block, which takes less time than loading the model."""
+    """Apply an adapter for the duration of a block, which takes less time than loading the
+    model."""
     family = loaded.family
     names = [family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
     before = {name: family.module(name) for name in names}

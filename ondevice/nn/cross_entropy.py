@@ -1,7 +1,8 @@
 """Cross-entropy that never holds a whole batch's logits: the vocabulary is walked in tiles.
 
-P-RGE's appendix A.8 names this as future work. The running maximum and the running sum of exponentials
-(the "online" log-sum-exp) are carried from tile to tile, so each tile is dead before the next is computed.
+P-RGE's appendix A.8 names this as future work. The running maximum and the running sum of
+exponentials (the "online" log-sum-exp) are carried from tile to tile, so each tile is dead before
+the next is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def shift(hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         hidden_RTD: [rows, tokens, hidden].
-        labels_RT: int64 [rows, tokens]; `labels[t] == ids[t]` where trained, else -100.
+        labels_RT: int64 [rows, tokens]; `labels[t] == ids[t]` if trained, else -100.
 
     Returns:
         hidden [rows * (tokens - 1), hidden] and labels [rows * (tokens - 1)].
@@ -36,8 +37,8 @@ def tile_bounds(vocabulary: int, tiles: int) -> list[tuple[int, int]]:
 
 
 def float32_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return hidden W^T, in float32 where both are half precision: rounded logits would all but hide the difference of
-    two losses. On a GPU the product leaves its float32 sums as they are."""
+    """Return hidden W^T, in float32 if both are half precision: rounded logits would all but hide
+    the difference of two losses. On a GPU the product leaves its float32 sums as they are."""
     if hidden_ND.dtype not in (torch.bfloat16, torch.float16):
         return functional.linear(hidden_ND, weight_VD)
     if hidden_ND.is_cuda and hidden_ND.ndim == 2:
@@ -54,8 +55,8 @@ def exp_sums(before: tuple[Tensor, Tensor] | None, logits: Tensor) -> tuple[Tens
     """Add one more tile to the online log-sum-exp.
 
     Args:
-        before: of each token so far, the largest logit and the sum of exponentials below it, [n] each;
-            None for the first tile.
+        before: of each token so far, the largest logit and the sum of exponentials below it, [n]
+            each; None for the first tile.
         logits: float32 [n, S], the tile's, whose memory is used up.
     """
     top = logits.amax(-1)
@@ -72,7 +73,8 @@ def label_logits(logits: Tensor, local: Tensor) -> Tensor:
     """Return the logit of each label that is in a tile, else 0, [n].
 
     Args:
-        local: int64 [n], the label's column in the tile; below 0 or from S on if it is in another tile.
+        local: int64 [n], the label's column in the tile; below 0 or from S on if it is in another
+            tile.
     """
     inside, at = _inside(local, logits.shape[1])
     picked = logits.gather(1, at)[:, 0]
@@ -80,14 +82,16 @@ def label_logits(logits: Tensor, local: Tensor) -> Tensor:
 
 
 def logits_gradient(logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
-    """Return `weights` [n] times (softmax - one-hot) of one tile, [n, S], in the memory of its `logits`.
+    """Return `weights` [n] times (softmax - one-hot) of one tile, [n, S], in the memory of its
+    `logits`.
 
     Args:
         local: int64 [n], as in `label_logits`; `lse` [n] is the log-sum-exp over all tiles.
     """
     p = logits.sub_(lse[:, None]).exp_()
     inside, at = _inside(local, logits.shape[1])
-    # The one is subtracted before the weight is multiplied in: a difference near 0 keeps its digits.
+    # The one is subtracted before the weight is multiplied in: a difference near 0 keeps its
+    # digits.
     ones = inside if inside.dtype == p.dtype else inside.to(p.dtype)
     return p.scatter_add_(1, at, -ones[:, None]).mul_(weights[:, None])
 
@@ -98,14 +102,16 @@ def _inside(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def label_columns(labels_N: Tensor, tokens_A: Tensor) -> Tensor:
-    """Return the index of each label among some tokens, int64 [N]; -100 if it is not one of them."""
+    """Return the index of each label among some tokens, int64 [N]; -100 if it is not one of
+    them."""
     same_NA = (labels_N[:, None] == tokens_A[None]).to(torch.int64)
     index_N = (same_NA * torch.arange(tokens_A.shape[0], device=labels_N.device)).sum(1)
     return torch.where(same_NA.sum(1) > 0, index_N, torch.full_like(index_N, IGNORE))
 
 
 def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
-    """Compute the negative log likelihood of each label, 0 where the label is -100; only labelled rows are computed.
+    """Compute the negative log likelihood of each label, 0 if it is -100; only label tokens are
+    computed.
 
     Args:
         hidden_ND: [N, hidden], any float dtype.
@@ -127,7 +133,8 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
 
 
 class _TiledNll(torch.autograd.Function):
-    """The online log-sum-exp forward; backward computes each tile's logits again instead of keeping them."""
+    """The online log-sum-exp forward; backward computes each tile's logits again instead of keeping
+    them."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
 """A mixture of experts whose forward and backward pass give the same bits every time.
 
-Tokens are sorted by expert, go through one grouped matrix product, and come back by the inverse permutation. Nothing
-is accumulated by atomic additions: the gradient of a gather is the inverse gather and a sum over each token's experts.
+Tokens are sorted by expert, go through one grouped matrix product, and come back by the inverse
+permutation. Nothing is accumulated by atomic additions: the gradient of a gather is the inverse
+gather and a sum over each token's experts.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def mixture(
         x_ND: tokens.
         experts_NK: int64, the experts of each token, no two the same.
         weights_NK: their weights.
-        gate_up_EFD: gate and up projections of every expert, one below the other: [experts, 2 * width, D].
+        gate_up_EFD: gate and up projections of every expert, one below the other: [experts, 2 *
+            width, D].
         down_EDF: [experts, D, width].
-        pairs: adapters beside the two, by the names that transformers gives them: `gate_up_proj`, `down_proj`.
+        pairs: adapters of the two, by transformers' names: `gate_up_proj`, `down_proj`.
     """
     count, chosen = experts_NK.shape
     flat = experts_NK.reshape(-1)
@@ -55,7 +57,7 @@ def mixture(
 
 
 class ExpertLora(NamedTuple):
-    """An adapter beside the matrices of all experts: matrix e becomes W + scale B A.
+    """An adapter of the matrices of all experts: matrix e becomes W + scale B A.
 
     Attributes:
         a_ERI: [experts, rank, inputs].
@@ -76,8 +78,8 @@ class ExpertLora(NamedTuple):
 
 
 def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> ExpertLora:
-    """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank * experts], in which
-    the numbers of one rank lie together."""
+    """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank
+    * experts], in which the numbers of one rank lie together."""
     a_ERI = a.reshape(experts, -1, a.shape[-1])
     return ExpertLora(
         a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale
@@ -85,14 +87,17 @@ def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> ExpertLora:
 
 
 def peft_layout(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [experts * rank, inputs] and [rank * experts, outputs]: what `pair_of` takes, the second transposed."""
+    """Return [experts * rank, inputs] and [rank * experts, outputs]: what `pair_of` takes, the
+    second transposed."""
     return a_ERI.reshape(-1, a_ERI.shape[-1]), b_EOR.permute(2, 0, 1).reshape(-1, b_EOR.shape[1])
 
 
 def pairs_of(experts: Any) -> tuple[Any, dict[str, ExpertLora]]:
-    """Return the module of the experts and the pairs that PEFT's ParamWrapper holds around it, by parameter.
+    """Return the module of the experts and the pairs that PEFT's ParamWrapper holds around it, by
+    parameter.
 
-    The wrapper itself would add B A to all experts' matrices and keep the sums for the backward pass.
+    The wrapper itself would add B A to all experts' matrices and keep the sums for the backward
+    pass.
     """
     pairs = {}
     while hasattr(experts, "lora_A") and hasattr(experts, "parameter_name"):
@@ -106,7 +111,8 @@ def pairs_of(experts: Any) -> tuple[Any, dict[str, ExpertLora]]:
 def _adapted_linear(
     rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: ExpertLora | None
 ) -> Tensor:
-    """Multiply rows as `grouped_linear` does, by W + scale B A where there is a pair, whose sum is not made."""
+    """Multiply rows as `grouped_linear` does, by W + scale B A if there is a pair; that sum is
+    never built."""
     out = grouped_linear(rows_MI, weight_EOI, ends_E)
     if pair is None:
         return out
@@ -115,7 +121,8 @@ def _adapted_linear(
 
 
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply rows up to `ends[e]` (and from `ends[e - 1]`) by the transpose of `weight[e]`: [M, F]."""
+    """Multiply rows up to `ends[e]` (and from `ends[e - 1]`) by the transpose of `weight[e]`: [M,
+    F]."""
     if _grouped(rows_MD, weight_EFD):
         return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
     products, start = [], 0
@@ -127,7 +134,7 @@ def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tenso
 
 
 def _grouped(rows: Tensor, weight: Tensor) -> bool:
-    """True where torch has one kernel for it: bfloat16 on CUDA, rows of whole 16 bytes."""
+    """Return True if torch has one kernel for it: bfloat16 on CUDA, rows of whole 16 bytes."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or _grouped_mm is None:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0

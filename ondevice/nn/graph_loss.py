@@ -1,8 +1,10 @@
-"""The cross-entropy as a graph, for export and for CUDA graphs: static shapes, one vocabulary tile alive at a time.
+"""The cross-entropy as a graph, for export and for CUDA graphs: static shapes, one vocabulary tile
+alive at a time.
 
-ExecuTorch plans memory from the order of the graph, and XNNPACK's partitioner would merge all tiles into one
-delegate that computes every tile before it reduces any. So each tile's input depends on the sum of the tile
-before it (measured at 128 rows of SmolLM2's head: 7 MB planned with the chain, 50 MB without).
+ExecuTorch plans memory from the order of the graph, and XNNPACK's partitioner would merge all tiles
+into one delegate that computes every tile before it reduces any. So each tile's input depends on
+the sum of the tile before it (measured at 128 rows of SmolLM2's head: 7 MB planned with the chain,
+50 MB without).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
     """Build a loss: hidden float32 [N, D] and labels int64 [N] to float32 [N], 0 at label -100."""
 
     def reduce(hidden_ND: Tensor, safe_N: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Reduce a tile to [N] each: maximum, sum of exponentials below it, and the target's logit if it is in it."""
+        """Reduce a tile to [N] each: maximum, sum of exponentials below it, and the target's logit
+        if it is in it."""
         low, head = tile
         logits = head(hidden_ND).float()
         maximum = logits.amax(dim=-1)
@@ -48,7 +51,8 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
         safe = torch.where(active, labels_N, torch.zeros_like(labels_N))
         maximum, total, target = reduce(hidden_ND, safe, tiles[0])
         for tile in tiles[1:]:
-            # Times zero: the value is the same, and the tile cannot be computed before the one before is reduced.
+            # Times zero: the value is the same, and the tile cannot be computed before the one
+            # before is reduced.
             tile_maximum, tile_total, tile_target = reduce(
                 hidden_ND + (0.0 * total[:, None]).to(hidden_ND.dtype), safe, tile
             )
@@ -75,7 +79,7 @@ def answer_loss(
         answers: their tokens, if those are not the rows.
 
     Returns:
-        (hidden [N, D], labels [N]) to float32 [N], 0 where no answer is a label.
+        (hidden [N, D], labels [N]) to float32 [N], 0 if no answer is a label.
     """
     index_A = torch.tensor(tuple(rows if answers is None else answers), device=weight_VD.device)
     weight_AD = weight_VD[list(rows)].detach().float()
@@ -88,7 +92,8 @@ def answer_loss(
 def labelled_only(
     loss: Callable[[Tensor, Tensor], Tensor], limit: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Compute a fixed-shape loss on at most `limit` positions: the labelled ones, and some that count nothing.
+    """Compute a fixed-shape loss on at most `limit` positions: the labelled ones, and some that
+    count nothing.
 
     In a classification row only the answer is labelled, so the head then costs next to nothing.
 

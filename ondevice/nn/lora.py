@@ -1,4 +1,5 @@
-"""A linear layer with a LoRA adapter (Hu et al., 2021): y = x W^T + b + (alpha / rank) (x A^T) B^T."""
+"""A linear layer with a LoRA adapter (Hu et al., 2021): y = x W^T + b + (alpha / rank) (x A^T)
+B^T."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from ondevice.core.errors import ModelError
 
 
 class LoRALinear(nn.Module):
-    """A frozen `base` with trainable `lora_A` float32 [rank, inputs] and `lora_B` float32 [outputs, rank].
+    """A frozen `base` with trainable `lora_A` float32 [rank, inputs] and `lora_B` float32 [outputs,
+    rank].
 
-    A and B stay in float32 and are used in the dtype of the input, so that gradients and updates are float32
-    and a half-precision model keeps half-precision activations. Build it with `from_base`.
+    A and B stay in float32 and are used in the dtype of the input, so that gradients and updates
+    are float32 and a half-precision model keeps half-precision activations. Build it with
+    `from_base`.
     """
 
     def __init__(self, base: nn.Module, a_RI: Tensor, b_OR: Tensor, alpha: float) -> None:
@@ -35,11 +38,11 @@ class LoRALinear(nn.Module):
         a: Tensor | np.ndarray,
         b: Tensor | np.ndarray | None = None,
     ) -> LoRALinear:
-        """Put an adapter beside `linear`, which is frozen.
+        """Put an adapter next to `linear`, which is frozen.
 
         Args:
-            linear: an `nn.Linear`, transformers' `Conv1D`, or a layer with `in_features` and `out_features` that stands
-                for one.
+            linear: an `nn.Linear`, transformers' `Conv1D`, or a layer with `in_features` and
+                `out_features` that stands for one.
             rank: inner dimension.
             alpha: the scale is alpha / rank.
             a: [rank, inputs]; copied to float32 on the layer's device.
@@ -89,12 +92,14 @@ class LoRALinear(nn.Module):
         return y + F.linear(xa, self.lora_B.to(x.dtype)) * self.scale
 
     def delta(self) -> Tensor:
-        """Return the adapter's change of the weight, (alpha / rank) B A: float32 [outputs, inputs]."""
+        """Return the adapter's change of the weight, (alpha / rank) B A: float32 [outputs,
+        inputs]."""
         return (self.lora_B @ self.lora_A) * self.scale
 
     @torch.no_grad()
     def fuse(self) -> nn.Module:
-        """Build a layer as `base` of weight W + (alpha / rank) B A, added in float32 and rounded once to W's dtype.
+        """Build a layer as `base` of weight W + (alpha / rank) B A, added in float32 and rounded
+        once to W's dtype.
 
         Raises:
             ModelError: `base` is no plain `nn.Linear` (a quantised weight cannot take the sum).

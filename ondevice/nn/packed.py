@@ -1,8 +1,10 @@
-"""Frozen weights in bitsandbytes' NF4 or INT8, dequantised where they are used: once a call, whatever the batch.
+"""Frozen weights in bitsandbytes' NF4 or INT8, dequantised when they are used: once a call,
+whatever the batch.
 
-A call of a linear layer makes its matrix dense, multiplies, and lets it go. So a pass over a batch of many copies
-(both signs and all queries of P-RGE) dequantises each matrix once, and nothing but one dense matrix exists at a time.
-The tensors have bitsandbytes' own names, so that a folder of them is a model that transformers loads.
+A call of a linear layer makes its matrix dense, multiplies, and lets it go. So a pass over a batch
+of many copies (both signs and all queries of P-RGE) dequantises each matrix once, and nothing but
+one dense matrix exists at a time. The tensors have bitsandbytes' own names, so that a folder of
+them is a model that transformers loads.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Nf4Matrix:
         """Quantise a matrix in float32, bfloat16 or float16; `dense` gives its dtype back.
 
         Args:
-            double: the scales are quantised too; else they stay in float32, 4.5 bits a weight in all.
+            double: the scales are quantised too; else they stay in float32, 4.5 bits a weight in
+                all.
         """
         packed, state = bitsandbytes().quantize_4bit(
             weight.contiguous(), blocksize=NF4_GROUP, quant_type="nf4", compress_statistics=double
@@ -85,7 +88,8 @@ class Nf4Matrix:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], dtype: torch.dtype) -> Self:
-        """Rebuild the matrix from its `tensors`, on the device where they are; `dense` gives `dtype`."""
+        """Rebuild the matrix from its `tensors`, on the device where they are; `dense` gives
+        `dtype`."""
         bitsandbytes()
         from bitsandbytes.functional import QuantState
 
@@ -153,7 +157,8 @@ class _Product(torch.autograd.Function):
 
 
 class PackedLinear(nn.Linear):
-    """x W^T + bias with a packed W: [..., inputs] -> [..., outputs]. Frozen; it stays on its device.
+    """x W^T + bias with a packed W: [..., inputs] -> [..., outputs]. Frozen; it stays on its
+    device.
 
     It is an `nn.Linear`, so that peft adapts it; its `weight` is the packed tensor.
     """
@@ -192,7 +197,8 @@ class PackedLinear(nn.Linear):
 
 
 def pack_model(family: Family, kind: str) -> None:
-    """Pack every linear layer of every block, one after the other, in place; embedding, head and norms stay.
+    """Pack every linear layer of every block, one after the other, in place; embedding, head and
+    norms stay.
 
     Raises:
         ConfigError: `kind` is neither `nf4` nor `int8`.
@@ -209,8 +215,8 @@ def pack_model(family: Family, kind: str) -> None:
 
 
 def unpack_model(family: Family) -> None:
-    """Put a plain linear layer with the rounded weights in the place of every packed one: the reference of a packed
-    model."""
+    """Put a plain linear layer with the rounded weights in the place of every packed one: the
+    reference of a packed model."""
     for layer in range(family.dims.layers):
         for target in family.linear_targets:
             packed = family.linear(layer, target)

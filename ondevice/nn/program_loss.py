@@ -1,4 +1,5 @@
-"""A model's frozen weights as an exported graph has them, and the cross-entropy that goes with them."""
+"""A model's frozen weights as an exported graph has them, and the cross-entropy that goes with
+them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def quantize_model(
         if export.loss == "op":
             return head.token_nll
         return graph_token_nll(_q8_tiles(head, tiles))
-    if answers:  # so few rows of the head stay as they are, also where the body is rounded
+    if answers:  # so few rows of the head stay as they are, also if the body is rounded
         loss = answer_loss(family.head_weight, answers)
         if export.quantize == "8da4w":
             _quantize_8da4w(family, tiles)
@@ -68,7 +69,8 @@ def _q8_tiles(head: Any, tiles: int) -> list[Tile]:
 
 
 def _quantize_8da4w(family: Any, tiles: int) -> list[Tile]:
-    """Torchao's 8da4w on every linear and on the head's tiles, int8 on the embedding; XNNPACK runs them."""
+    """Torchao's 8da4w on every linear and on the head's tiles, int8 on the embedding; XNNPACK runs
+    them."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
     from torchao.quantization.quant_api import (

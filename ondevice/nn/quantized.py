@@ -1,7 +1,8 @@
 """Frozen weights in 4 and 8 bits with float32 activations, over the ops of `runtime_ops`.
 
-The 4-bit format is asymmetric (scale and minimum for each group of 32 inputs), so a model that was published as
-Q4_1 is recovered on its own grid. The same modules run in eager and export as one op each.
+The 4-bit format is asymmetric (scale and minimum for each group of 32 inputs), so a model that was
+published as Q4_1 is recovered on its own grid. The same modules run in eager and export as one op
+each.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ class Q8Embedding(nn.Module):
 
 
 def quantize_q4_model(family: Any) -> Q8Embedding:
-    """Replace every linear of every block by `Q4Linear` and the embedding by `Q8Embedding`, in place.
+    """Replace every linear of every block by `Q4Linear` and the embedding by `Q8Embedding`, in
+    place.
 
     Returns:
-        The head: the embedding itself where it is tied, else a second table.
+        The head: the embedding itself if it is tied, else a second table.
 
     Raises:
-        ModelError: if a linear's inputs are no multiple of the group.
+        ModelError: a layer's inputs are not a multiple of the group.
     """
     for layer in range(family.dims.layers):
         for target in family.linear_targets:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def stochastic_round(out: Tensor, weight: Tensor, seed: int) -> Tensor:
-    """Write `weight`, float32, into `out`: to bfloat16 up or down by chance, so that what is smaller than a unit of the
-    last place is kept on average; other types as they round. The chances are a function of `seed`."""
+    """Write `weight`, float32, into `out`: to bfloat16 up or down by chance, so that changes below
+    a unit of the last place survive on average; other types as they round. The chances are a
+    function of `seed`."""
     if out.dtype != torch.bfloat16:
         return out.copy_(weight)
     rng = torch.Generator(weight.device).manual_seed(seed)

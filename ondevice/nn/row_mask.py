@@ -1,8 +1,8 @@
 """Several rows in one sequence: which token sees which.
 
-A packed batch says each token's place in its own row (transformers' `position_ids`). A row begins where that is 0, and
-a token sees its own row up to itself: the mask is block-diagonal and, within a block, causal. Padding is a row of one
-token, so that no token is without one that it sees.
+A packed batch says each token's place in its own row (transformers' `position_ids`). A row begins
+where that is 0, and a token sees its own row up to itself: the mask is block-diagonal and, within a
+block, causal. Padding is a row of one token, so that no token is without one that it sees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def row_numbers(position_ids_BT: Tensor) -> Tensor:
 
 
 def row_mask(position_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [B, 1, T, T]: 0 where a query sees a key, else the least number of `dtype`."""
+    """Return the additive mask [B, 1, T, T]: 0 if a query sees a key, else the least number of
+    `dtype`."""
     numbers, length = row_numbers(position_ids_BT), position_ids_BT.shape[1]
     seen = numbers[:, :, None] == numbers[:, None, :]
     seen &= torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()

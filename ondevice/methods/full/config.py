@@ -26,7 +26,8 @@ class FullConfig(AnswerLossConfig):
     """Clip the whole gradient to this norm; None does not clip."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
-    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
+    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all
+    rows at once."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

@@ -1,4 +1,4 @@
-"""Work of a full step, from dimensions alone."""
+"""Work of a full step, from dimensions only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def step_cost(
     dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, weight_bytes: int
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
-    # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes two moments.
-    # Beside bfloat16 weights these and the masters' lower halves are 10 bytes a parameter.
+    # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes
+    # two moments. Beside bfloat16 weights these and the masters' lower halves are 10 bytes a
+    # parameter.
     update = 8 if weight_bytes >= 4 * dims.parameters else 13
     forward, head = (
         forward_flops(dims, batch_size, length_tokens),

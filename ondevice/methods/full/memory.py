@@ -1,4 +1,4 @@
-"""Bytes of a first-order full fine-tuning step by part, from dimensions alone."""
+"""Bytes of a first-order full fine-tuning step by part, from dimensions only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part: gradients and AdamW's state of every parameter, and activations kept for backward.
+    """Return peak bytes by part: gradients and AdamW's state of every parameter, and activations
+    kept for backward.
 
     Moments are float32; bfloat16 parameters have the lower halves of float32 masters, too.
     """

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 def open_session(
     loaded: LoadedModel, config: Any, seed: int, device: str | None = None
 ) -> AdamWSession:
-    """See `MethodSpec.open_session`; the model is computed where it is."""
+    """Open a session; the model is computed on its own device."""
     return AdamWSession(loaded, dict(loaded.model.named_parameters()), config)

@@ -39,9 +39,10 @@ class LoraConfig(AnswerLossConfig):
     target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
         default=("q_proj", "v_proj"), min_length=1
     )
-    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
-    projections into attention, or into what stands in attention's place. The matrices of experts, one parameter a
-    layer, carry a pair for each expert: `experts.gate_up_proj`, `experts.down_proj`."""
+    """Linear layers that carry an adapter, by the last part of their names. If a model lacks the
+    default's, its projections into attention, or into the layer in its place. The matrices of
+    experts, one parameter a layer, carry a pair for each expert: `experts.gate_up_proj`,
+    `experts.down_proj`."""
 
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=3e-4, gt=0)
     """AdamW's learning rate."""
@@ -53,7 +54,8 @@ class LoraConfig(AnswerLossConfig):
     """Clip the whole gradient to this norm; None does not clip."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
-    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
+    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all
+    rows at once."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

@@ -1,4 +1,4 @@
-"""Bytes of a first-order LoRA step by part, from dimensions alone."""
+"""Bytes of a first-order LoRA step by part, from dimensions only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
+    """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for
+    backward."""
     linears = dims.adapted(config)
     a = config.rank * sum(linear.inputs * linear.experts for linear in linears)
     b = config.rank * sum(linear.outputs * linear.experts for linear in linears)

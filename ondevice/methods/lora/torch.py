@@ -34,7 +34,8 @@ class LoraSession(AdamWSession):
             raise MissingPackageError(
                 "peft is not installed", hint="pip install 'ondevice-train[torch]'"
             ) from None
-        # Before peft changes the model: this refuses what carries no adapter, and layers that the model never calls.
+        # Before peft changes the model: this refuses what carries no adapter, and layers that the
+        # model never calls.
         places = loaded.dims.adapted(config)
         names = {item: loaded.family.linear_name(item.layer, item.target) for item in places}
         linears = [name for item, name in names.items() if item.experts == 1]
@@ -42,7 +43,8 @@ class LoraSession(AdamWSession):
         loaded.family.check_adapted(
             [*linears, *dict.fromkeys(name.rpartition(".")[0] for name in experts)]
         )
-        # Full names: a last part may also name layers outside the blocks, such as those of an image encoder.
+        # Full names: a last part may also name layers outside the blocks, such as those of an image
+        # encoder.
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
@@ -50,7 +52,8 @@ class LoraSession(AdamWSession):
             target_parameters=experts or None,
         )
         with torch.random.fork_rng(), warnings.catch_warnings():
-            # peft asks transformers for a name that it will drop: nothing that a user can do anything about.
+            # peft asks transformers for a name that it will drop: nothing that a user can do
+            # anything about.
             warnings.simplefilter("ignore", FutureWarning)
             torch.manual_seed(seed)
             self.peft_model = _inject(peft, loaded.model, settings)
@@ -113,7 +116,7 @@ class LoraSession(AdamWSession):
 
 
 def _inject(peft: Any, model: Any, settings: Any) -> Any:
-    """Put peft's layers beside the model's; adapters stay in float32."""
+    """Put peft's layers around the model's; adapters stay in float32."""
     with (
         warnings.catch_warnings()
     ):  # peft sets `fan_in_fan_out` for a Conv1D by itself, and says so for each
@@ -125,5 +128,5 @@ def _inject(peft: Any, model: Any, settings: Any) -> Any:
 def open_session(
     loaded: LoadedModel, config: Any, seed: int, device: str | None = None
 ) -> LoraSession:
-    """See `MethodSpec.open_session`; the model is computed where it is."""
+    """Open a session; the model is computed on its own device."""
     return LoraSession(loaded, config, seed)

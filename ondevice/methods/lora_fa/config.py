@@ -19,4 +19,4 @@ class LoraFaConfig(LoraConfig):
     """Method name."""
 
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-3, gt=0)
-    """AdamW's learning rate; B alone moves, so it is LoRA's three times."""
+    """AdamW's learning rate; only B moves, so it is three times LoRA's."""

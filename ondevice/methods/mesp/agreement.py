@@ -1,5 +1,5 @@
-"""How a program's gradients and steps agree with automatic differentiation in eager PyTorch: over the same weights, and
-over the float32 ones that its own were rounded from."""
+"""How a program's gradients and steps agree with automatic differentiation in eager PyTorch: over
+the same weights, and over the float32 ones that its own were rounded from."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ ROUGH_COSINE = 0.9
 def compare(
     session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
 ) -> Agreement:
-    """Gradients at an adapter that is not zero, against autograd's; then the steps from the beginning.
+    """Gradients at an adapter that is not zero, against autograd's; then the steps from the
+    beginning.
 
-    Values: `max_rel_gradient_error`, the largest relative error ||ours - theirs|| / ||theirs|| of a tensor's gradient;
-    the cosines of `cosines`; `max_rel_loss_error` over the steps, each side following its own updates;
-    `max_abs_adapter_error` after them.
+    Values: `max_rel_gradient_error`, the largest relative error ||ours - theirs|| / ||theirs|| of a
+    tensor's gradient; the cosines of `cosines`; `max_rel_loss_error` over the steps, each side
+    following its own updates; `max_abs_adapter_error` after them.
     """
     batches, start = list(batches), session.state()
     ours, theirs = both_gradients(session, eager_session(session, built), built, *batches[0])
@@ -70,15 +71,16 @@ def rounding(
     config: MespConfig,
     batches: Callable[[int], Iterable[Batch]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Cosines of the program's gradients with those of the float32 model, as `cosines` with `_float32`."""
+    """Cosines of the program's gradients with those of the float32 model, as `cosines` with
+    `_float32`."""
     batch = next(iter(batches(1)))
     ours, theirs = both_gradients(session, eager_session(session, float32), float32, *batch)
     values = {f"{name}_float32": value for name, value in cosines(ours, theirs).items()}
     cosine, warnings = values["gradient_cosine_float32"], []
     if not cosine >= ROUGH_COSINE:
         warnings.append(
-            f"the gradient's cosine with float32's is {cosine:.2f}: these weights are another model's; "
-            "--quantize int8 rounds less"
+            f"the gradient's cosine with float32's is {cosine:.2f}: these weights are another "
+            "model's; --quantize int8 rounds less"
         )
     return values, warnings
 
@@ -97,7 +99,8 @@ def both_gradients(
     ids: np.ndarray,
     labels: np.ndarray,
 ) -> tuple[Gradients, Gradients]:
-    """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else afterwards."""
+    """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else
+    afterwards."""
     adapter, random = eager.adapter(), np.random.default_rng(0)
     for name, value in adapter.tensors.items():
         if ".lora_B." in name:
@@ -122,8 +125,8 @@ def program_gradients(
 ) -> Gradients:
     """Compute a step's gradients at the session's adapter, read from what the step changes.
 
-    SGD at rate 1 leaves the adapter less its gradient; AdamW's first moment after one step is the gradient times
-    1 - beta1.
+    SGD at rate 1 leaves the adapter less its gradient; AdamW's first moment after one step is the
+    gradient times 1 - beta1.
     """
     program = built.eager
     config, before = program.config, session.state()
@@ -139,7 +142,8 @@ def program_gradients(
 
 
 def relative_error(ours: Gradients, theirs: Gradients) -> float:
-    """Return the largest ||ours - theirs|| / ||theirs|| of a tensor; a norm counts as 1e-4 of the largest at least."""
+    """Return the largest ||ours - theirs|| / ||theirs|| of a tensor; a norm counts as 1e-4 of the
+    largest at least."""
     least = 1e-4 * max(float(np.linalg.norm(value)) for value in theirs.values())
     return max(
         float(np.linalg.norm(ours[name] - value)) / max(float(np.linalg.norm(value)), least)
@@ -148,7 +152,8 @@ def relative_error(ours: Gradients, theirs: Gradients) -> float:
 
 
 def cosines(ours: Gradients, theirs: Gradients) -> dict[str, float]:
-    """Return `gradient_cosine` of all as one vector, `min_gradient_cosine` and `median_gradient_cosine` of tensors.
+    """Return `gradient_cosine` of all as one vector, `min_gradient_cosine` and
+    `median_gradient_cosine` of tensors.
 
     A tensor whose gradient is zero on both sides has cosine 1, on one side 0.
     """

@@ -1,4 +1,5 @@
-"""The settings that the functions of a block program share, and the tensors that they take: ports, weights, adapter."""
+"""The settings that the functions of a block program share, and the tensors that they take: ports,
+weights, adapter."""
 
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ class BlockFunctions:
 
     Attributes:
         layout: of the flat vector; each layer is a range of `layer_size` elements.
-        quantize: how matrices are kept, a key of `LINEAR_FORMS` and, for embedding and head, `TABLE_FORMS`.
-        markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8, in the place of each
-            layer's.
-        frozen: ports of a block's weights, in the order of the functions' arguments; `table`, `head` and `norm` those
-            of the embedding, of a tile of the head and of the norm before it.
+        quantize: how matrices are kept, a key of `LINEAR_FORMS` and, for embedding and head,
+            `TABLE_FORMS`.
+        markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8,
+            in the place of each layer's.
+        frozen: ports of a block's weights, in the order of the functions' arguments; `table`,
+            `head` and `norm` those of the embedding, of a tile of the head and of the norm before
+            it.
         tile_rows: rows of the head that a tile has.
     """
 
@@ -81,10 +84,11 @@ class BlockFunctions:
         return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Return the frozen weights by the names of the ports, in the order in which a step reads them.
+        """Return the frozen weights by the names of the ports, in the order in which a step reads
+        them.
 
-        The model's own matrices become the rounded ones, so that what is compared with the program computes with the
-        same weights.
+        The model's own matrices become the rounded ones, so that the program is compared with a
+        model of the same weights.
         """
         matrices = {
             f"{linear_name(self.loaded, target)}.weight"
@@ -104,7 +108,8 @@ class BlockFunctions:
         """A parameter's tensors in the file; None: float32 as it is."""
         parameter = self.loaded.model.get_parameter(name)
         if form is None:
-            # The factor of the logits is the last norm's: logits are linear in its weight, and so are gradients.
+            # The factor of the logits is the last norm's: logits are linear in its weight, and so
+            # are gradients.
             scale = self.dims.traits.logit_scale if name == self.norm.name else 1.0
             value = parameter.detach().float()
             value = factor(self.dims, value) if name in self.norm_names else value
@@ -116,7 +121,8 @@ class BlockFunctions:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that a block's functions hold: the markers, and those that go with them for every layer alike."""
+        """Tensors that a block's functions hold: the markers, and those that go with them for every
+        layer alike."""
         rows = {len(marker) for marker in self.markers.values()}
         return self.markers | {
             name: value for count in sorted(rows) for name, value in unit_scales(count).items()
@@ -131,8 +137,9 @@ class BlockFunctions:
         }
 
     def kinds(self, longest_tokens: int) -> tuple[int, ...]:
-        """Return the kind of each layer's block, from 0 in the order of the layers: they differ by window, by whether q
-        and k are rotated, and by what table. Windows that a row of `longest_tokens` does not reach the end of are none.
+        """Return the kind of each layer's block, from 0 in the order of the layers: they differ by
+        window, by whether q and k are rotated, and by what table. A window that a row of
+        `longest_tokens` fits in does not count.
         """
         traits, family, kinds = self.dims.traits, self.loaded.family, {}
         tables = family.positions(1, "cpu", torch.float32)
@@ -146,7 +153,7 @@ class BlockFunctions:
     def block(
         self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]
     ) -> Block:
-        """Take the block's tensors from a function's arguments and what it holds."""
+        """Take the block's tensors from a function's arguments and constants."""
         tensors = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True))
         linears = {}
         entries = {entry.parameters.target: entry for entry in self.entries}

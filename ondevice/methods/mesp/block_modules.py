@@ -1,4 +1,5 @@
-"""The modules that functions of one block share: the embedding, and a block for rows of one length."""
+"""The modules that functions of one block share: the embedding, and a block for rows of one
+length."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ondevice.methods.mesp.torch.weights import halves
 
 
 def seen(length_tokens: int, window: int = 0) -> Tensor:
-    """Return what is added to the scores, [tokens, tokens]: 0 where a query sees a key, and minus infinity."""
+    """Return the additive mask [tokens, tokens]: 0 if a query sees a key, else minus infinity."""
     every = torch.ones(length_tokens, length_tokens, dtype=torch.bool)
     hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
     return torch.zeros(length_tokens, length_tokens).masked_fill(hidden, float("-inf"))

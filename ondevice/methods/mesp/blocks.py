@@ -1,9 +1,11 @@
-"""MeSP's step as functions of one block, whose frozen weights are inputs: the paper's own unit (section 4.2).
+"""MeSP's step as functions of one block, whose frozen weights are inputs: the paper's own unit
+(section 4.2).
 
-A host calls the same two functions once a layer, with that layer's weights and its range of the adapter; so one small
-program serves every depth, and lowering takes seconds. The stages are the eager session's (`torch.stages`).
-The head goes over `HEAD_ROWS` labelled positions and one tile of the vocabulary at a time: a host hands in labelled
-positions alone, so that a row with one label costs one.
+A host calls the same two functions once a layer, with that layer's weights and its range of the
+adapter; so one small program serves every depth, and lowering takes seconds. The stages are the
+eager session's (`torch.stages`). The head goes over `HEAD_ROWS` labelled positions and one tile of
+the vocabulary at a time: a host passes only labelled positions, so that a row with one label costs
+one.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class BlockForward(OneBlock):
 
 
 class BlockBackward(OneBlock):
-    """The block's input and its output's gradient -> the input's gradient, and the layer's range of the adapter and
-    of the moments after the update."""
+    """The block's input and its output's gradient -> the input's gradient, and the layer's range of
+    the adapter and of the moments after the update."""
 
     def forward(
         self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, *tensors: Tensor
@@ -61,8 +63,8 @@ class BlockBackward(OneBlock):
 
 
 class _HeadTile(nn.Module):
-    """A function of `HEAD_ROWS` hidden states [C, D] and a tile of the head, [S, D], which begins at row `first` of
-    the head; its first `skip` rows were in the tile before."""
+    """A function of `HEAD_ROWS` hidden states [C, D] and a tile of the head, [S, D], which begins
+    at row `first` of the head; its first `skip` rows were in the tile before."""
 
     def __init__(self, functions: BlockFunctions) -> None:
         super().__init__()
@@ -83,14 +85,15 @@ class _HeadTile(nn.Module):
         return torch.where((self.columns < skip)[None], LOWEST, logits)  # type: ignore[operator]
 
     def local(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
-        """Return each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
+        """Return each label's row of this tile, int64 [C]; -1 if it has none or was in the tile
+        before."""
         local = targets - first
         return torch.where(local < skip, -1, local)
 
 
 class HeadSums(_HeadTile):
-    """The largest logit, the sum of exponentials below it and the target's logit, float32 [C] each, over the tiles so
-    far."""
+    """The largest logit, the sum of exponentials below it and the target's logit, float32 [C] each,
+    over the tiles so far."""
 
     def forward(
         self, x: Tensor, targets: Tensor, first: Tensor, skip: Tensor,
@@ -102,7 +105,8 @@ class HeadSums(_HeadTile):
 
 
 class HeadGradient(_HeadTile):
-    """The gradient of x so far and this tile's: `scale` [C] times (softmax - one-hot) W, through the norm."""
+    """The gradient of x so far and this tile's: `scale` [C] times (softmax - one-hot) W, through
+    the norm."""
 
     def forward(
         self, x: Tensor, targets: Tensor, first: Tensor, skip: Tensor,
@@ -123,8 +127,8 @@ class HeadLogits(_HeadTile):
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
-    """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length, and
-    `_<kind>` behind it for a block's functions of another kind than the first."""
+    """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length,
+    and `_<kind>` behind it for a block's functions of another kind than the first."""
     functions = BlockFunctions(loaded, config, export.quantize)
     dims, hidden_size = loaded.dims, loaded.dims.hidden
     ranges = [

@@ -1,8 +1,10 @@
-"""Functions of one block that answer: the keys and values of what was read are inputs, and only new tokens pass.
+"""Functions of one block that answer: the keys and values of what was read are inputs, and only new
+tokens pass.
 
-`prefill` reads `PREFILL_TOKENS` tokens of a prompt at once, `decode` one. The host keeps the cache, as it keeps weights
-and adapter, and writes the new columns and rows where they belong; so a conversation can be any length up to the
-context, an adapter is changed by handing in another vector, and the weights file is the training program's own.
+`prefill` reads `PREFILL_TOKENS` tokens of a prompt at once, `decode` one. The host keeps the cache,
+as it keeps weights and adapter, and writes the new columns and rows where they belong; so a
+conversation can be any length up to the context, an adapter is changed by handing in another
+vector, and the weights file is the training program's own.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ PREFILL_TOKENS = 32
 class BlockCached(OneBlock):
     """New tokens [T, D] behind `start` tokens that were read -> [T, D], and their keys and values.
 
-    Keys are kept [kv_heads, head_dim, context] and values [kv_heads, context, head_dim], rotated already: as the two
-    products of attention read them.
+    Keys are kept [kv_heads, head_dim, context] and values [kv_heads, context, head_dim], rotated
+    already: as the two products of attention read them.
     """
 
     cos: Tensor
@@ -82,11 +84,13 @@ def attend_cached(
     causal: Tensor,
     contiguous: bool = True,
 ) -> Tensor:
-    """Return the attention of new tokens to those before them and to each other, [T, heads * head_dim].
+    """Return the attention of new tokens to those before them and to each other, [T, heads *
+    head_dim].
 
     Args:
         q: rotated queries, [1, T, heads, head_dim].
-        cache: keys [kv_heads, head_dim, C] and values [kv_heads, C, head_dim]; `new` of the T tokens.
+        cache: keys [kv_heads, head_dim, C] and values [kv_heads, C, head_dim]; `new` of the T
+            tokens.
         unread: added to the scores of the cache, minus infinity where nothing was read yet.
         causal: added to the scores of the new tokens, [heads / kv_heads * T, T].
         contiguous: copy each side's probabilities, as the runtime's own products need it.
@@ -116,7 +120,8 @@ def cache_ports(dims: ModelDims, tokens: int) -> tuple[TensorPort, TensorPort]:
 def cached_modules(
     functions: BlockFunctions, adapter: TensorPort, context: int
 ) -> list[ProgramModule]:
-    """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of so many tokens."""
+    """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of
+    so many tokens."""
     dims, modules = functions.dims, []
     cache = cache_ports(dims, context)
     start = port("start", "position", (1,), "int64", "tokens")

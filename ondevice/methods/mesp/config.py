@@ -1,7 +1,8 @@
-"""Settings of MeSP; rank and target modules are the paper's (section 5.1), the optimizer is AdamW unless SGD is asked
-for.
+"""Settings of MeSP; rank and target modules are the paper's (section 5.1), the optimizer is AdamW
+unless SGD is asked for.
 
-A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part of the tokens.
+A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part
+of the tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ GROUP_SIZE = 64
 
 
 class MespConfig(AnswerLossConfig):
-    """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
+    """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward
+    pass keeps."""
 
     adapts_experts: ClassVar[bool] = True
     """`target_modules` may name the parameters that hold the matrices of experts."""
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
     REMOVED: ClassVar[dict[str, str]] = {
-        "gradients": "mesp always computes its own backward pass (gradients: manual); leave the key out, or take "
-        "--method lora for automatic differentiation",
+        "gradients": "mesp always computes its own backward pass (gradients: manual); leave the "
+        "key out, or take --method lora for automatic differentiation",
         "store_h": "x A^T is always computed again; leave the key out",
     }
 
@@ -52,8 +54,9 @@ class MespConfig(AnswerLossConfig):
     target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
         default=ALL_TARGETS, min_length=1
     )
-    """Linear layers that carry an adapter; a family with fused projections takes them as they are. A mixture of experts
-    takes `experts.gate_up_proj` and `experts.down_proj` too: a pair for each expert (torch)."""
+    """Linear layers that carry an adapter; a family with fused projections takes them as they are.
+    A mixture of experts takes `experts.gate_up_proj` and `experts.down_proj` too: a pair for each
+    expert (torch)."""
 
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""
@@ -74,37 +77,43 @@ class MespConfig(AnswerLossConfig):
     """Decoupled weight decay, of either optimizer."""
 
     max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
-    """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's size in float32. None
-    does not clip."""
+    """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's
+    size in float32. None does not clip."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
-    """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
-    None computes all rows at once, and every gradient is applied and dropped where it arises."""
+    """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's
+    size in float32. None computes all rows at once, and every gradient is applied and dropped where
+    it arises."""
 
     weight_placement: Literal["resident", "streamed"] = "resident"
-    """`streamed` reads the frozen weights from their files block by block, in every pass; two blocks are in memory."""
+    """`streamed` reads the frozen weights from their files block by block, in every pass; two
+    blocks are in memory."""
 
     bits: Literal[4] | None = None
-    """4: frozen matrices in 4 bits: NF4 through bitsandbytes (torch on CUDA), affine groups (MLX)."""
+    """4: frozen matrices in 4 bits: NF4 through bitsandbytes (torch on CUDA), affine groups
+    (MLX)."""
 
     loss_tiles: int = Field(default=8, ge=1)
-    """Vocabulary tiles of the cross-entropy; a block program has more where one of them would take over 8 MiB."""
+    """Vocabulary tiles of the cross-entropy; a block program has more if one of them would take
+    over 8 MiB."""
 
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Labelled tokens whose logits exist at once, in each tile; None is all of them."""
 
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that pass through a block's MLP at once, in the backward pass too; None is 128 on a CPU and 4096 on a GPU
-    (torch)."""
+    """Tokens that pass through a block's MLP at once, in the backward pass too; None is 128 on a
+    CPU and 4096 on a GPU (torch)."""
 
     mlp_tiles: int = Field(default=8, ge=1)
-    """Tiles of the MLP's inner dimension that are computed one after the other, for all tokens (MLX)."""
+    """Tiles of the MLP's inner dimension that are computed one after the other, for all tokens
+    (MLX)."""
 
     activations: Literal["device", "host"] = "device"
     """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's where it is installed."""
+    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's if it is
+    installed."""
 
     @model_validator(mode="before")
     @classmethod

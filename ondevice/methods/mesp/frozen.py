@@ -1,10 +1,12 @@
-"""How a block program keeps its frozen matrices: float32, 8 bits with a scale a row, or 4 bits with a scale and a
-minimum for each 32 inputs. (8 bits whose products are of integers, too, are in `integer`.)
+"""How a block program keeps its frozen matrices: float32, 8 bits with a scale a row, or 4 bits with
+a scale and a minimum for each 32 inputs. (8 bits whose products are of integers, too, are in
+`integer`.)
 
-A form names the tensors of a matrix in the weights file, packs them, and makes a function's inputs into the matrix that
-the stages multiply with. Packed matrices are made dense where a product needs them, by one kernel that every ExecuTorch
-runtime with quantised kernels has, and the dense copy lives as long as the product. Of all ways to do so in such a
-runtime these were the fastest: `dequantize_per_channel` takes 0.8 ns an element, a cast to float32 twice as long.
+A form names the tensors of a matrix in the weights file, packs them, and makes a function's inputs
+into the matrix that the stages multiply with. Packed matrices are made dense when a product needs
+them, by one kernel that every ExecuTorch runtime with quantised kernels has, and the dense copy
+lives as long as the product. Of all ways to do so in such a runtime these were the fastest:
+`dequantize_per_channel` takes 0.8 ns an element, a cast to float32 twice as long.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Form(Protocol):
         ...
 
     def constants(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, int]]:
-        """Return names and shapes of int8 tensors in the functions, for a backend that multiplies with constants."""
+        """Return names and shapes of int8 tensors in the functions, for a backend that multiplies
+        with constants."""
         ...
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -102,8 +105,9 @@ class Int8(_Inputs):
 
 
 class Q4(_Inputs):
-    """Levels 0..15, two a byte with the first in the high half, uint8 [outputs, inputs / 2]; float16 scale and minimum
-    for each `GROUP` inputs, so that a model published as Q4_1 lies on its own grid."""
+    """Levels 0..15, two a byte with the first in the high half, uint8 [outputs, inputs / 2];
+    float16 scale and minimum for each `GROUP` inputs, so that a model published as Q4_1 lies on its
+    own grid."""
 
     def ports(self, name: str, shape: tuple[int, int]) -> tuple[TensorPort, ...]:
         outputs, inputs = shape
@@ -119,7 +123,7 @@ class Q4(_Inputs):
         low, high = groups.amin(-1), groups.amax(-1)
         mins, scales = low.half(), ((high - low) / LEVELS).half()
         scales[scales == 0] = 1.0  # of equal weights the minimum is all there is
-        # Against the rounded scale and minimum, so that rounding them is made up for where it can be.
+        # Against the rounded scale and minimum, so that the levels make up for their rounding.
         levels = (
             ((groups - mins.float()[..., None]) / scales.float()[..., None])
             .round()
@@ -158,8 +162,8 @@ class Q4Matrix:
     def dense(self) -> Tensor:
         """float32 [outputs, inputs], new memory.
 
-        The runtime's 4-bit kernel is an embedding's, level - zero point times scale with levels from -8: every row is
-        looked up.
+        The runtime's 4-bit kernel is an embedding's, level - zero point times scale with levels
+        from -8: every row is looked up.
         """
         import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401 - registers the op
 

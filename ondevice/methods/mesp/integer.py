@@ -1,10 +1,11 @@
-"""Products of integers: 8-bit weights with activations and gradients that are rounded to 8 bits as they come.
+"""Products of integers: 8-bit weights with activations and gradients that are rounded to 8 bits as
+they come.
 
-XNNPACK multiplies so where the weights are constants, which it packs when a method is loaded. So a block's functions
-hold their integers, W for x W^T and W^T for g W, and each layer has a program of its own. The scales of W's rows stay
-outside: a product is that of the integers, its output scaled for x W^T, and g scaled before it is rounded for g W. So
-both products have the same rounded W; W^T rounded on its own would cost more of the gradient than all of this (cosine
-0.946).
+XNNPACK multiplies so if the weights are constants, which it packs when a method is loaded. So a
+block's functions hold their integers, W for x W^T and W^T for g W, and each layer has a program of
+its own. The scales of W's rows stay outside: a product is that of the integers, its output scaled
+for x W^T, and g scaled before it is rounded for g W. So both products have the same rounded W; W^T
+rounded on its own would cost more of the gradient than all of this (cosine 0.946).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LEAST, LARGEST = -128, 127
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """int8 [outputs, inputs] and its transpose, each with scales 1 and zero points 0 for its rows, and the scales."""
+    """int8 [outputs, inputs] and its transpose, each with scales 1 and zero points 0 for its rows,
+    and the scales."""
 
     levels: tuple[Tensor, Tensor, Tensor]
     transposed: tuple[Tensor, Tensor, Tensor]
@@ -44,7 +46,8 @@ class IntegerMatrix:
 
 
 class Integers:
-    """See `frozen.Form`: integers are constants of the functions, the float32 scale of each row is an input."""
+    """See `frozen.Form`: integers are constants of the functions, the float32 scale of each row is
+    an input."""
 
     def ports(self, name: str, shape: tuple[int, int]) -> tuple[TensorPort, ...]:
         return (frozen_port(f"{name}_scale", shape[:1]),)
@@ -67,7 +70,8 @@ class Integers:
 
 
 def unit_scales(rows: int) -> dict[str, Tensor]:
-    """Scales 1 and zero points 0 for rows of integers, which XNNPACK wants as constants of the function."""
+    """Scales 1 and zero points 0 for rows of integers, which XNNPACK wants as constants of the
+    function."""
     return {
         f"unit scales {rows}": torch.ones(rows),
         f"zero points {rows}": torch.zeros(rows, dtype=torch.int64),

@@ -1,8 +1,8 @@
-"""The trained LoRA matrices of a run: beside which linear layers, under which names, from which values, and where
-they lie in the flat vector of an exported program.
+"""The trained LoRA matrices of a run: their linear layers, names, first values, and positions in
+the flat vector of an exported program.
 
-The same numbers on every backend: A is drawn from the project's generator, B is zero. Names are PEFT's, for
-adapters and for checkpoints alike, so that a run may go on with another backend.
+The same numbers on every backend: A is drawn from the project's generator, B is zero. Names are
+PEFT's, for adapters and for checkpoints alike, so that a run may go on with another backend.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class LoraParameters:
-    """A float32 [rank, inputs] and B float32 [outputs, rank] beside one linear layer.
+    """A float32 [rank, inputs] and B float32 [outputs, rank] of one linear layer.
 
-    Beside the matrices of a layer's experts they are [experts * rank, inputs] and [outputs, rank * experts], as PEFT
-    lays them out (`ondevice.nn.experts.pair_of`).
+    For the matrices of a layer's experts they are [experts * rank, inputs] and [outputs, rank *
+    experts], as PEFT lays them out (`ondevice.nn.experts.pair_of`).
 
     Attributes:
         target: the linear layer's name in its block, such as `q_proj`.
@@ -101,22 +101,24 @@ def check_family(
         known: traits that this form of it does.
 
     Raises:
-        ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is not known.
+        ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is
+            not known.
     """
     if dims.whole:
         raise dims.unknown(what)
     if dims.experts and EXPERTS not in known:
         raise ModelError(
             f"a block of {dims.family} is a mixture of experts, which {what} does not do",
-            expected="one MLP for every token: a graph that is made before the tokens are known would compute all "
+            expected="one MLP for every token: a graph that is made before the tokens would compute all "
             f"{dims.experts} experts for each of them",
             received=dims.family,
-            hint="mesp trains it in PyTorch and in MLX, and exports it for jetson with --quantize none",
+            hint="mesp trains it in PyTorch and MLX, and exports it to jetson with --quantize none",
         )
     if not dims.gated:
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
-            expected=f"RMS norms, rotary embedding, a gated MLP: {', '.join(families_with('gate_proj'))}",
+            expected="RMS norms, rotary embedding, a gated MLP: "
+            + ", ".join(families_with("gate_proj")),
             received=dims.family,
             hint="--method lora trains an adapter by automatic differentiation",
         )
@@ -189,7 +191,8 @@ def check_adapter(
     """Return the tensors of an adapter that is exactly of this run's shape.
 
     Raises:
-        ArtifactError: another rank or alpha, layers that are missing, or layers that this run does not change.
+        ArtifactError: another rank or alpha, layers that are missing, or layers that this run does
+            not change.
     """
     shapes = {name: shape for lora in parameters for name, shape in lora.shapes.items()}
     return check_fits(adapter, shapes, config.rank, config.alpha)
@@ -218,8 +221,8 @@ class FlatEntry:
 class FlatLayout:
     """The flat vector that a program takes and gives; moments lie in vectors of the same layout.
 
-    Layer by layer, A float32 [rank, inputs] and then B transposed, [rank, outputs], so that no product of the program
-    needs another order.
+    Layer by layer, A float32 [rank, inputs] and then B transposed, [rank, outputs], so that no
+    product of the program needs another order.
 
     Attributes:
         entries: in order of the layers.
@@ -250,7 +253,8 @@ class FlatLayout:
         return entries[0].a, last.b + _aligned(last.parameters.rank * last.parameters.outputs)
 
     def to_flat(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
-        """Lay tensors of PEFT's names and shapes into one vector, float32 [size]; the inverse of `to_tensors`."""
+        """Lay tensors of PEFT's names and shapes into one vector, float32 [size]; the inverse of
+        `to_tensors`."""
         flat = np.zeros(self.size, np.float32)
         for entry in self.entries:
             a, b = tensors[entry.parameters.a_name], tensors[entry.parameters.b_name]
@@ -259,7 +263,8 @@ class FlatLayout:
         return flat
 
     def to_tensors(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Take a vector apart into A [rank, inputs] and B [outputs, rank] of each layer, by PEFT's names."""
+        """Take a vector apart into A [rank, inputs] and B [outputs, rank] of each layer, by PEFT's
+        names."""
         tensors = {}
         for entry in self.entries:
             lora = entry.parameters

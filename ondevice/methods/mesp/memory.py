@@ -1,4 +1,5 @@
-"""Bytes of a MeSP step by part, from dimensions alone: what is resident, and the largest stage of a backward pass."""
+"""Bytes of a MeSP step by part, from dimensions only: what is resident, and the largest stage of a
+backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
 
 WINDOW = 2
-"""Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
+"""Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is
+being read."""
 MLP_CHUNK_TOKENS = 128
-"""Tokens of the MLP at once where the settings do not say."""
+"""Tokens of the MLP at once if the settings do not say."""
 MLP_CHUNK_TOKENS_GPU = 4096
 CHUNK_SCORES = 1 << 17
-"""Attention scores of a chunk of queries, of all rows and heads, on a CPU: half a megabyte stays in its cache."""
+"""Attention scores of a chunk of queries, of all rows and heads, on a CPU: half a megabyte stays in
+its cache."""
 HEAD_ROWS = 32
-"""Labelled positions of a block program's head tile at once: enough that reading the tile does not cost more than the
-product."""
+"""Labelled positions of a block program's head tile at once: enough that reading the tile does not
+cost more than the product."""
 HEAD_TILE_BYTES = 8 << 20
 """A tile of a block program's head at most, made dense in float32."""
 CHUNK_QUERIES = 16
@@ -38,8 +41,8 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, and what the loss
-    needs beyond that, as neither is there while the other runs.
+    """Return peak bytes by part: adapter and optimizer, block inputs, one block's backward pass,
+    and what the loss needs beyond that, as neither is there while the other runs.
 
     Args:
         dims: the model.
@@ -64,7 +67,7 @@ def memory(
         ]
         block += (
             3 * sum(sums) // dims.layers * activation_bytes
-        )  # W + B A of all experts, what it is added to, its g
+        )  # W + B A of all experts, the sum, its g
     else:
         block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
@@ -84,7 +87,8 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
+    """Return bytes of pinned host memory by part: the input of every block, if `config.activations`
+    is `host`."""
     if config.activations != "host":
         return {}
     rows = min(batch_size, config.micro_batch_size or batch_size)
@@ -100,7 +104,7 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
         dims: the model.
         config: the method.
         weight_bytes: of one weight in full precision.
-        runtime: `torch` packs the blocks' matrices alone, `mlx` embedding and head too.
+        runtime: `torch` packs only the blocks' matrices, `mlx` embedding and head too.
     """
     if dims.whole:
         return dims.parameters * weight_bytes
@@ -113,7 +117,8 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
             width = dims.experts * dims.expert_intermediate + dims.shared_intermediate
             matrices += 3 * dims.hidden * width
     if config.bits:
-        # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the model's precision.
+        # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the
+        # model's precision.
         item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)
@@ -136,13 +141,14 @@ def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
 def stage_bytes(
     dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int
 ) -> int:
-    """Return the most that the stages of one block's backward pass hold at once, beside the block's input.
+    """Return the most that the stages of one block's backward pass hold at once, without the
+    block's input.
 
-    While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
-    values, its output) wait; of gate, up and their product there is a chunk of tokens. Attention's stages hold the
-    gradients of queries, keys and values beside them, those of keys and values in float32, and two chunks of scores.
-    A norm behind a branch needs the branch's end again, and its gradient beside the sum's; gradients of fused
-    projections are put together.
+    While the MLP's stages run, the gradient, the block's middle and what attention needs for its
+    own (queries, keys, values, its output) wait; of gate, up and their product there is a chunk of
+    tokens. Attention's stages hold the gradients of queries, keys and values too, those of keys and
+    values in float32, and two chunks of scores. A norm behind a branch needs the branch's end
+    again, and both its gradient and the sum's; gradients of fused projections are put together.
     """
     tokens = rows * length_tokens
     chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
@@ -171,10 +177,12 @@ def stage_bytes(
 def _pairs_bytes(
     dims: ModelDims, config: MespConfig, pairs: list[Linear], chunks: float
 ) -> tuple[int, int]:
-    """Count bytes of pairs beside a layer's experts while a chunk of tokens is differentiated, and at its end.
+    """Count bytes of the pairs of a layer's experts while a chunk of tokens is differentiated, and
+    at its end.
 
-    B is there in the order of the experts too. Then half of the gradients are, at the end all of them, those of B in
-    PEFT's order as well; and the sums of the chunks before, which a whole chunk meets from the second one on.
+    B is there in the order of the experts too. Then half of the gradients are, at the end all of
+    them, those of B in PEFT's order as well; and the sums of the chunks before, which a whole chunk
+    meets from the second one on.
     """
     each = 4 * config.rank / dims.layers
     b = int(each * sum(one.experts * one.outputs for one in pairs))
@@ -183,11 +191,12 @@ def _pairs_bytes(
 
 
 def experts_numbers(dims: MoeDims, adapted: Collection[str] = ()) -> int:
-    """Return numbers of a token that autograd keeps in a mixture of experts, and the gradients that meet them.
+    """Return numbers of a token that autograd keeps in a mixture of experts, and the gradients that
+    meet them.
 
-    Each expert of a token has gate, up and the activated gate (frozen matrices keep no input), its result, and the
-    gradient of that before and after the rows are sorted; an expert for all has its gradient in place of these. A pair
-    beside a matrix keeps what goes into it.
+    Each expert of a token has gate, up and the activated gate (frozen matrices keep no input), its
+    result, and the gradient of that before and after the rows are sorted; an expert for all has its
+    gradient in place of these. A pair of a matrix saves that matrix's input.
     """
     each = 3 * dims.hidden + 3 * dims.expert_intermediate
     into = {"experts.gate_up_proj": dims.hidden, "experts.down_proj": dims.expert_intermediate}
@@ -197,27 +206,30 @@ def experts_numbers(dims: MoeDims, adapted: Collection[str] = ()) -> int:
 
 
 def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_bytes: int) -> int:
-    """Return the cross-entropy of `tokens` labelled tokens: the hidden states as they are, normed, and their gradient
-    in float32, and a tile's logits and their exponentials in float32."""
+    """Return the cross-entropy of `tokens` labelled tokens: the hidden states as they are, normed,
+    and their gradient in float32, and a tile's logits and their exponentials in float32."""
     tile = -(-dims.vocab // config.loss_tiles)
     chunk = min(tokens, config.loss_chunk_tokens or tokens)
     return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)
 
 
 def head_tile_rows(dims: ModelDims, config: MespConfig) -> int:
-    """Return the rows of the head that a block program takes at once: a tile of `loss_tiles`, or a smaller one of
-    `HEAD_TILE_BYTES` as float32, so that large vocabularies and widths cost no more memory."""
+    """Return the rows of the head that a block program takes at once: a tile of `loss_tiles`, or a
+    smaller one of `HEAD_TILE_BYTES` as float32, so that large vocabularies and widths cost no more
+    memory."""
     return min(-(-dims.vocab // config.loss_tiles), max(1, HEAD_TILE_BYTES // (4 * dims.hidden)))
 
 
 def blocks_memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, quantize: str = "none"
 ) -> dict[str, int]:
-    """Count bytes of a block program's run by part; weights are in a mapped file, and everything else is float32.
+    """Count bytes of a block program's run by part; weights are in a mapped file, and everything
+    else is float32.
 
-    The host keeps adapter, moments and block inputs. Each function has an arena of its own: of one block's stages and
-    its layer's new vectors, of a tile of the head, and of the dense copy of one packed matrix or tile. Where products
-    are of integers, a layer's are packed while it computes; in float32 one matrix at a time is.
+    The host keeps adapter, moments and block inputs. Each function has an arena of its own: of one
+    block's stages and its layer's new vectors, of a tile of the head, and of the dense copy of one
+    packed matrix or tile. Where products are of integers, a layer's are packed while it computes;
+    in float32 one matrix at a time is.
     """
     vector, tokens = trained_numbers(dims, config) * 4, batch_size * length_tokens
     vectors = 3 if config.optimizer == "adamw" else 1
@@ -246,8 +258,8 @@ def blocks_memory(
 
 
 def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int, int]:
-    """Return bytes of the arenas of one block's forward and backward function, without the adapter's vectors and dense
-    weights."""
+    """Return bytes of the arenas of one block's forward and backward function, without the
+    adapter's vectors and dense weights."""
     width, inner, mask = dims.hidden, dims.intermediate, length_tokens * length_tokens
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))

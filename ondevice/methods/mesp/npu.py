@@ -1,14 +1,15 @@
-"""MeSP's functions of one block for an NPU that computes in float16: frozen weights are constants of the compiled part,
-and A and B go in.
+"""MeSP's functions of one block for an NPU that computes in float16: frozen weights are constants
+of the compiled part, and A and B go in.
 
-Compiled are a block's forward pass and its whole backward pass, recomputation included. What float16 cannot hold stays
-on the CPU in float32: the residual stream between blocks, embedding, head and loss (`blocks`), and the update. The
-gradient of the loss is multiplied by a loss scale, as float16's smallest number is 6e-8; the backward pass is linear
-in it, so the update divides by it again.
+Compiled are a block's forward pass and its whole backward pass, recomputation included. What
+float16 cannot hold stays on the CPU in float32: the residual stream between blocks, embedding, head
+and loss (`blocks`), and the update. The gradient of the loss is multiplied by a loss scale, as
+float16's smallest number is 6e-8; the backward pass is linear in it, so the update divides by it
+again.
 
-A prompt is read in blocks of tokens, by a function that takes the keys and values of those before. No function takes
-one token, which would store the layer's weights once more: a call with few tokens is filled up. The CPU computes what
-depends on the position, as a compiled part has only constants.
+A prompt is read in blocks of tokens, by a function that takes the keys and values of those before.
+No function takes one token, which would store the layer's weights once more: a call with few tokens
+is filled up. The CPU computes what depends on the position, as a compiled part has only constants.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 LOSS_SCALE = 1024.0
-"""Of the first step. On SmolLM2 hidden states' gradients are below 0.1 and those of A and B below 1.1, their median
-above 2e-4; so times this all are far from both ends of float16."""
+"""Of the first step. On SmolLM2 hidden states' gradients are below 0.1 and those of A and B below
+1.1, their median above 2e-4; so times this all are far from both ends of float16."""
 LARGEST = 65504.0
-"""Of float16. The NPU's simulator gives this number where a result is larger, and never an infinite one."""
+"""Of float16. The NPU's simulator gives this number if a result is larger, and never an infinite
+one."""
 GRADIENT_LIMIT = LARGEST / 4
-"""Gradients beyond it count as overflown: those inside the compiled part are not seen, and may be larger than what goes
-in and comes out."""
+"""Gradients beyond it count as overflown: those inside the compiled part are not seen, and may be
+larger than what goes in and comes out."""
 MASKED = -1e4
 """Added to the scores of tokens to come; float16 has no -1e30."""
 LAYERS = "model.layers."
@@ -63,8 +65,9 @@ class NpuKernels(GraphKernels):
     """Operations in forms that QNN takes and whose every number fits float16.
 
     Args:
-        ones: [D], a constant: the fused norm wants a weight, and one that is multiplied elsewhere, too, is given
-            another shape by a pass of ExecuTorch's, which the fused norm does not bear.
+        ones: [D], a constant: the fused norm wants a weight, and one that is multiplied elsewhere,
+            too, is given another shape by a pass of ExecuTorch's, which the fused norm does not
+            bear.
     """
 
     name = "npu"
@@ -85,7 +88,7 @@ class NpuKernels(GraphKernels):
     ) -> Tensor:
         """g + r (gw - n mean(gw n)), with n the normalised x and r = 1 / rms(x).
 
-        Inputs reach 23,700 in SmolLM2, whose square is no float16; so r is mean|n| / mean|x|.
+        Inputs reach 23,700 in SmolLM2, whose square float16 cannot hold; so r is mean|n| / mean|x|.
         """
         n, gw = self.normalised(x, eps), gn * weight
         r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(
@@ -95,8 +98,8 @@ class NpuKernels(GraphKernels):
 
 
 class _Body(nn.Module):
-    """The compiled part of one layer's function: hidden states and A, B of every adapter go in, in the order of
-    `BlockFunctions.entries`."""
+    """The compiled part of one layer's function: hidden states and A, B of every adapter go in, in
+    the order of `BlockFunctions.entries`."""
 
     cos: Tensor
     sin: Tensor
@@ -177,7 +180,8 @@ class ForwardBody(_Body):
 
 
 class BackwardBody(_Body):
-    """The block's input and its output's gradient, [N, D] each -> the input's gradient, and those of A and B."""
+    """The block's input and its output's gradient, [N, D] each -> the input's gradient, and those
+    of A and B."""
 
     def forward(self, x: Tensor, g: Tensor, *adapter: Tensor) -> tuple[Tensor, ...]:
         gradients: dict[str, tuple[Tensor, Tensor]] = {}
@@ -222,8 +226,8 @@ class NpuForward(_Finished):
 
 
 class NpuBackward(_Finished):
-    """As `blocks.BlockBackward`, of a gradient that is `loss_scale` times what it should be; what comes out is not
-    finite if float16 was too small for it."""
+    """As `blocks.BlockBackward`, of a gradient that is `loss_scale` times too large; the results
+    are not finite if float16 was too small for it."""
 
     def forward(
         self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, loss_scale: Tensor, *vectors: Tensor
@@ -241,8 +245,9 @@ class NpuBackward(_Finished):
 
 
 class PrefillBody(_Body):
-    """New tokens [T, D], cos and sin [1, T, 1, h / 2] of their places, what of the cache is unread [1, 1, C], keys
-    [K, h, C] and values [K, C, h] -> what the block adds to the tokens, their keys [K, h, T] and values [K, T, h]."""
+    """New tokens [T, D], cos and sin [1, T, 1, h / 2] of their places, what of the cache is unread
+    [1, 1, C], keys [K, h, C] and values [K, C, h] -> what the block adds to the tokens, their keys
+    [K, h, T] and values [K, T, h]."""
 
     causal: Tensor
 
@@ -295,7 +300,8 @@ class PrefillBody(_Body):
 
 
 class NpuPrefill(_Finished):
-    """Hidden states [T, D] behind `start` tokens -> [T, D], infinite where float16 was too small, keys and values."""
+    """Hidden states [T, D] behind `start` tokens -> [T, D], infinite if float16 was too small, keys
+    and values."""
 
     cos: Tensor
     sin: Tensor
@@ -330,15 +336,26 @@ class NpuPrefill(_Finished):
 def prefill_part(
     functions: BlockFunctions, adapter: TensorPort, layer: int, context: int
 ) -> NpuPart:
-    """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the weights."""
+    """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the
+    weights."""
     dims, tokens = functions.dims, min(PREFILL_TOKENS, context)
     hidden = port("hidden", "hidden", (tokens, dims.hidden))
     start = port("start", "position", (1,), "int64", "tokens")
     inputs = (hidden, start, *cache_ports(dims, context), adapter)
     outputs = (hidden, *cache_ports(dims, tokens))
     body = PrefillBody(functions, layer, tokens, context)
-    return NpuPart(PREFILL, body, body.example_inputs(), lambda name, delegate: ProgramModule(
-        name, NpuPrefill(functions, delegate, tokens, context), inputs, outputs, per_layer=True))  # fmt: skip
+    return NpuPart(
+        PREFILL,
+        body,
+        body.example_inputs(),
+        lambda name, delegate: ProgramModule(
+            name,
+            NpuPrefill(functions, delegate, tokens, context),
+            inputs,
+            outputs,
+            per_layer=True,
+        ),
+    )
 
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
@@ -346,11 +363,11 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
     problems = program.problems(config, export, dims, ())
     if export.quantize != "none":
         problems.append(
-            f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none"
+            f"export.quantize is {export.quantize}: mesp on the NPU has float16 weights, none"
         )
     if export.next_token and export.batch_size != 1:
         problems.append(
-            "next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again"
+            "next_token needs batch_size 1 on the NPU: more rows would store the blocks again"
         )
     return problems
 
@@ -358,7 +375,8 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
     """Embedding and head as on the CPU; `parts` are the functions of each layer.
 
-    An evaluation has as many rows as a step: a forward pass for another number would store the blocks again.
+    An evaluation has as many rows as a step: a forward pass for another number would store the
+    blocks again.
     """
     (length,), rows, context = export.lengths_tokens, export.batch_size, export.shared_context
     plain = blocks.build(loaded, config, export.model_copy(update={"eval_batch_size": rows}), seed)
@@ -389,7 +407,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         )  # fmt: skip
 
     def on_cpu(name: str) -> bool:
-        """Blocks are compiled; a row by itself, and one token by itself, have no function of a block here."""
+        """Blocks are compiled; a row by itself, and one token by itself, have no function of a
+        block here."""
         of_one_row = () if rows == 1 else (f"embed_1x{length}",)
         return not name.startswith("block_") and name not in ("embed_decode", *of_one_row)
 
@@ -408,7 +427,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
 def compare(
     session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
 ) -> Agreement:
-    """As `agreement.compare`, against float32; the share is the least cosine of a tensor's gradient."""
+    """As `agreement.compare`, against float32; the share is the least cosine of a tensor's
+    gradient."""
     result = agreement.compare(session, built, batches, learning_rate)
     return replace(result, shares={"min_gradient_cosine": result.values["min_gradient_cosine"]})
 

@@ -1,4 +1,5 @@
-"""MeSP's step as a program: what it refuses, how it is built, and how it compares with autodiff."""
+"""MeSP's step as a program: settings that it refuses, its build, and its comparison with
+autodiff."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def problems(
     config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
 ) -> list[str]:
-    """Return the reasons why there is no such program; `known` are traits that its blocks may have."""
+    """Return the reasons against such a program; `known` are traits that its blocks may have."""
     problems = []
     try:
         check_family(dims, known, "a block program", max(export.lengths_tokens))

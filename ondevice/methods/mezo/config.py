@@ -1,4 +1,5 @@
-"""Settings of MeZO over all parameters; defaults are the paper's (Table 8, ZO-Full) but for the rate and the loss."""
+"""Settings of MeZO over all parameters; defaults are the paper's (Table 8, ZO-Full) but for the
+rate and the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from ondevice.core.flags import LEARNING_RATE, PERTURBATION_SCALE, QUERIES
 
 
 class MezoConfig(AnswerLossConfig):
-    """MeZO: four sequential passes over the parameters, noise from a seed (P-RGE appendix A.1, Algorithm 2)."""
+    """MeZO: four sequential passes over the parameters, noise from a seed (P-RGE appendix A.1,
+    Algorithm 2)."""
 
     name: Literal["mezo"] = "mezo"
     """Method name."""
@@ -20,18 +22,19 @@ class MezoConfig(AnswerLossConfig):
     """q: random directions a step, one after the other."""
 
     fresh_batches: bool = False
-    """Cut a step's rows among its queries, so that each has a batch of its own (Algorithm 2); off, each sees them
-    all."""
+    """Cut a step's rows among its queries, so that each has a batch of its own (Algorithm 2); off,
+    each sees them all."""
 
     perturbation_scale: Annotated[float, PERTURBATION_SCALE] = Field(default=1e-3, gt=0)
     """epsilon."""
 
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
-    """eta of ZO-SGD. The paper's is 1e-6, with which 500 steps change no answer of SmolLM2-135M on SST-2."""
+    """eta of ZO-SGD. The paper's is 1e-6, with which 500 steps change no answer of SmolLM2-135M on
+    SST-2."""
 
     loss: LossOver = "auto"
-    """As `prge` has it: over the answers of a task whose rows share them, over the `vocabulary` (the paper's)
-    elsewhere."""
+    """As `prge` has it: over the answers of a task whose rows share them, over the `vocabulary`
+    (the paper's) elsewhere."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""

@@ -1,4 +1,4 @@
-"""Bytes of a MeZO step by part, from dimensions alone."""
+"""Bytes of a MeZO step by part, from dimensions only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part: inference plus one chunk of noise, and in half precision a copy of the parameters."""
+    """Return peak bytes by part: inference plus one chunk of noise, and in half precision a copy of
+    the parameters."""
     tokens = batch_size * length_tokens
     return {
         "adapter": 0,

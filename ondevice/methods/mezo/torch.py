@@ -1,7 +1,8 @@
-"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored.
+"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never
+stored.
 
-In half precision the parameters are restored from a copy, and an update of bfloat16 ones is rounded by chance, so that
-steps below their last bit are kept on average.
+In half precision the parameters are restored from a copy, and an update of bfloat16 ones is rounded
+by chance, so that steps below their last bit are kept on average.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class MezoSession(PackingSession):
-    """All parameters move in place; each parameter is one tensor of the generator, in the order of their names."""
+    """All parameters move in place; each parameter is one tensor of the generator, in the order of
+    their names."""
 
     def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
         self.loaded, self.config, self.family = loaded, config, loaded.family
@@ -60,10 +62,13 @@ class MezoSession(PackingSession):
         """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters).
 
         Args:
-            kept: theta before; the parameters are then set to kept + scale * z instead, rounded once.
-            by_chance: round bfloat16 parameters up or down by chance, a function of seed, step, query and element.
+            kept: theta before; the parameters are then set to kept + scale * z instead, rounded
+                once.
+            by_chance: round bfloat16 parameters up or down by chance, a function of seed, step,
+                query and element.
         """
-        # One query is one step of the generator's stream: a query's noise is asked for without the others'.
+        # One query is one step of the generator's stream: a query's noise is asked for without the
+        # others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
         chunk, seed = CHUNK[self.device.type], int(self.seed)
         for tensor, parameter in enumerate(self.parameters.values()):
@@ -86,8 +91,9 @@ class MezoSession(PackingSession):
 
     @torch.no_grad()
     def _copy(self) -> list[Tensor] | None:
-        """Copy parameters of half precision: there, across and back along the noise, each time rounded, would leave
-        them elsewhere even at learning rate 0. In float32 the way back ends where it began, but for some 1e-8."""
+        """Copy parameters of half precision: there, across and back along the noise, each time
+        rounded, would leave them elsewhere even at learning rate 0. In float32 the way back ends
+        where it began, but for some 1e-8."""
         if all(parameter.dtype == torch.float32 for parameter in self.parameters.values()):
             return None
         return [parameter.detach().clone() for parameter in self.parameters.values()]
@@ -142,7 +148,8 @@ class MezoSession(PackingSession):
             [parameter.detach() for parameter in self.parameters.values()],
         )
         for query in range(self.config.queries):
-            # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
+            # In float32 the noise is drawn three times, there, across and back, and no copy is
+            # needed.
             self._move(step, query, epsilon, kept)
             plus.append(loss(query))
             self._move(step, query, -2 * epsilon if kept is None else -epsilon, kept)
@@ -165,7 +172,7 @@ class MezoSession(PackingSession):
         return self._two_sided(lambda query: 1.0 - score(), step, learning_rate)
 
     def whole_model(self) -> LoadedModel:
-        """Return the model, whose parameters are what is trained."""
+        """Return the model, whose parameters are trained."""
         return self.loaded
 
     def apply_update(
@@ -202,5 +209,5 @@ class MezoSession(PackingSession):
 def open_session(
     loaded: LoadedModel, config: Any, seed: int, device: str | None = None
 ) -> MezoSession:
-    """See `MethodSpec.open_session`; the model is computed where it is."""
+    """Open a session; the model is computed on its own device."""
     return MezoSession(loaded, config, seed)

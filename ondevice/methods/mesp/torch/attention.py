@@ -1,10 +1,12 @@
-"""Causal attention with grouped heads and its backward pass, without a score matrix of the whole sequence.
+"""Causal attention with grouped heads and its backward pass, without a score matrix of the whole
+sequence.
 
-Three algorithms. `flash` and `cudnn`: FlashAttention's and cuDNN's own pairs of kernels, forward and backward, on CUDA
-in half precision, whichever PyTorch itself would take; they keep one number a query and head. `chunks`: written out
-(appendix A.2) over chunks of queries, each against the keys that it sees, for float32 and for devices without such
-kernels. A query's scores are all there at once, so a chunk's softmax is exact, and nothing of the forward pass is kept
-at all: the backward pass needs queries, keys and values.
+Three algorithms. `flash` and `cudnn`: FlashAttention's and cuDNN's own pairs of kernels, forward
+and backward, on CUDA in half precision, whichever PyTorch itself would take; they keep one number a
+query and head. `chunks`: written out (appendix A.2) over chunks of queries, each against the keys
+that it sees, for float32 and for devices without such kernels. A query's scores are all there at
+once, so a chunk's softmax is exact, and nothing of the forward pass is kept at all: the backward
+pass needs queries, keys and values.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def attend(
     """Compute softmax(q k^T / sqrt(h)) v under the causal mask, or with scores made as `how` says.
 
     Args:
-        q_BTHh: [rows, tokens, heads, head_dim]; keys and values have H / G heads, each for G of the queries'.
+        q_BTHh: [rows, tokens, heads, head_dim]; keys and values have H / G heads, each for G of the
+            queries'.
 
     Returns:
         [rows, tokens, heads, head_dim], contiguous, and what the backward pass wants of it.
@@ -118,8 +121,8 @@ def attend_in_chunks(
     """Return attention written out.
 
     Args:
-        mask: [tokens, tokens], added to the scores; then chunks are joined instead of written into one tensor, as an
-            exported graph has to: there a write into a slice copies the whole.
+        mask: [tokens, tokens], added to the scores; then chunks are joined instead of written into
+            one tensor, as an exported graph has to: there a write into a slice copies the whole.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
     keys, values = _by_head(k), _by_head(v)
@@ -143,15 +146,17 @@ def attend_in_chunks_backward(
     mask: Tensor | None = None,
     how: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
-    dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q.
+    """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the
+    output's gradient, dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK
+    = dS^T Q.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
     keys, values = _by_head(k), _by_head(v)
     gq = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     gqs: list[Tensor] = []
     gk = gv = None
-    # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their first keys.
+    # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their
+    # first keys.
     for low, high in reversed(_chunks(q)):
         chunk, grad = _group(q[:, low:high], k.shape[2]), _group(g[:, low:high], k.shape[2])
         p = _probabilities(chunk, keys[:, :high], low, mask, how)
@@ -185,7 +190,8 @@ def _chunks(q: Tensor) -> list[tuple[int, int]]:
 def _probabilities(
     chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor | None, how: Scores
 ) -> Tensor:
-    """Return the softmax of [rows * kv heads, group * queries, keys]; `first` is the first query's number."""
+    """Return the softmax of [rows * kv heads, group * queries, keys]; `first` is the first query's
+    number."""
     last = keys_NSh.shape[1]
     queries = last - first
     scores = torch.bmm(chunk_NCh * how.scale, keys_NSh.transpose(1, 2))
@@ -205,7 +211,8 @@ def _probabilities(
 
 
 def _add_first(total: Tensor | None, part: Tensor, in_place: bool) -> Tensor:
-    """`part`, of the first keys, added to `total` of all keys; sums of half precision are float32."""
+    """`part`, of the first keys, added to `total` of all keys; sums of half precision are
+    float32."""
     if total is None:
         return wide(part)
     count = part.shape[1]

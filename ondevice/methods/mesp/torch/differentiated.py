@@ -1,9 +1,10 @@
 """Blocks that are not known: each is differentiated by itself, so the memory is one block's still.
 
-Transformers' own model runs once without a graph, and what goes into each block is kept. Then each block, from the last
-to the first, runs again under autograd and is differentiated at what it got (MeSP, section 4.2, with automatic
-differentiation in place of appendix A). Embedding, masks, positions, norm and head are the model's own: it runs once
-more with blocks that only pass on. That this is exact is tried out when the session opens.
+Transformers' own model runs once without a graph, and what goes into each block is kept. Then each
+block, from the last to the first, runs again under autograd and is differentiated at its saved
+input (MeSP, section 4.2, with automatic differentiation in place of appendix A). Embedding, masks,
+positions, norm and head are the model's own: it runs once more with blocks that only pass on. That
+this is exact is tried out when the session opens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 7
 PROBE_ERROR = 1e-3
-"""Relative, of all gradients together; float32 rounds to about 1e-6, and a path that is left out is far beyond."""
+"""Relative, of all gradients together; float32 rounds to about 1e-6, and a path that is left out is
+far beyond."""
 PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
          "mlp_chunk_tokens": None}  # fmt: skip
 """Settings of the hand-written backward pass, which a block that is differentiated has not."""
@@ -50,7 +52,7 @@ def differentiated_parameters(
     for name, value in PLAIN.items():
         if getattr(config, name) != value:
             raise ConfigError(
-                f"method.{name} goes with a block that is known, and {loaded.dims.family}'s is differentiated",
+                f"method.{name} needs a known block; {loaded.dims.family}'s are differentiated",
                 expected=f"method.{name}: {str(value).lower() if value is not None else 'null'}",
                 received=getattr(config, name),
             )
@@ -68,8 +70,8 @@ class Call:
     """The arguments of a block's call, by reference; the hidden state is apart.
 
     Attributes:
-        stores: by place, what was in dictionaries that blocks hand on to each other (keys and values that later blocks
-            share), as it was before this block.
+        stores: by place, what was in dictionaries that blocks hand on to each other (keys and
+            values that later blocks share), as it was before this block.
     """
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
@@ -93,7 +95,8 @@ class Call:
 
 
 class Whole:
-    """Weights that stay where the model has them; on closing, the model gets its own layers back."""
+    """Weights that stay where the model has them; on closing, the model gets its own layers
+    back."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.family = loaded.family
@@ -119,7 +122,8 @@ class Whole:
 
 
 class ExpertsChange(nn.Module):
-    """W + scale B A of every expert; PEFT's layout of A and B, which are the optimizer's own memory."""
+    """W + scale B A of every expert; PEFT's layout of A and B, which are the optimizer's own
+    memory."""
 
     def __init__(self, a: nn.Parameter, b: nn.Parameter, experts: int, scale: float) -> None:
         super().__init__()
@@ -131,7 +135,8 @@ class ExpertsChange(nn.Module):
 
 
 def _whole_block(layer: int, block: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Run a block in which a changed parameter is made once, however often it is read, and is gone after it."""
+    """Run a block in which a changed parameter is made once, however often it is read, and is gone
+    after it."""
     with parametrize.cached():
         return block(*arguments, **named)
 
@@ -143,8 +148,8 @@ class DifferentiatedModel:
         weights: takes the adapters' layers in.
 
     Raises:
-        ModelError: what this computes is not the gradient: blocks are not called one after the other, or hand on more
-            than the residual stream and dictionaries of tensors.
+        ModelError: what this computes is not the gradient: blocks are not called one after the
+            other, or hand on more than the residual stream and dictionaries of tensors.
     """
 
     def __init__(
@@ -165,12 +170,12 @@ class DifferentiatedModel:
                 continue
             base = self.family.module(one.name)
             layer = LoRALinear.from_base(base, config.rank, config.alpha, a, b)
-            # The optimizer's own memory: what it updates is what the layer reads.
+            # The optimizer's own memory: an update changes the layer.
             layer.lora_A, layer.lora_B = nn.Parameter(a), nn.Parameter(b)
             weights.put(one.name, layer)
             self.leaves[one.layer][key] = layer.lora_A, layer.lora_B
         self.given = [0] * len(self.blocks)
-        """How many values a block gives as a tuple; 0 where it gives a tensor."""
+        """Number of values in a block's tuple; 0 if it returns a tensor."""
         try:
             self._check()
         except BaseException:
@@ -189,9 +194,10 @@ class DifferentiatedModel:
     def forward_backward(
         self, ids_BT: Tensor, labels_BT: Tensor, scale: float, places_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
+        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as
+        they arise.
 
-        Rows are not packed where blocks are not known: `places_BT` is None.
+        Rows are not packed if blocks are not known: `places_BT` is None.
         """
 
         def apply(layer: int, gradients: dict[tuple[int, str], tuple[Tensor, Tensor]]) -> None:
@@ -260,8 +266,8 @@ class DifferentiatedModel:
         """The gradient of a block's input, and those of its A and B.
 
         Args:
-            pending: gradients of tensors that blocks above took from a dictionary; what this block put there is taken
-                out, and what it took is added.
+            pending: gradients of tensors that blocks above took from a dictionary; what this block
+                put there is taken out, and what it took is added.
         """
         x = call.hidden.detach().requires_grad_(True)
         taken: dict[tuple[str, Any, int], Tensor] = {}
@@ -341,18 +347,19 @@ class DifferentiatedModel:
         size = sum(float(value.double().square().sum()) for value in theirs) ** 0.5
         limit = PROBE_ERROR if next(iter(theirs)).dtype == self.family.head_weight.dtype else 0.05
         if not wrong <= limit * size:
-            reason = f"gradients of blocks alone differ from the model's by {wrong / max(size, 1e-30):.2g}"
+            error = wrong / max(size, 1e-30)
+            reason = f"gradients of single blocks differ from the model's by {error:.2g}"
             raise _refused(self.family, reason)
 
 
 def _refused(family: Any, reason: str) -> ModelError:
-    """Build the refusal of a model whose blocks cannot be differentiated alone."""
+    """Build the error for a model whose blocks cannot be differentiated one by one."""
     unknown = (
         family.dims.unknown("method mesp") if isinstance(family, AnyDecoder) else ModelError("")
     )
     return ModelError(
         f"mesp cannot differentiate the blocks of {family.dims.family} one by one: {reason}",
-        expected="blocks that hand on the residual stream, and no more than dictionaries of tensors beside it",
+        expected="blocks that pass on the residual stream and only dictionaries of tensors",
         received=unknown.received or family.dims.family,
         hint="--method lora trains an adapter by automatic differentiation of the whole model",
     )
@@ -372,7 +379,8 @@ def _first(result: Any) -> Tensor:
 def _with_leaves(
     place: str, held: Mapping[Any, Any], like: Any, taken: dict[tuple[str, Any, int], Tensor]
 ) -> MutableMapping[Any, Any]:
-    """A dictionary of `like`'s kind with the tensors of `held` as leaves, which are noted in `taken`."""
+    """A dictionary of `like`'s kind with the tensors of `held` as leaves, which are noted in
+    `taken`."""
     result = type(like)()
 
     def leaf(key: Any, number: int, value: Any) -> Any:

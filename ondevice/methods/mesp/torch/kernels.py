@@ -1,6 +1,6 @@
-"""The operations that the stages are made of: products, norm, rotary embedding, SwiGLU and attention, forward and
-backward, for eager PyTorch, for CUDA with liger-kernel (as fast or faster in every row of
-`benchmarks/results/mesp_cuda`), and for a graph that is exported.
+"""The operations that the stages are made of: products, norm, rotary embedding, SwiGLU and
+attention, forward and backward, for eager PyTorch, for CUDA with liger-kernel (as fast or faster in
+every row of `benchmarks/results/mesp_cuda`), and for a graph that is exported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ondevice.methods.mesp.torch.attention import Scores, cast
 from ondevice.nn.cross_entropy import wide
 
 Position = tuple[Tensor, Tensor]
-"""cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
+"""cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] if sequences have several rows
+each."""
 
 
 class Matrix(Protocol):
@@ -28,9 +29,11 @@ class Matrix(Protocol):
 
 
 class TorchKernels:
-    """Eager PyTorch over matrices [N, width]; norms in float32 at least, as transformers computes them.
+    """Eager PyTorch over matrices [N, width]; norms in float32 at least, as transformers computes
+    them.
 
-    Results go into an argument's memory where a docstring says so: a caller uses what is returned, never the argument.
+    Results go into an argument's memory if a docstring says so: a caller uses the result, never the
+    argument.
     """
 
     name = "torch"
@@ -82,7 +85,8 @@ class TorchKernels:
         return g.add_(gw.sub_(x32 * (mean * r * r)).mul_(r))
 
     def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
-        """Rotate [B, T, heads, h], in their memory; with the sine's sign changed it is its own backward pass."""
+        """Rotate [B, T, heads, h], in their memory; with the sine's sign changed it is its own
+        backward pass."""
         cos, sin = position
         for x in (q, k):
             first, second = x[..., : 2 * cos.shape[-1]].chunk(
@@ -98,7 +102,8 @@ class TorchKernels:
         return functional.silu(gate).mul_(up)
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gradients of gate and up (appendix A.4); the memory of all three arguments is used up."""
+        """Return gradients of gate and up (appendix A.4); the memory of all three arguments is used
+        up."""
         up.mul_(g)
         torch.ops.aten.silu_backward.grad_input(up, gate, grad_input=up)
         return up, g.mul_(functional.silu(gate, inplace=True))
@@ -137,12 +142,12 @@ class TorchKernels:
 
 
 class GraphKernels(TorchKernels):
-    """Operations of a graph for a phone: nothing is written into a slice, and only operators that a stock ExecuTorch
-    runtime has are used.
+    """Operations of a graph for a phone: nothing is written into a slice, and only operators that a
+    stock ExecuTorch runtime has are used.
 
-    Every product is written so that frozen weights are read where they lie: x W^T is one linear, g W one product, and
-    of a transposed weight there is never a copy. What is in place in a method that is inherited becomes an ordinary
-    operator when the graph is lowered.
+    Every product is written so that frozen weights are read in place: x W^T is one linear, g W one
+    product, and of a transposed weight there is never a copy. In-place operations of inherited
+    methods become ordinary operators when the graph is lowered.
 
     Args:
         mask: of attention, [tokens, tokens], added to the scores.
@@ -194,7 +199,8 @@ def _rotated(x: Tensor, position: Position) -> Tensor:
 
 
 class LigerKernels(TorchKernels):
-    """liger-kernel's Triton kernels for norm and SwiGLU: one pass over memory where torch's operations make several."""
+    """liger-kernel's Triton kernels for norm and SwiGLU: one pass over memory instead of
+    several."""
 
     name = "liger"
 
@@ -232,10 +238,11 @@ class LigerKernels(TorchKernels):
 
 
 def choose(kernels: str, device: str) -> TorchKernels:
-    """Choose what `method.kernels` asks for; `auto` is liger's on a GPU where the package is, otherwise torch's.
+    """Choose what `method.kernels` asks for; `auto` is liger's on a GPU if the package is
+    installed, otherwise torch's.
 
     Raises:
-        MissingPackageError: liger is asked for, and not installed or there is no GPU.
+        MissingPackageError: liger is asked for but not installed, or there is no GPU.
     """
     possible = device.startswith("cuda") and importlib.util.find_spec("liger_kernel") is not None
     if kernels == "liger" and not possible:

@@ -1,9 +1,11 @@
-"""The cross-entropy and its gradient over tiles of the vocabulary, in two passes; logits never exist at once.
+"""The cross-entropy and its gradient over tiles of the vocabulary, in two passes; logits never
+exist at once.
 
-The first pass carries each token's running maximum and sum of exponentials from tile to tile; the second computes
-every tile's logits again and turns them into probabilities, which are the gradient. A tile waits for the one before
-it through these sums, so that in an exported graph, too, a memory plan holds one. Tiles are outside and chunks of
-tokens inside, because a tile of the head may come from a file.
+The first pass carries each token's running maximum and sum of exponentials from tile to tile; the
+second computes every tile's logits again and turns them into probabilities, which are the gradient.
+A tile waits for the one before it through these sums, so that in an exported graph, too, a memory
+plan holds one. Tiles are outside and chunks of tokens inside, because a tile of the head may come
+from a file.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class Loss:
         self.bounds, self.chunk_tokens = tile_bounds(head.vocab, tiles), chunk_tokens
 
     def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return each row's summed negative log likelihood, float32 [B]; only label tokens are computed."""
+        """Return each row's summed negative log likelihood, float32 [B]; only label tokens are
+        computed."""
         targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         rows = torch.zeros(labels_BT.shape[0], dtype=torch.float32, device=x.device)
@@ -87,7 +90,8 @@ class Loss:
         return rows.index_add_(0, where // labels_BT.shape[1], (lse - label).float())
 
     def backward(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of `x`."""
+        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of
+        `x`."""
         targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         if where.numel() == 0:
@@ -115,7 +119,8 @@ class Loss:
         )
 
     def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exp of each token's logits, and its label's logit (0 where there is none), float32 [n].
+        """Return log-sum-exp of each token's logits, and its label's logit (0 without a label),
+        float32 [n].
 
         Args:
             hidden: [n, D], normed.
@@ -139,10 +144,11 @@ class Loss:
     def hidden_gradient(
         self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return the gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over
-        tiles."""
+        """Return the gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot)
+        W, summed over tiles."""
         chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
-        # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be there twice.
+        # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be
+        # there twice.
         summed = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
         sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
         for low, weight in self._tiles(False):
@@ -172,7 +178,8 @@ def labelled(labels_BT: Tensor) -> int:
 
 
 def next_labels(labels_BT: Tensor) -> Tensor:
-    """Return the label that each position predicts, int64 [N]; the last position of a row predicts nothing."""
+    """Return the label that each position predicts, int64 [N]; the last position of a row predicts
+    nothing."""
     last = torch.full(
         (labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device
     )

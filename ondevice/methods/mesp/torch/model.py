@@ -1,9 +1,9 @@
-"""A batch through all blocks: forward keeps block inputs, the head gives the loss and its gradient, backward goes down
-block by block.
+"""A batch through all blocks: forward keeps block inputs, the head gives the loss and its gradient,
+backward goes down block by block.
 
-A block's forward pass keeps nothing; its backward pass computes it again stage by stage, the MLP first and attention
-after it, and each tensor goes at its last use. Of the MLP's wide tensors only a chunk of tokens exists at a time, so
-that attention's own and the residual stream bound long rows.
+A block's forward pass keeps nothing; its backward pass computes it again stage by stage, the MLP
+first and attention after it, and each tensor goes at its last use. Of the MLP's wide tensors only a
+chunk of tokens exists at a time, so that attention's own and the residual stream bound long rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class GradientSums:
-    """Gradients of the MLP's A and B over all chunks of tokens; with one chunk nothing is summed."""
+    """Gradients of the MLP's A and B over all chunks of tokens; with one chunk nothing is
+    summed."""
 
     def __init__(self, on_gradient: OnGradient, chunks: int) -> None:
         self.on_gradient, self.several = on_gradient, chunks > 1
@@ -62,7 +63,8 @@ class Blocks:
     """Forward and backward of one block over [N, D], N = rows * tokens.
 
     Args:
-        chunk_tokens: tokens of the MLP at once; None is all, as in a graph, where a slice's memory is not its whole's.
+        chunk_tokens: tokens of the MLP at once; None is all, as in a graph, in which a slice has
+            memory of its own.
     """
 
     def __init__(self, stages: Stages, chunk_tokens: int | None) -> None:
@@ -96,11 +98,12 @@ class Blocks:
     ) -> Tensor:
         """Return the gradient of `x` from that of the block's output, in g's memory.
 
-        The block's output is not computed again: no gradient needs it. The MLP's backward pass is first, while q, k, v
-        and o wait; so when attention's begins, the MLP's wide tensors are gone.
+        The block's output is not computed again: no gradient needs it. The MLP's backward pass is
+        first, while q, k, v and o wait; so when attention's begins, the MLP's wide tensors are
+        gone.
 
         Args:
-            last: nothing below is trained; what is given then is no gradient.
+            last: nothing below is trained; the result is then not a gradient.
         """
         s = self.stages
         n = s.norm(block, x)
@@ -168,7 +171,8 @@ class Blocks:
 
 
 class Model:
-    """A frozen model with its trained parameters; nothing here is kept from one call to the next."""
+    """A frozen model with its trained parameters; nothing here is kept from one call to the
+    next."""
 
     def __init__(self, weights: Weights, optimizer: Optimizer, config: MespConfig) -> None:
         self.weights, self.optimizer, self.config, self.dims = (
@@ -211,11 +215,13 @@ class Model:
     def forward_backward(
         self, ids_BT: Tensor, labels_BT: Tensor, scale: float, position_ids_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
+        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as
+        they arise.
 
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
-            position_ids_BT: int64 [rows, tokens], where these are sequences of several rows: see `Packing.packed_step`.
+            position_ids_BT: int64 [rows, tokens], if these are sequences of several rows: see
+                `Session.packed_step`.
         """
         x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, position_ids_BT)
         layers, rows = self.dims.layers, ids_BT.shape[0]
@@ -242,7 +248,8 @@ class Model:
         return total
 
     def positions(self, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Positions:
-        """Return a function of a block's number to its cos and sin, and keep rows apart in attention, or not."""
+        """Return a function of a block's number to its cos and sin, and keep rows apart in
+        attention, or not."""
         of_block = self.weights.positions(ids_BT.shape[1])
         self.blocks.stages.apart = None
         if position_ids_BT is None:
@@ -259,8 +266,8 @@ class Model:
         return packed
 
     def loss_of(self, labels_BT: Tensor) -> tuple[Loss, Tensor]:
-        """Return the loss over the answers with the labels as their places, where all labels are answers; else that
-        over the vocabulary."""
+        """Return the loss over the answers, with their indices as labels, if all labels are
+        answers; else that over the vocabulary."""
         if self.answer_loss is not None:
             answers = torch.tensor(self.config.answers, device=labels_BT.device)
             places = label_columns(labels_BT.reshape(-1), answers).view(labels_BT.shape)

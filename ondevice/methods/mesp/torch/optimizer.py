@@ -21,8 +21,8 @@ _OPS: Any = torch  # what torch.optim itself calls
 
 
 class Optimizer:
-    """SGD or AdamW on every A and B, float32, with AdamW's moments, and the gradients of micro-batches where there are
-    several."""
+    """SGD or AdamW on every A and B, float32, with AdamW's moments, and the summed gradients of
+    several micro-batches."""
 
     def __init__(
         self,
@@ -44,13 +44,15 @@ class Optimizer:
         self.learning_rate, self.accumulate = 0.0, False
 
     def begin(self, learning_rate: float, accumulate: bool) -> None:
-        """Begin a step; with `accumulate` its gradients are summed until `end`, else each is applied and dropped."""
+        """Begin a step; with `accumulate` its gradients are summed until `end`, else each is
+        applied and dropped."""
         self.learning_rate, self.accumulate = learning_rate, accumulate
 
     def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
         """Use both gradients, float32 in the shapes of A and B.
 
-        On a GPU the matrices of a block are updated together (`flush`): their gradients are small, launches are not.
+        On a GPU the matrices of a block are updated together (`flush`): their gradients are small,
+        launches are not.
         """
         for name, gradient in ((parameters.a_name, ga), (parameters.b_name, gb)):
             if not self.accumulate:

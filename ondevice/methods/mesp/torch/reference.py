@@ -1,5 +1,5 @@
-"""The same steps by automatic differentiation of the forward stages: what an exported program is held against. Loss,
-weights and updates are the method's own."""
+"""The same steps by automatic differentiation of the forward stages: what an exported program is
+held against. Loss, weights and updates are the method's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def reference_session(
 
 
 class AutogradKernels(GraphKernels):
-    """Operations that autograd differentiates: nothing is in place, and attention is PyTorch's own."""
+    """Operations that autograd differentiates: nothing is in place, and attention is PyTorch's
+    own."""
 
     name = "autograd"
 
@@ -64,7 +65,8 @@ def autograd_blocks(dims: ModelDims) -> Blocks:
 
 
 class AutogradModel(Model):
-    """A model whose blocks are differentiated by autograd; each is computed again in the backward pass."""
+    """A model whose blocks are differentiated by autograd; each is computed again in the backward
+    pass."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,7 +1,8 @@
 """Rows that share a sequence, taken apart for attention and put together again.
 
-All of a block but attention works on tokens alone. So each row of a packed batch is a row of its own for attention,
-padded to the longest, and any algorithm of `attention` computes it as if it had never been packed.
+Everything in a block but attention works token by token. So each row of a packed batch is a row of
+its own for attention, padded to the longest, and any algorithm of `attention` computes it as if it
+had never been packed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class RowsApart:
     """Where the tokens of packed sequences [B, T] are among rows [R, L].
 
     Attributes:
-        tokens: int64 [n], places in B * T of the tokens whose rows have more than one; padding is not among them.
+        tokens: int64 [n], places in B * T of the tokens whose rows have more than one; padding is
+            not among them.
         apart: int64 [n], the same tokens' places in R * L.
         rows: R; `length` is L, tokens of the longest row.
         shape: (B, T).
@@ -41,13 +43,13 @@ class RowsApart:
         return cls(tokens, number * longest + places, int(number[-1]) + 1, longest, (batch, length))
 
     def take_apart(self, x_BTHh: Tensor) -> Tensor:
-        """Return [R, L, H, h], zero where a row is padded."""
+        """Return [R, L, H, h], zero for padding."""
         out = x_BTHh.new_zeros(self.rows * self.length, *x_BTHh.shape[2:])
         out[self.apart] = x_BTHh.flatten(0, 1)[self.tokens]
         return out.view(self.rows, self.length, *x_BTHh.shape[2:])
 
     def together(self, x_RLHh: Tensor) -> Tensor:
-        """Return [B, T, H, h], contiguous; zero where there is padding."""
+        """Return [B, T, H, h], contiguous; zero for padding."""
         batch, length = self.shape
         out = x_RLHh.new_zeros(batch * length, *x_RLHh.shape[2:])
         out[self.tokens] = x_RLHh.flatten(0, 1)[self.apart]

@@ -1,5 +1,5 @@
-"""The session of MeSP in torch: a step and its optimizer, an evaluation, the adapter, and a state that resumes bit for
-bit."""
+"""The session of MeSP in torch: a step and its optimizer, an evaluation, the adapter, and a state
+that resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class MespSession(PackingSession):
         step: int,
         learning_rate: float,
     ) -> StepResult:
-        """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `PackingSession`."""
+        """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see
+        `PackingSession`."""
         check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
@@ -168,7 +169,7 @@ def open_session(
     """See `MethodSpec.open_session`; `model` is `ModelFiles` for weights that are streamed.
 
     Raises:
-        ConfigError: a loaded model where `method.weight_placement` is streamed.
+        ConfigError: a loaded model if `method.weight_placement` is streamed.
     """
     if config.weight_placement == "streamed" and not isinstance(model, ModelFiles):
         raise ConfigError(

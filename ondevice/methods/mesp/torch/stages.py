@@ -1,10 +1,12 @@
-"""The stages of one block, forward and backward, derived by hand (appendix A); no automatic differentiation.
+"""The stages of one block, forward and backward, derived by hand (appendix A); no automatic
+differentiation.
 
-The same functions train in eager PyTorch and are the graph of an exported program; `kernels` says how an operation is
-done. Activations are matrices: N = rows * tokens, D hidden, F the MLP's inner width. LoRA's A is float32
-[rank, inputs], B float32 [rank, outputs] (PEFT's, transposed); both are used in the dtype of activations, and their
-gradients are float32. A `_backward` stage takes the gradient of the stage's output and gives that of its input; the
-gradients of A and B go to a callback the moment they are there.
+The same functions train in eager PyTorch and are the graph of an exported program; `kernels` says
+how an operation is done. Activations are matrices: N = rows * tokens, D hidden, F the MLP's inner
+width. LoRA's A is float32 [rank, inputs], B float32 [rank, outputs] (PEFT's, transposed); both are
+used in the dtype of activations, and their gradients are float32. A `_backward` stage takes the
+gradient of the stage's output and gives that of its input; the gradients of A and B go to a
+callback the moment they are there.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import Matrix, Position, TorchKernels
 
 OnGradient = Callable[[str, Tensor, Tensor], None]
-"""Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
+"""Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and
+keeps nothing."""
 OtherMlp = Callable[[Tensor, Mapping[str, ExpertLora]], Tensor]
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b + scale (x A^T) B; without A and B where the layer carries no adapter."""
+    """y = x W^T + b + scale (x A^T) B; without A and B if the layer has no adapter."""
 
     matrix: Matrix
     bias: Tensor | None = None
@@ -43,7 +46,7 @@ class Linear:
 
     def h(self, x: Tensor) -> Tensor:
         """Compute x A^T [N, rank]."""
-        assert self.a is not None  # noqa: S101 - asked for beside an adapter
+        assert self.a is not None  # noqa: S101 - the layer has an adapter
         return functional.linear(x, cast(self.a, x.dtype))
 
 
@@ -52,11 +55,13 @@ class Block:
     """The tensors that one block computes with.
 
     Attributes:
-        norms: factors of its norms by place (`BlockTraits.norms`), [D] each; of `q` and `k` [head_dim], or all heads.
+        norms: factors of its norms by place (`BlockTraits.norms`), [D] each; of `q` and `k`
+            [head_dim], or all heads.
         linears: by target.
         layer: its number, which says its window and whether it rotates q and k.
-        mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are normed, [N, D], and
-            adapters beside its experts -> [N, D]; its gradient is autograd's over it alone.
+        mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are
+            normed, [N, D], and adapters of its experts -> [N, D]; its gradient is autograd's, over
+            only this MLP.
         pairs: these adapters by target, float32.
     """
 
@@ -73,7 +78,7 @@ class Stages:
     def __init__(self, dims: ModelDims, kernels: TorchKernels) -> None:
         self.dims, self.traits, self.kernels = dims, dims.traits, kernels
         self.apart: RowsApart | None = None
-        """Of the batch that is computed, where its sequences have several rows each."""
+        """Of the current batch, if its sequences have several rows each."""
 
     # Linear layers, appendix A.1.
 
@@ -94,10 +99,11 @@ class Stages:
         on_gradient: OnGradient,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Return gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs. 10 to 12) are called
-        back.
+        """Return gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs.
+        10 to 12) are called back.
 
-        The callback may change A and B at once, and the gradient of the input is of the old ones: so it comes last.
+        The callback may change A and B at once, and the gradient of the input is of the old ones:
+        so it comes last.
         """
         gradients, gh = self.lora_backward(block, target, x, g)
         into = self.input_backward(block, target, g, gh, into)
@@ -108,14 +114,15 @@ class Stages:
     def lora_backward(
         self, block: Block, target: str, x: Tensor, g: Tensor
     ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        """Return gradients of A and B, float32, and that of h; None where the layer carries no adapter."""
+        """Return gradients of A and B, float32, and that of h; None if the layer has no adapter."""
         layer = block.linears[target]
         if layer.a is None or layer.b is None:
             return None, None
         h = layer.h(x)
         gh = functional.linear(g, cast(layer.b, g.dtype)) * layer.scale  # Eq. 11: scale g B^T
         ga = cast(torch.mm(gh.t(), x), torch.float32)  # Eq. 10: gh^T x
-        # Eq. 12: scale h^T g; scaled in float32, where a half-precision sum of many tokens cannot underflow again.
+        # Eq. 12: scale h^T g; scaled in float32, so that a half-precision sum of many tokens cannot
+        # underflow again.
         return (ga, cast(torch.mm(h.t(), g), torch.float32) * layer.scale), gh
 
     def input_backward(
@@ -133,7 +140,7 @@ class Stages:
     # Norms and residuals.
 
     def normed(self, block: Block, place: str, x: Tensor) -> Tensor:
-        """Return [N, D] -> [N, D]; `x` itself where the block has no norm at that place."""
+        """Return [N, D] -> [N, D]; `x` itself if the block has no such norm."""
         weight = block.norms.get(place)
         if weight is None:
             return x
@@ -159,7 +166,8 @@ class Stages:
         return g if g.shape == x.shape else g.reshape(x.shape)
 
     def join(self, block: Block, target: str, place: str, into: Tensor, x: Tensor) -> Tensor:
-        """Compute into + the branch's last linear layer of x, with its norm and factor, in the memory of `into`."""
+        """Compute into + the branch's last linear layer of x, with its norm and factor, in the
+        memory of `into`."""
         if place not in block.norms and self.traits.residual_scale == 1.0:
             return self.linear(block, target, x, into)
         y = self.normed(block, place, self.linear(block, target, x))
@@ -173,7 +181,8 @@ class Stages:
     def branch_gradient(
         self, block: Block, target: str, place: str, x: Callable[[], Tensor], g: Tensor
     ) -> Tensor:
-        """Return the gradient of the branch's last linear layer from that of the sum; `x` makes the layer's input."""
+        """Return the gradient of the branch's last linear layer from that of the sum; `x` makes the
+        layer's input."""
         scale = self.traits.residual_scale
         g = g if scale == 1.0 else g * scale
         if place not in block.norms:
@@ -182,7 +191,7 @@ class Stages:
 
     @staticmethod
     def _last(x: Tensor, weight: Tensor) -> Tensor:
-        """Each head by itself, where a norm is of heads."""
+        """Split heads if the norm is over single heads."""
         width = weight.shape[-1]
         return x if x.shape[-1] == width else x.reshape(-1, width)
 
@@ -216,7 +225,7 @@ class Stages:
         return self.kernels.rope(q, k, position) if self.traits.rotated(block.layer) else (q, k)
 
     def scores(self, block: Block, length_tokens: int) -> Scores:
-        """Return how a block's scores are made; a window that no query reaches the end of is none."""
+        """Return how a block's scores are made; a window that holds all queries does not count."""
         window = self.traits.window(block.layer)
         scale = self.traits.score_scale or self.dims.head_dim**-0.5
         return Scores(scale, window if window < length_tokens else 0)
@@ -231,7 +240,8 @@ class Stages:
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
     def out(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
-        """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
+        """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x
+        again."""
         into = x.clone() if self.kernels.in_place else x
         return self.join(block, "o_proj", "after_attention", into, o)
 
@@ -255,7 +265,8 @@ class Stages:
     def rope_backward(
         self, block: Block, gq: Tensor, gk: Tensor, position: Position
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the gradients back, in their memory: the transpose of a rotation is that by the negative angle."""
+        """Rotate the gradients back, in their memory: the transpose of a rotation is that by the
+        negative angle."""
         return self.rope(block, gq, gk, (position[0], -position[1]))
 
     def project_backward(
@@ -266,7 +277,7 @@ class Stages:
         on_gradient: OnGradient,
         last: bool = False,
     ) -> Tensor | None:
-        """Return gradient of n; None where `last` says that nothing below is trained."""
+        """Return the gradient of n; None if `last` says that nothing below is trained."""
         gn: Tensor | None = None
         by_target = [gradient.reshape(n.shape[0], -1) for gradient in g]
         if "q" in block.norms:  # what was normed is computed again: it was let go with the rest
@@ -312,8 +323,8 @@ class Stages:
     ) -> Tensor:
         """Return gradient of the activation.
 
-        The activation itself is made for the gradients of A and B alone, and gone before its gradient is there: of
-        [N, F] there are never more than gate, up and one more.
+        The activation itself is computed only for the gradients of A and B, and freed before its
+        gradient exists: of [N, F] there are never more than gate, up and one more.
         """
         gradients, gh = None, None
         g = self.branch_gradient(block, "down_proj", "after_mlp", lambda: self.act(gate, up), g)
@@ -348,12 +359,13 @@ class Stages:
     def other_mlp_backward(
         self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
     ) -> Tensor:
-        """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have their part.
+        """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have
+        their part.
 
-        Gradients of the experts' pairs are called back as PEFT lays them out: A [experts * rank, inputs], B [rank *
-        experts, outputs].
+        Gradients of the experts' pairs are called back as PEFT lays them out: A [experts * rank,
+        inputs], B [rank * experts, outputs].
         """
-        assert block.mlp is not None  # noqa: S101 - asked for where there is one
+        assert block.mlp is not None  # noqa: S101 - the caller looked
         n = self.mlp_norm(block, m)
         with torch.enable_grad():
             leaf, pairs = (

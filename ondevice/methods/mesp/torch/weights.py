@@ -1,8 +1,8 @@
 """Frozen weights: in memory (the model's own tensors, or its matrices in NF4), or in their files.
 
-Streamed from files, two blocks, or two tiles of the head, are in memory: a thread reads the next while the device
-computes with this one. Reads go through the page cache into buffers that are used again and again, so that the memory
-a step takes does not depend on what the system keeps cached.
+Streamed from files, two blocks, or two tiles of the head, are in memory: a thread reads the next
+while the device computes with this one. Reads go through the page cache into buffers that are used
+again and again, so that the memory a step takes does not depend on what the system keeps cached.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Request = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Frozen:
-    """One block's weights: the factors of its norms by place, and matrix and bias of each linear layer; `mlp` is an MLP
-    that has other ones."""
+    """One block's weights: the factors of its norms by place, and matrix and bias of each linear
+    layer; `mlp` is an MLP that has other ones."""
 
     norms: dict[str, Tensor]
     linears: dict[str, tuple[Matrix, Tensor | None]]
@@ -67,11 +67,13 @@ class Weights(Protocol):
         ...
 
     def positions(self, length_tokens: int) -> Positions:
-        """Return a function of a block's number to its cos and sin, [1, T, 1, head_dim / 2] each."""
+        """Return a function of a block's number to its cos and sin, [1, T, 1, head_dim / 2]
+        each."""
         ...
 
     def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
-        """Return block `i`, until the context ends; `then` is the block that will be asked for next."""
+        """Return block `i`, until the context ends; `then` is the block that will be asked for
+        next."""
         ...
 
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
@@ -215,7 +217,8 @@ class Files:
     """The tensors of a folder of safetensors files, by name.
 
     Raises:
-        ModelError: a file is shorter than its header says, or a tensor is of a kind that is no weight.
+        ModelError: a file is shorter than its header says, or a tensor's dtype is not that of a
+            weight.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -326,7 +329,8 @@ class Streamed:
                 f"{files.folder}: a mixture of experts is not streamed",
                 expected="method.weight_placement: resident",
                 received="method.weight_placement: streamed",
-                hint="a token's experts are known only when it is there; model.dtype: bfloat16 halves the weights",
+                hint="the router chooses experts too late to read them; "
+                "model.dtype: bfloat16 halves the weights",
             )
         self.dims, self.device, self.vocab = files.dims, device, files.dims.vocab
         self.dtype: torch.dtype = getattr(torch, files.dtype)
