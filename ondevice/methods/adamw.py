@@ -63,7 +63,8 @@ def open_adamw(parameters: Parameters, weight_decay: float) -> list[AdamW]:
             received="float16",
             hint="--dtype bfloat16 takes the same memory for weights",
         )
-    wide, narrow = {}, {}
+    wide = {}
+    narrow = {}
     for name, parameter in parameters.items():
         (narrow if parameter.dtype == torch.bfloat16 else wide)[name] = parameter
     optimizers: list[AdamW] = []
@@ -78,7 +79,9 @@ class TorchAdamW:
     """AdamW in the parameters' own precision, with the bits of `torch.optim.AdamW(fused=True)`."""
 
     def __init__(self, parameters: Parameters, weight_decay: float) -> None:
-        self.parameters, self.weight_decay, self.count = parameters, weight_decay, 0
+        self.parameters = parameters
+        self.weight_decay = weight_decay
+        self.count = 0
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
@@ -119,7 +122,9 @@ class MasterAdamW:
     the parameters."""
 
     def __init__(self, parameters: Parameters, weight_decay: float) -> None:
-        self.parameters, self.weight_decay, self.count = parameters, weight_decay, 0
+        self.parameters = parameters
+        self.weight_decay = weight_decay
+        self.count = 0
         self.states = {name: _state(parameter) for name, parameter in parameters.items()}
 
     @torch.no_grad()

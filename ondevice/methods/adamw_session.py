@@ -24,7 +24,9 @@ class AdamWSession(PackingSession):
     def __init__(
         self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any
     ) -> None:
-        self.loaded, self.family, self.config = loaded, loaded.family, config
+        self.loaded = loaded
+        self.family = loaded.family
+        self.config = config
         self.parameters = parameters
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
@@ -43,9 +45,11 @@ class AdamWSession(PackingSession):
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
-        rows, limit = self.config.micro_batch_size or len(ids_BT), self.config.max_grad_norm
+        rows = self.config.micro_batch_size or len(ids_BT)
+        limit = self.config.max_grad_norm
         # Of the whole batch, so that a token counts the same in whichever part of it.
-        count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
+        count = (labels_BT[:, 1:] >= 0).sum().float()
+        value = torch.zeros((), device=self.device)
         for part in range(0, len(ids_BT), rows):
             some = slice(part, part + rows)
             settings = self.config.loss_tiles, self.config.answers

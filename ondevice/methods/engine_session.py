@@ -31,7 +31,10 @@ class EngineSession(Session):
     """Hint for a step that does not fit into the accelerator's memory."""
 
     def __init__(self, loaded: LoadedModel, config: Any, engine: Any) -> None:
-        self.loaded, self.config, self.engine, self.ranks = loaded, config, engine, engine.ranks
+        self.loaded = loaded
+        self.config = config
+        self.engine = engine
+        self.ranks = engine.ranks
         self.backend = f"torch-{engine.where.type}"
         self.steps_done = 0
         self.arrays: dict[str, torch.Tensor] = {}  # of the last `state`, if they are views

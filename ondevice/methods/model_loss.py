@@ -109,7 +109,8 @@ class ModelSession:
     lengths_tokens: tuple[int, ...] | None = None
 
     def __init__(self, loaded: Any, tiles: int = 8) -> None:
-        self.loaded, self.tiles = loaded, tiles
+        self.loaded = loaded
+        self.tiles = tiles
         self.backend = f"torch-{loaded.family.head_weight.device.type}"
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -92,7 +92,8 @@ class Leader(RankedSession):
     def written(self, name: str | None) -> None:
         """See `HoldsState.written`; None is for all ranks."""
         if name is None:
-            waiting, self.waiting = self.waiting, "nobody"
+            waiting = self.waiting
+            self.waiting = "nobody"
             try:
                 if waiting == "folder":
                     self.ranks.files.broadcast(None)

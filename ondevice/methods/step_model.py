@@ -26,7 +26,8 @@ def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_byt
     rotation, its output, and the scores if it is not fused.
     """
     tokens = rows * length_tokens
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    queries = dims.heads * dims.head_dim
+    keys = dims.kv_heads * dims.head_dim
     mlp = tokens * ((3 if dims.gated else 4) * dims.intermediate + 4 * dims.hidden)
     scores = rows * dims.heads * length_tokens**2
     attention = tokens * (3 * dims.hidden + 3 * queries + 4 * keys) + scores
@@ -130,8 +131,6 @@ def adapter_step_cost(
     """Return work of a first-order step that trains only an adapter; see `MethodSpec.step_cost`."""
     # The tiled loss computes the logits a second time in the backward pass; frozen weights need no
     # gradients.
-    forward, head = (
-        forward_flops(dims, batch_size, length_tokens),
-        head_flops(dims, batch_size, length_tokens),
-    )
+    forward = forward_flops(dims, batch_size, length_tokens)
+    head = head_flops(dims, batch_size, length_tokens)
     return StepCost(2 * forward + 3 * head, 2 * weight_bytes)

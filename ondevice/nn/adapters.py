@@ -32,7 +32,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
     """
     from ondevice.nn.lora import LoRALinear
 
-    family, dims = loaded.family, loaded.dims
+    family = loaded.family
+    dims = loaded.dims
     # Check every tensor first: a model with a part of an adapter is another model.
     listed = (*dims.linear_list, *dims.expert_list)
     places = {family.linear_name(linear.layer, linear.target): linear for linear in listed}
@@ -44,7 +45,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 received=name,
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        linear, (a, b) = places[name], adapter.pair(name)
+        linear = places[name]
+        (a, b) = adapter.pair(name)
         ranks = adapter.rank * linear.experts
         expected = ((ranks, linear.inputs), (linear.outputs, ranks))
         if (a.shape, b.shape) != expected:
@@ -122,7 +124,8 @@ def fuse_in_place(loaded: LoadedModel) -> int:
     """Replace every layer that has an adapter by one linear layer; return how many there were."""
     from ondevice.nn.lora import LoRALinear
 
-    family, count = loaded.family, 0
+    family = loaded.family
+    count = 0
     for linear in loaded.dims.linear_list:
         name = family.linear_name(linear.layer, linear.target)
         module = family.module(name)

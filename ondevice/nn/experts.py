@@ -102,7 +102,8 @@ def pairs_of(experts: Any) -> tuple[Any, dict[str, ExpertLora]]:
     pairs = {}
     while hasattr(experts, "lora_A") and hasattr(experts, "parameter_name"):
         (name,) = experts.active_adapters
-        a, b = experts.lora_A[name].weight, experts.lora_B[name].weight
+        a = experts.lora_A[name].weight
+        b = experts.lora_B[name].weight
         pairs[experts.parameter_name] = pair_of(a, b, experts.num_experts, experts.scaling[name])
         experts = experts.base_layer
     return experts, pairs
@@ -125,7 +126,8 @@ def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tenso
     F]."""
     if _grouped(rows_MD, weight_EFD):
         return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
-    products, start = [], 0
+    products = []
+    start = 0
     for weight, end in zip(weight_EFD.unbind(0), ends_E.tolist(), strict=True):
         if end > start:
             products.append(torch.nn.functional.linear(rows_MD[start:end], weight))

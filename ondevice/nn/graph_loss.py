@@ -58,7 +58,8 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
             )
             larger = torch.maximum(maximum, tile_maximum)
             total = total * (maximum - larger).exp() + tile_total * (tile_maximum - larger).exp()
-            maximum, target = larger, target + tile_target
+            maximum = larger
+            target = target + tile_target
         nll = maximum + total.log() - target
         return torch.where(active, nll, torch.zeros_like(nll))
 

@@ -68,9 +68,11 @@ class Nf4Matrix:
     kind: ClassVar[str] = "nf4"
 
     def __init__(self, packed: Tensor, state: Any) -> None:
-        self.weight, self.state = packed, state
+        self.weight = packed
+        self.state = state
         outputs, inputs = state.shape
-        self.shape, self.dtype = (outputs, inputs), state.dtype
+        self.shape = (outputs, inputs)
+        self.dtype = state.dtype
         self._dequantise: Any = bitsandbytes().dequantize_4bit
 
     @classmethod
@@ -114,7 +116,9 @@ class Int8Matrix:
     kind: ClassVar[str] = "int8"
 
     def __init__(self, weight: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
-        self.weight, self.largest, self.dtype = weight, largest, dtype
+        self.weight = weight
+        self.largest = largest
+        self.dtype = dtype
         outputs, inputs = weight.shape
         self.shape = (outputs, inputs)
         self.scale = (largest / 127.0).to(dtype)[:, None]

@@ -31,7 +31,8 @@ class Q4Linear(nn.Module):
             "bias", None if linear.bias is None else linear.bias.detach().float().clone()
         )
         self.group = group
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.ops.ondevice.q4_linear(x, self.packed, self.scales, self.mins, self.group)

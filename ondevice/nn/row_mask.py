@@ -19,7 +19,8 @@ def row_numbers(position_ids_BT: Tensor) -> Tensor:
 def row_mask(position_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [B, 1, T, T]: 0 if a query sees a key, else the least number of
     `dtype`."""
-    numbers, length = row_numbers(position_ids_BT), position_ids_BT.shape[1]
+    numbers = row_numbers(position_ids_BT)
+    length = position_ids_BT.shape[1]
     seen = numbers[:, :, None] == numbers[:, None, :]
     seen &= torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)

@@ -20,8 +20,6 @@ def step_cost(
     # two moments. Beside bfloat16 weights these and the masters' lower halves are 10 bytes a
     # parameter.
     update = 8 if weight_bytes >= 4 * dims.parameters else 13
-    forward, head = (
-        forward_flops(dims, batch_size, length_tokens),
-        head_flops(dims, batch_size, length_tokens),
-    )
+    forward = forward_flops(dims, batch_size, length_tokens)
+    head = head_flops(dims, batch_size, length_tokens)
     return StepCost(3 * forward + 4 * head, 3 * weight_bytes + update * weight_bytes)

@@ -38,17 +38,20 @@ def compare(
     tensor's gradient; the cosines of `cosines`; `max_rel_loss_error` over the steps, each side
     following its own updates; `max_abs_adapter_error` after them.
     """
-    batches, start = list(batches), session.state()
+    batches = list(batches)
+    start = session.state()
     ours, theirs = both_gradients(session, eager_session(session, built), built, *batches[0])
     gradient = relative_error(ours, theirs)
     session.load_state(start)
-    eager, losses = eager_session(session, built), [0.0]
+    eager = eager_session(session, built)
+    losses = [0.0]
     for number, (ids, labels) in enumerate(batches):
         ours_loss, their_loss = (
             side.step(ids, labels, number, learning_rate).loss for side in (session, eager)
         )
         losses.append(abs(ours_loss - their_loss) / abs(their_loss))
-    adapter, expected = session.adapter(), eager.adapter()
+    adapter = session.adapter()
+    expected = eager.adapter()
     assert adapter is not None  # noqa: S101 - the program has one
     errors = [
         float(np.abs(adapter.tensors[name] - value).max())
@@ -76,7 +79,8 @@ def rounding(
     batch = next(iter(batches(1)))
     ours, theirs = both_gradients(session, eager_session(session, float32), float32, *batch)
     values = {f"{name}_float32": value for name, value in cosines(ours, theirs).items()}
-    cosine, warnings = values["gradient_cosine_float32"], []
+    cosine = values["gradient_cosine_float32"]
+    warnings = []
     if not cosine >= ROUGH_COSINE:
         warnings.append(
             f"the gradient's cosine with float32's is {cosine:.2f}: these weights are another "
@@ -101,7 +105,8 @@ def both_gradients(
 ) -> tuple[Gradients, Gradients]:
     """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else
     afterwards."""
-    adapter, random = eager.adapter(), np.random.default_rng(0)
+    adapter = eager.adapter()
+    random = np.random.default_rng(0)
     for name, value in adapter.tensors.items():
         if ".lora_B." in name:
             value[:] = PROBE_SCALE * random.standard_normal(value.shape)
@@ -129,7 +134,8 @@ def program_gradients(
     gradient times 1 - beta1.
     """
     program = built.eager
-    config, before = program.config, session.state()
+    config = program.config
+    before = session.state()
     fresh = {name: np.zeros_like(before[name]) for name in (*program.moments, OPTIMIZER_STEP)}
     session.load_state(before | fresh)
     session.step(ids, labels, 0, 0.0 if program.moments else 1.0)

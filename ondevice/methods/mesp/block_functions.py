@@ -54,8 +54,12 @@ class BlockFunctions:
     """
 
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
-        self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
-        self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
+        self.loaded = loaded
+        self.config = config
+        self.dims = loaded.dims
+        self.quantize = quantize
+        self.linear_form = LINEAR_FORMS[quantize]
+        self.table_form = TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
         )
@@ -131,7 +135,8 @@ class BlockFunctions:
     @property
     def norm_names(self) -> set[str]:
         """Full names of the norms' weights: what the file has of them is what they multiply by."""
-        modules, layers = [module for _, module in self.dims.traits.norms], range(self.dims.layers)
+        modules = [module for _, module in self.dims.traits.norms]
+        layers = range(self.dims.layers)
         return {self.norm.name} | {
             f"model.layers.{i}.{module}.weight" for module in modules for i in layers
         }
@@ -141,7 +146,9 @@ class BlockFunctions:
         window, by whether q and k are rotated, and by what table. A window that a row of
         `longest_tokens` fits in does not count.
         """
-        traits, family, kinds = self.dims.traits, self.loaded.family, {}
+        traits = self.dims.traits
+        family = self.loaded.family
+        kinds = {}
         tables = family.positions(1, "cpu", torch.float32)
         for layer in range(self.dims.layers):
             window = traits.window(layer)
@@ -183,7 +190,9 @@ class BlockFunctions:
             step: int64 [1], the number of updates so far.
             rate: float32 [1], the learning rate.
         """
-        config, ranges, at = self.config, [], 0
+        config = self.config
+        ranges = []
+        at = 0
         for entry in self.entries:
             for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
                 if start > at:
@@ -205,7 +214,8 @@ class BlockFunctions:
         return value - rate / first * m / (torch.sqrt(v / second) + config.eps), m, v
 
     def _block_ports(self) -> list[TensorPort]:
-        dims, family = self.dims, self.loaded.family
+        dims = self.dims
+        family = self.loaded.family
         ports = [
             frozen_port(f"model.layers.{{layer}}.{module}.weight", (dims.norm_width(place),))
             for place, module in dims.traits.norms

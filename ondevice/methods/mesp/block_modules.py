@@ -45,7 +45,9 @@ class OneBlock(nn.Module):
         self, functions: BlockFunctions, rows: int, length_tokens: int, layer: int = 0
     ) -> None:
         super().__init__()
-        self.functions, self.rows, self.layer = functions, rows, layer
+        self.functions = functions
+        self.rows = rows
+        self.layer = layer
         family = functions.loaded.family
         tables = family.positions(length_tokens, "cpu", torch.float32)
         cos, sin = halves(family.layer_position(layer, tables))

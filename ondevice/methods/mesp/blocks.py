@@ -38,7 +38,8 @@ class BlockForward(OneBlock):
     """[N, D] -> [N, D]."""
 
     def forward(self, x: Tensor, adapter: Tensor, *frozen: Tensor) -> Tensor:
-        block, position = self.block(adapter, frozen), (self.cos, self.sin)
+        block = self.block(adapter, frozen)
+        position = (self.cos, self.sin)
         return self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
 
 
@@ -49,10 +50,13 @@ class BlockBackward(OneBlock):
     def forward(
         self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        functions, gradients = self.functions, {}
+        functions = self.functions
+        gradients = {}
         count = 1 + len(functions.moments)
-        vectors, frozen = tensors[:count], tensors[count:]
-        block, position = self.block(vectors[0], frozen), (self.cos, self.sin)
+        vectors = tensors[:count]
+        frozen = tensors[count:]
+        block = self.block(vectors[0], frozen)
+        position = (self.cos, self.sin)
 
         def keep(target: str, ga: Tensor, gb: Tensor) -> None:
             gradients[target] = (ga, gb)
@@ -68,11 +72,9 @@ class _HeadTile(nn.Module):
 
     def __init__(self, functions: BlockFunctions) -> None:
         super().__init__()
-        self.functions, self.eps, self.kernels = (
-            functions,
-            functions.dims.norm_eps,
-            GraphKernels(torch.zeros(0)),
-        )
+        self.functions = functions
+        self.eps = functions.dims.norm_eps
+        self.kernels = GraphKernels(torch.zeros(0))
         self.register_buffer("columns", torch.arange(functions.tile_rows))
 
     def tile(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -113,7 +115,8 @@ class HeadGradient(_HeadTile):
         maximum: Tensor, total: Tensor, wanted: Tensor, scale: Tensor, gradient: Tensor, norm: Tensor, *parts: Tensor,
     ) -> Tensor:  # fmt: skip
         tile = self.tile(parts)
-        logits, local = self.logits(x, norm, tile, skip), self.local(targets, first, skip)
+        logits = self.logits(x, norm, tile, skip)
+        local = self.local(targets, first, skip)
         gn = torch.mm(logits_gradient(logits, local, maximum + total.log(), scale), tile)
         # Linear in gn, so that each tile's part may go through the norm by itself.
         return gradient + self.kernels.rms_norm_backward(x, norm, self.eps, gn, torch.zeros_like(x))
@@ -130,7 +133,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length,
     and `_<kind>` behind it for a block's functions of another kind than the first."""
     functions = BlockFunctions(loaded, config, export.quantize)
-    dims, hidden_size = loaded.dims, loaded.dims.hidden
+    dims = loaded.dims
+    hidden_size = loaded.dims.hidden
     ranges = [
         port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)
     ]
@@ -138,7 +142,9 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         port(OPTIMIZER_STEP, "counter", (1,), "int64"),
         port("learning_rate", "learning_rate", (1,)),
     )
-    longest, modules, inside = max(export.lengths_tokens), [], bool(functions.markers)
+    longest = max(export.lengths_tokens)
+    modules = []
+    inside = bool(functions.markers)
     kinds = functions.kinds(longest)
     # Of each kind: the end of a function's name, and a layer.
     layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
@@ -201,11 +207,10 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
 
 
 def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[ProgramModule]:
-    rows, width = (HEAD_ROWS,), functions.dims.hidden
-    hidden, gradient = (
-        port("hidden", "hidden", (*rows, width)),
-        port("gradient", "gradient", (*rows, width)),
-    )
+    rows = (HEAD_ROWS,)
+    width = functions.dims.hidden
+    hidden = port("hidden", "hidden", (*rows, width))
+    gradient = port("gradient", "gradient", (*rows, width))
     sums = tuple(port(name, "tile_sums", rows) for name in ("maximum", "total", "wanted"))
     places: tuple[Any, ...] = (
         port("targets", "targets", rows, "int64", "token id"),

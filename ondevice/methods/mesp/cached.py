@@ -56,7 +56,9 @@ class BlockCached(OneBlock):
         adapter: Tensor,
         *frozen: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims, block, blocks = self.functions.dims, self.block(adapter, frozen), self.blocks
+        dims = self.functions.dims
+        block = self.block(adapter, frozen)
+        blocks = self.blocks
         stages = blocks.stages
         q, k, v = stages.project(block, stages.norm(block, x), 1)
         at = start + self.news
@@ -95,14 +97,18 @@ def attend_cached(
         causal: added to the scores of the new tokens, [heads / kv_heads * T, T].
         contiguous: copy each side's probabilities, as the runtime's own products need it.
     """
-    tokens, context, group = q.shape[1], cache[1].shape[1], dims.heads // dims.kv_heads
+    tokens = q.shape[1]
+    context = cache[1].shape[1]
+    group = dims.heads // dims.kv_heads
     q = q.view(tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
     q = q.reshape(dims.kv_heads, group * tokens, dims.head_dim) * dims.head_dim**-0.5
     scores = torch.cat((torch.bmm(q, cache[0]) + unread, torch.bmm(q, new[0]) + causal), -1)
     p = torch.softmax(scores, -1)
-    old, young = p[..., :context], p[..., context:]
+    old = p[..., :context]
+    young = p[..., context:]
     if contiguous:
-        old, young = old.contiguous(), young.contiguous()
+        old = old.contiguous()
+        young = young.contiguous()
     o = torch.bmm(old, cache[1]) + torch.bmm(young, new[1])
     o = o.view(dims.kv_heads, group, tokens, dims.head_dim).permute(2, 0, 1, 3)
     return o.reshape(tokens, dims.heads * dims.head_dim)
@@ -110,7 +116,8 @@ def attend_cached(
 
 def cache_ports(dims: ModelDims, tokens: int) -> tuple[TensorPort, TensorPort]:
     """Describe the keys and values of so many tokens."""
-    heads, width = dims.kv_heads, dims.head_dim
+    heads = dims.kv_heads
+    width = dims.head_dim
     return (
         port("keys", "keys", (heads, width, tokens)),
         port("values", "values", (heads, tokens, width)),
@@ -122,7 +129,8 @@ def cached_modules(
 ) -> list[ProgramModule]:
     """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of
     so many tokens."""
-    dims, modules = functions.dims, []
+    dims = functions.dims
+    modules = []
     cache = cache_ports(dims, context)
     start = port("start", "position", (1,), "int64", "tokens")
     for name, tokens in (("prefill", min(PREFILL_TOKENS, context)), ("decode", 1)):

@@ -120,8 +120,10 @@ class Q4(_Inputs):
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         groups = weight.detach().float().unflatten(1, (-1, GROUP))
-        low, high = groups.amin(-1), groups.amax(-1)
-        mins, scales = low.half(), ((high - low) / LEVELS).half()
+        low = groups.amin(-1)
+        high = groups.amax(-1)
+        mins = low.half()
+        scales = ((high - low) / LEVELS).half()
         scales[scales == 0] = 1.0  # of equal weights the minimum is all there is
         # Against the rounded scale and minimum, so that the levels make up for their rounding.
         levels = (

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ondevice.core.manifest import TensorPort
     from ondevice.methods.mesp.torch.kernels import Matrix
 
-LEAST, LARGEST = -128, 127
+LEAST = -128
+LARGEST = 127
 """Of rounded activations; weights are in -127..127."""
 
 

@@ -208,11 +208,9 @@ class FlatEntry:
 
     def pair(self, vector: Any) -> tuple[Any, Any]:
         """Return A [rank, inputs] and B [rank, outputs] as views of a vector of numpy or torch."""
-        rank, inputs, outputs = (
-            self.parameters.rank,
-            self.parameters.inputs,
-            self.parameters.outputs,
-        )
+        rank = self.parameters.rank
+        inputs = self.parameters.inputs
+        outputs = self.parameters.outputs
         a = vector[self.a : self.a + rank * inputs].reshape(rank, inputs)
         return a, vector[self.b : self.b + rank * outputs].reshape(rank, outputs)
 
@@ -235,7 +233,8 @@ class FlatLayout:
     @classmethod
     def build(cls, parameters: tuple[LoraParameters, ...]) -> FlatLayout:
         """Lay out `parameters`, which are in order of the layers."""
-        entries, offset = [], 0
+        entries = []
+        offset = 0
         for lora in parameters:
             a = offset
             b = a + _aligned(lora.rank * lora.inputs)
@@ -257,7 +256,8 @@ class FlatLayout:
         `to_tensors`."""
         flat = np.zeros(self.size, np.float32)
         for entry in self.entries:
-            a, b = tensors[entry.parameters.a_name], tensors[entry.parameters.b_name]
+            a = tensors[entry.parameters.a_name]
+            b = tensors[entry.parameters.b_name]
             flat[entry.a : entry.a + a.size] = a.reshape(-1)
             flat[entry.b : entry.b + b.size] = b.T.reshape(-1)
         return flat

@@ -109,7 +109,8 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
     if dims.whole:
         return dims.parameters * weight_bytes
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
-    item, in_mlx = float(weight_bytes), runtime == "mlx"
+    item = float(weight_bytes)
+    in_mlx = runtime == "mlx"
     if isinstance(dims, MoeDims):
         if not config.bits and config.weight_placement == "resident":  # blocks may differ
             return dims.parameters * weight_bytes
@@ -152,8 +153,10 @@ def stage_bytes(
     """
     tokens = rows * length_tokens
     chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
+    queries = dims.heads * dims.head_dim
+    keys = dims.kv_heads * dims.head_dim
+    traits = dims.traits
+    inner = dims.intermediate * (5 if dims.traits.fused else 3)
     ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
     inner = (
@@ -231,7 +234,8 @@ def blocks_memory(
     packed matrix or tile. Where products are of integers, a layer's are packed while it computes;
     in float32 one matrix at a time is.
     """
-    vector, tokens = trained_numbers(dims, config) * 4, batch_size * length_tokens
+    vector = trained_numbers(dims, config) * 4
+    tokens = batch_size * length_tokens
     vectors = 3 if config.optimizer == "adamw" else 1
     tile = head_tile_rows(dims, config)
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
@@ -241,10 +245,8 @@ def blocks_memory(
     )
     forward, backward = block_stages(dims, tokens, length_tokens)
     if quantize == "8da8w":  # products come out apart from what they are scaled by and added to
-        forward, backward = (
-            forward + 8 * tokens * dims.intermediate,
-            backward + 24 * tokens * dims.intermediate,
-        )
+        forward = forward + 8 * tokens * dims.intermediate
+        backward = backward + 24 * tokens * dims.intermediate
     new = (2 * vectors + 2) * (vector // dims.layers)
     packed = {"8da8w": 2 * sum(matrices), "none": 4 * max(*matrices, tile * dims.hidden)}
     return {
@@ -260,8 +262,11 @@ def blocks_memory(
 def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int, int]:
     """Return bytes of the arenas of one block's forward and backward function, without the
     adapter's vectors and dense weights."""
-    width, inner, mask = dims.hidden, dims.intermediate, length_tokens * length_tokens
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    width = dims.hidden
+    inner = dims.intermediate
+    mask = length_tokens * length_tokens
+    queries = dims.heads * dims.head_dim
+    keys = dims.kv_heads * dims.head_dim
     forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))
     backward = tokens * (5 * width + 3 * queries + 2 * keys + 5 * inner)
     return 4 * (forward + mask), 4 * (backward + mask)

@@ -90,7 +90,8 @@ class NpuKernels(GraphKernels):
 
         Inputs reach 23,700 in SmolLM2, whose square float16 cannot hold; so r is mean|n| / mean|x|.
         """
-        n, gw = self.normalised(x, eps), gn * weight
+        n = self.normalised(x, eps)
+        gw = gn * weight
         r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(
             min=SMALLEST
         )
@@ -112,7 +113,8 @@ class _Body(nn.Module):
         self, functions: BlockFunctions, layer: int, rows: int, length_tokens: int
     ) -> None:
         super().__init__()
-        self.functions, self.rows = functions, rows
+        self.functions = functions
+        self.rows = rows
         family = functions.loaded.family
         cos, sin = halves(family.positions(length_tokens, "cpu", torch.float32))
         self.register_buffer("cos", cos)
@@ -149,7 +151,8 @@ class _Body(nn.Module):
         return self.cos, self.sin
 
     def block(self, tensors: tuple[Tensor, ...]) -> Block:
-        functions, linears = self.functions, {}
+        functions = self.functions
+        linears = {}
         pairs = dict(
             zip(
                 (entry.parameters.target for entry in functions.entries),
@@ -159,7 +162,8 @@ class _Body(nn.Module):
         )
         for target in functions.loaded.family.linear_targets:
             a, b = pairs.get(target, (None, None))
-            weight, bias = getattr(self, f"{target}_weight"), getattr(self, f"{target}_bias")
+            weight = getattr(self, f"{target}_weight")
+            bias = getattr(self, f"{target}_bias")
             linears[target] = Linear(Dense(weight), bias, a, b, functions.config.scale)
         return Block({"before_attention": self.norm_0, "before_mlp": self.norm_1}, linears)
 
@@ -171,7 +175,8 @@ class ForwardBody(_Body):
     """
 
     def forward(self, x: Tensor, *adapter: Tensor) -> Tensor:
-        block, s = self.block(adapter), self.stages()
+        block = self.block(adapter)
+        s = self.stages()
         q, k, v = s.project(block, s.norm(block, x), self.rows)
         q, k = s.rope(block, q, k, self.position)
         attended = s.linear(block, "o_proj", s.attend(block, q, k, v)[0])
@@ -210,7 +215,8 @@ class _Finished(nn.Module):
 
     def __init__(self, functions: BlockFunctions, body: nn.Module) -> None:
         super().__init__()
-        self.functions, self.body = functions, body
+        self.functions = functions
+        self.body = body
 
     def matrices(self, adapter: Tensor) -> list[Tensor]:
         """Return A and B of every entry, from the layer's range of the adapter."""
@@ -233,7 +239,8 @@ class NpuBackward(_Finished):
         self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, loss_scale: Tensor, *vectors: Tensor
     ) -> tuple[Tensor, ...]:
         functions = self.functions
-        before, (g, *listed) = g, self.body(x, g, *self.matrices(vectors[0]))
+        before = g
+        (g, *listed) = self.body(x, g, *self.matrices(vectors[0]))
         factor = torch.where(
             largest(before, *listed) < GRADIENT_LIMIT, 1.0 / loss_scale, float("inf")
         )
@@ -254,13 +261,16 @@ class PrefillBody(_Body):
     def __init__(self, functions: BlockFunctions, layer: int, tokens: int, context: int) -> None:
         super().__init__(functions, layer, 1, tokens)
         self.cos = self.sin = self.mask = None  # type: ignore[assignment] - of the functions that see a whole row
-        self.tokens, self.context, dims = tokens, context, functions.dims
+        self.tokens = tokens
+        self.context = context
+        dims = functions.dims
         causal = torch.full((tokens, tokens), MASKED).triu(1)
         self.register_buffer("causal", causal.repeat(dims.heads // dims.kv_heads, 1)[None])
 
     def example_inputs(self, gradients: int = 0) -> tuple[Tensor, ...]:
         """Zeros of the shapes that `forward` takes."""
-        dims, tokens = self.functions.dims, self.tokens
+        dims = self.functions.dims
+        tokens = self.tokens
         shapes = [
             (tokens, dims.hidden),
             *[(1, tokens, 1, dims.head_dim // 2)] * 2,
@@ -285,7 +295,9 @@ class PrefillBody(_Body):
         values: Tensor,
         *adapter: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims, block, s = self.functions.dims, self.block(adapter), self.stages()
+        dims = self.functions.dims
+        block = self.block(adapter)
+        s = self.stages()
         q, k, v = s.project(block, s.norm(block, x), 1)
         q, k = s.rope(block, q, k, (cos, sin))
         new = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
@@ -338,7 +350,8 @@ def prefill_part(
 ) -> NpuPart:
     """Return `block_prefill` of a layer, with the ports that it has on a CPU but for the
     weights."""
-    dims, tokens = functions.dims, min(PREFILL_TOKENS, context)
+    dims = functions.dims
+    tokens = min(PREFILL_TOKENS, context)
     hidden = port("hidden", "hidden", (tokens, dims.hidden))
     start = port("start", "position", (1,), "int64", "tokens")
     inputs = (hidden, start, *cache_ports(dims, context), adapter)
@@ -378,7 +391,9 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     An evaluation has as many rows as a step: a forward pass for another number would store the
     blocks again.
     """
-    (length,), rows, context = export.lengths_tokens, export.batch_size, export.shared_context
+    (length,) = export.lengths_tokens
+    rows = export.batch_size
+    context = export.shared_context
     plain = blocks.build(loaded, config, export.model_copy(update={"eval_batch_size": rows}), seed)
     functions: BlockFunctions = plain.eager
     size = f"{rows}x{length}"

@@ -37,7 +37,9 @@ class MezoSession(PackingSession):
     their names."""
 
     def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
-        self.loaded, self.config, self.family = loaded, config, loaded.family
+        self.loaded = loaded
+        self.config = config
+        self.family = loaded.family
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         torch_ops.register()
@@ -70,7 +72,8 @@ class MezoSession(PackingSession):
         # One query is one step of the generator's stream: a query's noise is asked for without the
         # others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
-        chunk, seed = CHUNK[self.device.type], int(self.seed)
+        chunk = CHUNK[self.device.type]
+        seed = int(self.seed)
         for tensor, parameter in enumerate(self.parameters.values()):
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), chunk):
@@ -124,7 +127,8 @@ class MezoSession(PackingSession):
 
     def _losses_of(self, *arrays: np.ndarray) -> Callable[[int], float]:
         """Return the loss of a query's rows by its number: all, or its share of them."""
-        parts, each = self.config.queries if self.config.fresh_batches else 1, []
+        parts = self.config.queries if self.config.fresh_batches else 1
+        each = []
         if len(arrays[0]) < parts:
             raise ConfigError(
                 "method.fresh_batches cuts a step's rows among its queries, and there are too few",
@@ -142,11 +146,11 @@ class MezoSession(PackingSession):
         self, loss: Callable[[int], float], step: int, learning_rate: float
     ) -> StepResult:
         """Move there and back along each query's noise, take the losses, and apply the update."""
-        epsilon, plus, minus = self.config.perturbation_scale, [], []
-        kept, parameters = (
-            self._copy(),
-            [parameter.detach() for parameter in self.parameters.values()],
-        )
+        epsilon = self.config.perturbation_scale
+        plus = []
+        minus = []
+        kept = self._copy()
+        parameters = [parameter.detach() for parameter in self.parameters.values()]
         for query in range(self.config.queries):
             # In float32 the noise is drawn three times, there, across and back, and no copy is
             # needed.

@@ -47,7 +47,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def algorithm_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Algorithm:
     """Choose by dtype, device and shape."""
-    half, width = q_BTHh.dtype in (torch.bfloat16, torch.float16), q_BTHh.shape[-1]
+    half = q_BTHh.dtype in (torch.bfloat16, torch.float16)
+    width = q_BTHh.shape[-1]
     if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):
         return "chunks"
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
@@ -125,7 +126,8 @@ def attend_in_chunks(
             one tensor, as an exported graph has to: there a write into a slice copies the whole.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
-    keys, values = _by_head(k), _by_head(v)
+    keys = _by_head(k)
+    values = _by_head(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     chunks: list[Tensor] = []
     for low, high in _chunks(q):
@@ -151,14 +153,16 @@ def attend_in_chunks_backward(
     = dS^T Q.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
-    keys, values = _by_head(k), _by_head(v)
+    keys = _by_head(k)
+    values = _by_head(v)
     gq = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     gqs: list[Tensor] = []
     gk = gv = None
     # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their
     # first keys.
     for low, high in reversed(_chunks(q)):
-        chunk, grad = _group(q[:, low:high], k.shape[2]), _group(g[:, low:high], k.shape[2])
+        chunk = _group(q[:, low:high], k.shape[2])
+        grad = _group(g[:, low:high], k.shape[2])
         p = _probabilities(chunk, keys[:, :high], low, mask, how)
         gv = _add_first(gv, torch.bmm(p.transpose(1, 2), grad), mask is None)
         gs = torch.bmm(grad, values[:, :high].transpose(1, 2)).mul_(p)

@@ -76,7 +76,8 @@ class Call:
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         self.first = bool(arguments)
-        self.arguments, self.named = list(arguments), dict(named)
+        self.arguments = list(arguments)
+        self.named = dict(named)
         self.hidden: Tensor = self.arguments[0] if self.first else self.named["hidden_states"]
         self.stores = {
             place: dict(value)
@@ -86,7 +87,8 @@ class Call:
 
     def run(self, block: Callable[..., Any], hidden: Tensor, stores: Mapping[str, Any]) -> Tensor:
         """Call the block with another hidden state, and with dictionaries of its own."""
-        arguments, named = self.arguments, {**self.named, **stores}
+        arguments = self.arguments
+        named = {**self.named, **stores}
         if self.first:
             arguments = [hidden, *arguments[1:]]
         else:
@@ -127,7 +129,10 @@ class ExpertsChange(nn.Module):
 
     def __init__(self, a: nn.Parameter, b: nn.Parameter, experts: int, scale: float) -> None:
         super().__init__()
-        self.a, self.b, self.experts, self.scale = a, b, experts, scale
+        self.a = a
+        self.b = b
+        self.experts = experts
+        self.scale = scale
 
     def forward(self, weight_EOI: Tensor) -> Tensor:
         pair = pair_of(self.a, self.b, self.experts, self.scale)
@@ -155,13 +160,16 @@ class DifferentiatedModel:
     def __init__(
         self, loaded: LoadedModel, weights: Whole, optimizer: Optimizer, config: MespConfig
     ) -> None:
-        self.family, self.config, self.optimizer = loaded.family, config, optimizer
+        self.family = loaded.family
+        self.config = config
+        self.optimizer = optimizer
         self.blocks: list[Any] = list(find_blocks(loaded.model)[1])
         self.leaves: list[dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]]] = [
             {} for _ in self.blocks
         ]
         for key, one in optimizer.parameters.items():
-            a, b = optimizer.tensors[one.a_name], optimizer.tensors[one.b_name]
+            a = optimizer.tensors[one.a_name]
+            b = optimizer.tensors[one.b_name]
             if one.experts > 1:
                 self.leaves[one.layer][key] = nn.Parameter(a), nn.Parameter(b)
                 weights.change(
@@ -171,7 +179,8 @@ class DifferentiatedModel:
             base = self.family.module(one.name)
             layer = LoRALinear.from_base(base, config.rank, config.alpha, a, b)
             # The optimizer's own memory: an update changes the layer.
-            layer.lora_A, layer.lora_B = nn.Parameter(a), nn.Parameter(b)
+            layer.lora_A = nn.Parameter(a)
+            layer.lora_B = nn.Parameter(b)
             weights.put(one.name, layer)
             self.leaves[one.layer][key] = layer.lora_A, layer.lora_B
         self.given = [0] * len(self.blocks)
@@ -276,7 +285,8 @@ class DifferentiatedModel:
             for place, held in call.stores.items()
         }
         with torch.enable_grad(), parametrize.cached():
-            outputs, gradients = [call.run(self.blocks[layer], x, stores)], [g]
+            outputs = [call.run(self.blocks[layer], x, stores)]
+            gradients = [g]
             for key, value in _tensors(stores):
                 if value is not taken.get(key) and key in pending and value.requires_grad:
                     outputs.append(value)
@@ -313,7 +323,8 @@ class DifferentiatedModel:
 
     def _check(self) -> None:
         """Hold the gradients of a few tokens against autograd's over the whole model."""
-        device, vocab = self.family.head_weight.device, self.family.dims.vocab
+        device = self.family.head_weight.device
+        vocab = self.family.dims.vocab
         ids = (torch.arange(1, PROBE_TOKENS + 1, device=device)[None] * 7) % vocab
         listed = [leaf for block in self.leaves for pair in block.values() for leaf in pair]
         saved = [leaf.detach().clone() for leaf in listed]

@@ -46,7 +46,9 @@ class AnswerHead:
     """The rows of a head that stand for a task's answers, kept once read."""
 
     def __init__(self, head: Head, answers: tuple[int, ...]) -> None:
-        self.head, self.answers, self.vocab = head, answers, len(answers)
+        self.head = head
+        self.answers = answers
+        self.vocab = len(answers)
         self.rows: Tensor | None = None
 
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
@@ -74,9 +76,13 @@ class Loss:
         chunk_tokens: int | None,
         scale: float = 1.0,
     ) -> None:
-        self.head, self.norm_weight, self.eps, self.kernels = head, norm, eps, kernels
+        self.head = head
+        self.norm_weight = norm
+        self.eps = eps
+        self.kernels = kernels
         self.scale = scale
-        self.bounds, self.chunk_tokens = tile_bounds(head.vocab, tiles), chunk_tokens
+        self.bounds = tile_bounds(head.vocab, tiles)
+        self.chunk_tokens = chunk_tokens
 
     def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]; only label tokens are
@@ -96,7 +102,8 @@ class Loss:
         where = (targets != IGNORE).nonzero().squeeze(1)
         if where.numel() == 0:
             return torch.zeros((), device=x.device), x.zero_()
-        rows, targets = x[where], targets[where]
+        rows = x[where]
+        targets = targets[where]
         hidden = self.norm(rows)
         lse, label = self.log_sum_exp(hidden, targets, again=True)
         gradient = self.hidden_gradient(hidden, targets, lse, torch.full_like(lse, scale))
@@ -154,7 +161,8 @@ class Loss:
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
                 p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
-                gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
+                gradient = torch.mm(cast(p, weight.dtype), weight)
+                before = sums[number]
                 del p
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)
         gradient = sums[0] if summed is None else summed

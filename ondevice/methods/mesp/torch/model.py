@@ -40,7 +40,8 @@ class GradientSums:
     summed."""
 
     def __init__(self, on_gradient: OnGradient, chunks: int) -> None:
-        self.on_gradient, self.several = on_gradient, chunks > 1
+        self.on_gradient = on_gradient
+        self.several = chunks > 1
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, target: str, ga: Tensor, gb: Tensor) -> None:
@@ -68,7 +69,8 @@ class Blocks:
     """
 
     def __init__(self, stages: Stages, chunk_tokens: int | None) -> None:
-        self.stages, self.chunk_tokens = stages, chunk_tokens
+        self.stages = stages
+        self.chunk_tokens = chunk_tokens
 
     def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
         """Return the block's output, in new memory."""
@@ -140,7 +142,8 @@ class Blocks:
 
     def _mlp_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """The gradient of the block's middle `m`, in g's memory."""
-        chunks, gradients = self._chunks(m), self._chunks(g)
+        chunks = self._chunks(m)
+        gradients = self._chunks(g)
         sums = GradientSums(on_gradient, len(chunks))
         if len(chunks) == 1:
             return self._mlp_chunk_backward(block, m, g, sums)
@@ -175,12 +178,10 @@ class Model:
     next."""
 
     def __init__(self, weights: Weights, optimizer: Optimizer, config: MespConfig) -> None:
-        self.weights, self.optimizer, self.config, self.dims = (
-            weights,
-            optimizer,
-            config,
-            weights.dims,
-        )
+        self.weights = weights
+        self.optimizer = optimizer
+        self.config = config
+        self.dims = weights.dims
         kernels = choose(config.kernels, weights.device.type)
         stages = Stages(weights.dims, kernels)
         usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
@@ -204,7 +205,8 @@ class Model:
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
-        x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, None)
+        x = self.weights.embed(ids_BT)
+        positions = self.positions(ids_BT, None)
         for i in range(self.dims.layers):
             with self.weights.block(i, self.above(i)) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, positions(i), ids_BT.shape[0])
@@ -223,8 +225,10 @@ class Model:
             position_ids_BT: int64 [rows, tokens], if these are sequences of several rows: see
                 `Session.packed_step`.
         """
-        x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, position_ids_BT)
-        layers, rows = self.dims.layers, ids_BT.shape[0]
+        x = self.weights.embed(ids_BT)
+        positions = self.positions(ids_BT, position_ids_BT)
+        layers = self.dims.layers
+        rows = ids_BT.shape[0]
         self.inputs.begin(layers, 1, x)
         for i in range(layers):
             self.inputs.save(i, 0, x)
@@ -281,20 +285,25 @@ class Model:
 
     def on_gradient(self, layer: int) -> OnGradient:
         """Return a callback that gives gradients of one layer's A and B to the optimizer."""
-        parameters, apply = self.optimizer.parameters, self.optimizer.apply
+        parameters = self.optimizer.parameters
+        apply = self.optimizer.apply
         return lambda target, ga, gb: apply(parameters[(layer, target)], ga, gb.t())
 
     def block(self, i: int, frozen: Frozen) -> Block:
         """Return a block's frozen tensors with its A and B."""
         linears = {}
         for target, (matrix, bias) in frozen.linears.items():
-            lora, a, b = self.optimizer.parameters.get((i, target)), None, None
+            lora = self.optimizer.parameters.get((i, target))
+            a = None
+            b = None
             if lora is not None:
-                a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name].t()
+                a = self.optimizer.tensors[lora.a_name]
+                b = self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
         pairs = {}
         for target in EXPERTS if frozen.mlp is not None else ():
             if (lora := self.optimizer.parameters.get((i, target))) is not None:
-                a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name]
+                a = self.optimizer.tensors[lora.a_name]
+                b = self.optimizer.tensors[lora.b_name]
                 pairs[target] = pair_of(a, b, lora.experts, self.config.scale)
         return Block(frozen.norms, linears, i, frozen.mlp, pairs)

@@ -31,7 +31,8 @@ class Optimizer:
         seed: int,
         device: torch.device,
     ) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.parameters = {(lora.layer, lora.target): lora for lora in parameters}
         self.tensors = {
             name: torch.from_numpy(v).to(device)
@@ -41,12 +42,14 @@ class Optimizer:
         self.sums: dict[str, Tensor] = {}
         self.done = 0
         self.waiting: list[tuple[str, Tensor]] = []
-        self.learning_rate, self.accumulate = 0.0, False
+        self.learning_rate = 0.0
+        self.accumulate = False
 
     def begin(self, learning_rate: float, accumulate: bool) -> None:
         """Begin a step; with `accumulate` its gradients are summed until `end`, else each is
         applied and dropped."""
-        self.learning_rate, self.accumulate = learning_rate, accumulate
+        self.learning_rate = learning_rate
+        self.accumulate = accumulate
 
     def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
         """Use both gradients, float32 in the shapes of A and B.
@@ -67,12 +70,14 @@ class Optimizer:
     @torch.no_grad()
     def flush(self) -> None:
         """Update what waits."""
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         if not waiting:
             return
         values = [self.tensors[name] for name, _ in waiting]
         gradients = [gradient for _, gradient in waiting]
-        config, rate = self.config, self.learning_rate
+        config = self.config
+        rate = self.learning_rate
         if config.optimizer == "sgd":
             _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
             _OPS._foreach_add_(values, gradients, alpha=-rate)
@@ -99,7 +104,8 @@ class Optimizer:
             _OPS._foreach_mul_(
                 list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0)
             )  # as in torch's
-        self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
+        self.waiting = [*self.waiting, *self.sums.items()]
+        self.sums = {}
         self.flush()
         self.done += 1
 
@@ -138,7 +144,8 @@ class Optimizer:
                 {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()},
             )
         self.assign({name: state[name] for name in shapes})
-        self.done, self.moments = done, {}
+        self.done = done
+        self.moments = {}
         if moments:
             for name in shapes:
                 m, v = (

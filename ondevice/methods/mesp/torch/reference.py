@@ -48,7 +48,8 @@ class AutogradKernels(GraphKernels):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Any]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        seen, length = None, q.shape[2]
+        seen = None
+        length = q.shape[2]
         if how.window:
             seen = torch.ones(length, length, dtype=torch.bool, device=q.device)
             seen = seen.tril().triu(1 - how.window)
@@ -78,7 +79,8 @@ class AutogradModel(Model):
     ) -> Tensor:
         """See `Model.forward_backward`; of rows that are not packed."""
         assert position_ids_BT is None  # noqa: S101 - a packed step's reference is its rows' step
-        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x = self.weights.embed(ids_BT)
+        positions = self.weights.positions(ids_BT.shape[1])
         leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():
             for i in range(self.dims.layers):
@@ -91,7 +93,8 @@ class AutogradModel(Model):
             torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g)
         )
         for i, target in leaves:
-            ga, gb = next(gradients).float(), next(gradients).float()
+            ga = next(gradients).float()
+            gb = next(gradients).float()
             if ga.ndim == EXPERTS_NDIM:
                 ga, gb = peft_layout(ga, gb)
             self.on_gradient(i)(target, ga, gb)

@@ -46,7 +46,8 @@ class MespSession(PackingSession):
     def __init__(
         self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None
     ) -> None:
-        self.loaded, self.config = model, config
+        self.loaded = model
+        self.config = config
         self.model: Model | DifferentiatedModel
         with memory_errors("the model", HINT):
             if not isinstance(model, ModelFiles) and model.dims.whole:

@@ -76,7 +76,9 @@ class Stages:
     """The stages by name; shapes of a call come with `rows`."""
 
     def __init__(self, dims: ModelDims, kernels: TorchKernels) -> None:
-        self.dims, self.traits, self.kernels = dims, dims.traits, kernels
+        self.dims = dims
+        self.traits = dims.traits
+        self.kernels = kernels
         self.apart: RowsApart | None = None
         """Of the current batch, if its sequences have several rows each."""
 
@@ -204,7 +206,8 @@ class Stages:
     def project(self, block: Block, n: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Compute n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
         q, k, v = self._projections(block, n)
-        q, k = self.normed(block, "q", q), self.normed(block, "k", k)
+        q = self.normed(block, "q", q)
+        k = self.normed(block, "k", k)
         return self._heads(q, rows), self._heads(k, rows), self._heads(v, rows)
 
     def _projections(self, block: Block, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +329,8 @@ class Stages:
         The activation itself is computed only for the gradients of A and B, and freed before its
         gradient exists: of [N, F] there are never more than gate, up and one more.
         """
-        gradients, gh = None, None
+        gradients = None
+        gh = None
         g = self.branch_gradient(block, "down_proj", "after_mlp", lambda: self.act(gate, up), g)
         if block.linears["down_proj"].a is not None:
             gradients, gh = self.lora_backward(block, "down_proj", self.act(gate, up), g)
@@ -368,10 +372,8 @@ class Stages:
         assert block.mlp is not None  # noqa: S101 - the caller looked
         n = self.mlp_norm(block, m)
         with torch.enable_grad():
-            leaf, pairs = (
-                n.detach().requires_grad_(True),
-                {name: pair.leaf() for name, pair in block.pairs.items()},
-            )
+            leaf = n.detach().requires_grad_(True)
+            pairs = {name: pair.leaf() for name, pair in block.pairs.items()}
             leaves = [tensor for pair in pairs.values() for tensor in (pair.a_ERI, pair.b_EOR)]
             gn, *learned = torch.autograd.grad(block.mlp(leaf, pairs), [leaf, *leaves], g)
         for number, target in enumerate(pairs):

@@ -110,18 +110,19 @@ class Resident:
                 received=str(device),
                 hint="weight_placement: streamed needs less memory still",
             )
-        self.dims, self.device, self.vocab = loaded.dims, device, loaded.dims.vocab
+        self.dims = loaded.dims
+        self.device = device
+        self.vocab = loaded.dims.vocab
         self.blocks = [
             self._frozen_layer(family, i, device, bits) for i in range(loaded.dims.layers)
         ]
         if family.head_weight.device != device:
             model: Any = loaded.model
             model.to(device)
-        self.family, self.table = family, family.embedding.weight
-        self.dtype, self.norm = (
-            self.table.dtype,
-            factor(self.dims, family.model.model.norm.weight.detach()),
-        )
+        self.family = family
+        self.table = family.embedding.weight
+        self.dtype = self.table.dtype
+        self.norm = factor(self.dims, family.model.model.norm.weight.detach())
 
     def _frozen_layer(
         self, family: Family, i: int, device: torch.device, bits: int | None
@@ -251,7 +252,8 @@ class Files:
         place = self.places[name]
         row = math.prod(place.shape[1:]) * place.dtype.itemsize
         memory = target.view(-1).view(torch.uint8).numpy().data
-        at, done = place.start + first * row, 0
+        at = place.start + first * row
+        done = 0
         while done < len(memory):
             count = os.preadv(self.open[place.path], [memory[done:]], at + done)
             if count == 0:
@@ -275,7 +277,8 @@ class Slot:
     """
 
     def __init__(self, files: Files, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.files, self.used = files, 0
+        self.files = files
+        self.used = 0
         self.memory = torch.empty(numel, dtype=dtype, device=device)
         self.staging: Tensor | None = None
 
@@ -332,9 +335,12 @@ class Streamed:
                 hint="the router chooses experts too late to read them; "
                 "model.dtype: bfloat16 halves the weights",
             )
-        self.dims, self.device, self.vocab = files.dims, device, files.dims.vocab
+        self.dims = files.dims
+        self.device = device
+        self.vocab = files.dims.vocab
         self.dtype: torch.dtype = getattr(torch, files.dtype)
-        self.family, self.files = _skeleton(files), Files(files.folder)
+        self.family = _skeleton(files)
+        self.files = Files(files.folder)
         for name in files.family.weight_shapes(files.dims):
             if name not in self.files.places:
                 raise ModelError(
