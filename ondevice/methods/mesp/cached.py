@@ -20,8 +20,8 @@ from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.block_modules import Embed, OneBlock
 
 if TYPE_CHECKING:
-    from ondevice.core.manifest import TensorPort
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import TensorPort
 
 PREFILL_TOKENS = 32
 

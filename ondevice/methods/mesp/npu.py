@@ -35,9 +35,9 @@ from ondevice.methods.mesp.torch.weights import Dense, halves
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ondevice.artifact.manifest import TensorPort
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import TensorPort
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession
     from ondevice.methods.mesp.config import MespConfig

@@ -223,7 +223,7 @@ class Model:
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
             position_ids_BT: int64 [rows, tokens], if these are sequences of several rows: see
-                `Session.packed_step`.
+                `Packing.packed_step`.
         """
         x = self.weights.embed(ids_BT)
         positions = self.positions(ids_BT, position_ids_BT)

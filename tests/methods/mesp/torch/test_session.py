@@ -327,8 +327,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
     assert refused.value.received == "gpt2"
     with pytest.raises(ModelError):
         open_model("tiny:llama")
-    with pytest.raises(ConfigError):
-        session(tiny_model()).apply_update((1.0,), 0, 1e-3)
+    assert not isinstance(session(tiny_model()), Replaying)
 
 
 def test_micro_batches_give_the_gradients_of_the_whole_batch() -> None:
