@@ -7,22 +7,31 @@ silence makes another model than the one that was trained.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ondevice.artifact.expert_pairs import own_names, peft_names
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.mlx_lm_files import WEIGHTS_NAME as MLX_LM_WEIGHTS_NAME
+from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
+from ondevice.artifact.pairs import (
+    CONFIG_NAME,
+    KEY,
+    check_tensors,
+    digest,
+    stored_tensors,
+    targets_of,
+)
 from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
 from ondevice.core.adapter import Adapter, layer_of
 from ondevice.core.config import path_of
 from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
-from ondevice.core.untrusted import TensorHeader, parse_header, read_object, read_plain
+from ondevice.core.untrusted import read_object
 
 
 def save_adapter(adapter: Adapter, folder: str | Path) -> None:
@@ -45,8 +54,6 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
             message, expected=f"{rank}, as the tensors have it", received=adapter.rank
         )
     if adapter.expert_parameters:
-        from ondevice.artifact.expert_pairs import peft_names
-
         theirs = peft_names(adapter.expert_parameters)
         tensors = {_renamed(name, theirs): value for name, value in tensors.items()}
     metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
@@ -110,8 +117,6 @@ def load_adapter(folder: str | Path) -> Adapter:
     """
     folder = path_of(folder, "the adapter's folder")
     if is_mlx_lm(folder):
-        from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
-
         return load_mlx_lm_adapter(folder)
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     config = read_config(config_path)
@@ -123,8 +128,6 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ArtifactError(message, expected="a list of names", received=parameters)
     modules = {name.rpartition(".lora_")[0] for name in tensors}
     if parameters or any(name.endswith((".experts", ".base_layer")) for name in modules):
-        from ondevice.artifact.expert_pairs import own_names
-
         own = own_names(modules, parameters, str(config_path))
         tensors = {_renamed(name, own): value for name, value in tensors.items()}
     given = config.get("r")
@@ -166,15 +169,9 @@ def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
     return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers
 
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-MLX_LM_WEIGHTS_NAME = "adapters.safetensors"
 PEFT_PREFIX = "base_model.model."
-MOST_ADAPTER_BYTES = 8 << 30
-"""A whole adapter is read into memory; the largest that we know has 1.4 GB."""
-_KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 DIGEST_KEY = "ondevice.tensors_sha256"
-_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -217,7 +214,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for stored, array in arrays.items():
         name = stored.removeprefix(PEFT_PREFIX)
-        match = _KEY.fullmatch(name)
+        match = KEY.fullmatch(name)
         if match is None:
             expected = f"{PEFT_PREFIX}<linear>.lora_A.weight or .lora_B.weight"
             raise ArtifactError(
@@ -235,86 +232,6 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def stored_tensors(path: Path) -> tuple[TensorHeader, dict[str, np.ndarray]]:
-    """Read a safetensors file: its header, and its tensors as float32; ArtifactError if it is not a whole one."""
-    try:
-        data = read_plain(path, MOST_ADAPTER_BYTES)
-        header = parse_header(data)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is damaged or no safetensors file", received=str(error), hint="copy it again"
-        ) from None
-    arrays = {
-        name: _to_float32(place.dtype, data[place.start : place.end], path, name).reshape(
-            place.shape
-        )
-        for name, place in header.tensors.items()
-    }
-    return header, arrays
-
-
-def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
-    if dtype == "BF16":
-        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
-    if dtype not in _NUMPY:
-        expected = "F32, F16, BF16 or F64"
-        raise ArtifactError(
-            f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype
-        )
-    return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
-
-
-def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None = None) -> int:
-    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share.
-
-    `stated` is the rank that a configuration gives: that of experts' pairs alone cannot be seen.
-    """
-    ranks = {
-        value.shape["_B" in name.rpartition(".lora")[2]]
-        for name, value in tensors.items()
-        if value.ndim == 2 and not is_expert_parameter(name.rpartition(".lora_")[0])
-    }
-    rank = None if ranks else stated
-    if not tensors:
-        raise ArtifactError(
-            f"{where}: no tensors", expected="at least one pair of lora_A and lora_B"
-        )
-    for name, value in sorted(tensors.items()):
-        match = _KEY.fullmatch(name)
-        if match is None:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight"
-            )
-        other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
-        if other not in tensors:
-            raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
-        if value.ndim != 2:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape
-            )
-        own = value.shape[0] if match["side"] == "A" else value.shape[1]
-        if own == 0:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0"
-            )
-        if is_expert_parameter(match["linear"]):
-            each = rank or min(ranks, default=0)
-            if not each or own % each:
-                expected = f"a multiple of rank {each or '(field r)'}"
-                raise ArtifactError(f"{where}: tensor '{name}'", expected=expected, received=own)
-            own = each
-        rank = own if rank is None else rank
-        if own != rank:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}"
-            )
-        if not np.isfinite(value).all():
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected="finite values", received="inf or nan"
-            )
-    return int(rank or 0)
-
-
 def check_targets(linears: tuple[str, ...], config: dict[str, Any], path: Path) -> None:
     """Check that the configuration and the tensors name the same linear layers."""
     named = config.get("target_modules")
@@ -330,19 +247,3 @@ def check_targets(linears: tuple[str, ...], config: dict[str, Any], path: Path) 
         if not any(linear == item or linear.endswith(f".{item}") for linear in linears):
             message = f"{path}: field 'target_modules' names '{item}', for which {WEIGHTS_NAME} has no tensor"
             raise ArtifactError(message, expected=linears[:4], received=named)
-
-
-def targets_of(tensors: dict[str, np.ndarray]) -> tuple[str, ...]:
-    """List the last part of the names of the linear layers, sorted."""
-    matches = filter(None, map(_KEY.fullmatch, tensors))
-    return tuple(sorted({match["linear"].rsplit(".", 1)[-1] for match in matches}))
-
-
-def digest(tensors: dict[str, np.ndarray]) -> str:
-    """Hash names, shapes and float32 values with SHA-256; the order in the file does not matter."""
-    result = hashlib.sha256()
-    for name in sorted(tensors):
-        value = np.ascontiguousarray(tensors[name], dtype="<f4")
-        result.update(f"{name} {value.shape}\n".encode())
-        result.update(value.tobytes())
-    return result.hexdigest()

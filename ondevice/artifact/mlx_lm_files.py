@@ -10,18 +10,17 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ondevice.artifact.adapter import CONFIG_NAME, check_tensors, stored_tensors, targets_of
-from ondevice.artifact.adapter import MLX_LM_WEIGHTS_NAME as WEIGHTS_NAME
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.pairs import CONFIG_NAME, check_tensors, stored_tensors, targets_of
+from ondevice.core.adapter import Adapter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 
-if TYPE_CHECKING:
-    from ondevice.artifact.adapter import Adapter
+WEIGHTS_NAME = "adapters.safetensors"
 
 _KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[ab])")
 _LAYER = re.compile(r"model\.layers\.\d+\.(?P<module>.+)")
@@ -70,8 +69,6 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
     Raises:
         ArtifactError: a file is missing or damaged, or the adapter is no plain LoRA (DoRA, a full fine-tune).
     """
-    from ondevice.artifact.adapter import Adapter
-
     folder = Path(folder)
     config = _config(folder / CONFIG_NAME)
     tensors = _tensors(folder / WEIGHTS_NAME)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Request
+from ondevice.models import LoadedModel, load_model
 from ondevice.nn.adapters import adapted, apply_adapter, fuse_in_place
 from ondevice.training.fuse import PROMPTS, distance, prompt_logits
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.artifact.adapter import Adapter
-    from ondevice.models import LoadedModel
 
 _log = logging.getLogger(__name__)
 SCALE_ERROR = 1e-6
@@ -81,8 +81,6 @@ class Merge:
 
 def open_base(request: Request) -> LoadedModel:
     """Load the base model in float32 on the CPU."""
-    from ondevice.models import load_model
-
     assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
     _log.info("loading %s", request.model)
     return load_model(request.model, revision=request.revision, dtype="float32")

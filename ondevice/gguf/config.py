@@ -6,16 +6,16 @@ What only one family has is in its own file. llama.cpp knows some traits by the 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.core.errors import ModelError
+from ondevice.gguf.metadata import Metadata, short_float
 from ondevice.gguf.names import architecture_of
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, GGUFWriter
+    from gguf import GGUFWriter
 
     from ondevice.core.dims import ModelDims
     from ondevice.gguf.family import GGUFFamily
@@ -41,54 +41,6 @@ SCALINGS = ("linear", "yarn", "longrope")
 """Scalings of the rotary embedding that have keys; Llama 3's is only in the divisors of the frequencies."""
 LOW, HIGH = 1.0, 4.0
 """`low_freq_factor` and `high_freq_factor` of every published Llama 3.1 and later."""
-
-
-class Metadata:
-    """Keys and tensors of an open GGUF file.
-
-    Attributes:
-        path: names it in errors.
-        shapes: of each tensor by GGUF's name, in numpy's order.
-    """
-
-    def __init__(self, reader: GGUFReader, path: Path) -> None:
-        self.path = path
-        self._reader = reader
-        self.shapes = {
-            tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors
-        }
-        self.architecture = str(self.general("general.architecture"))
-
-    def general(self, key: str) -> Any:
-        """Return the value of a key; ModelError if it is missing."""
-        if (value := self.optional(key)) is None:
-            hint = "convert it with a recent llama.cpp"
-            raise ModelError(f"{self.path}: missing metadata key", expected=key, hint=hint)
-        return value
-
-    def optional(self, key: str) -> Any:
-        """Return the value of a key, or None; a float is the decimal number that it was written as."""
-        field = self._reader.get_field(key)
-        try:
-            return None if field is None else _short(field.contents())
-        except UnicodeDecodeError as error:
-            raise ModelError(
-                f"{self.path}: metadata '{key}' is not UTF-8", received=str(error)
-            ) from None
-
-    def need(self, key: str) -> Any:
-        """Return the value of the architecture's key; ModelError if it is missing."""
-        return self.general(f"{self.architecture}.{key}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of the architecture's key, or `default`."""
-        value = self.optional(f"{self.architecture}.{key}")
-        return default if value is None else value
-
-    def vector(self, name: str) -> np.ndarray:
-        """Return a float32 tensor."""
-        data = next(tensor.data for tensor in self._reader.tensors if tensor.name == name)
-        return np.array(data, np.float32)
 
 
 def read_config(data: Metadata, family: type[GGUFFamily]) -> dict[str, Any]:
@@ -258,7 +210,7 @@ def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
         if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-5):
             return rope | {
                 "rope_type": "llama3",
-                "factor": _short(factor),
+                "factor": short_float(factor),
                 "low_freq_factor": LOW,
                 "high_freq_factor": HIGH,
                 "original_max_position_embeddings": original,
@@ -268,8 +220,3 @@ def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
         expected="no rope_freqs, or those of Llama 3's scaling",
         hint="use the original safetensors model",
     )
-
-
-def _short(value: Any) -> Any:
-    """Convert a float32 to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.core.dims import ModelDims
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 
 class GGUFFamily:

@@ -16,7 +16,7 @@ from ondevice.core.errors import MissingPackageError, ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 SPACE = "▁"
 SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -6,16 +6,11 @@ loads no framework.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.core.traits import LLAMA, BlockTraits
-from ondevice.core.untrusted import well_formed
-
-if TYPE_CHECKING:
-    from ondevice.models.families.base import Family
-
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose table is a function of the position alone; `dynamic` and `longrope` are not."""
@@ -23,6 +18,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 class UnknownTrait(ModelError):
     """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
+
+
+def trait_sentence(reason: UnknownTrait) -> str:
+    """Say in a sentence what a family does not do."""
+    words = reason.message.rpartition(": ")[2]
+    return f"{words} ({reason.received}; known: {reason.expected})" if reason.received else words
 
 
 def decoder_dims(
@@ -80,36 +81,6 @@ def decoder_dims(
     )
 
 
-_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
-_MOST = 10_000
-"""Of layers or experts: each has an entry in lists that are made before the weights are looked at."""
-
-
-def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDims:
-    """Read the dimensions in a configuration that comes from outside.
-
-    Raises:
-        ModelError: as `Family.dims_from_config`, or a field is of a wrong type or too large.
-    """
-    text = config.get("text_config")
-    for values in (config, text if isinstance(text, dict) else {}):
-        for field in _COUNTS:
-            value = values.get(field)
-            if isinstance(value, (int, float)) and value > _MOST:
-                raise ModelError(
-                    f"{where}: field '{field}'", expected=f"{_MOST} at most", received=value
-                )
-    with well_formed(where, ModelError, hint="check config.json, or copy it again"):
-        return family.dims_from_config(config, where)
-
-
 def refuse_quantised(config: dict[str, Any], where: str) -> None:
     """Raise ModelError if the weights are stored in a format that transformers would have to unpack."""
     if config.get("quantization_config"):
@@ -147,21 +118,3 @@ def _rope(
     ) not in (1.0, None):
         raise UnknownTrait(f"{where}: field 'partial_rotary_factor'", expected="1.0")
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
-
-
-def weight_shapes(cls: type[Family], dims: ModelDims) -> dict[str, tuple[int, ...]]:
-    """Map every weight's name in transformers to its shape; a tied head is not among them."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, dims.hidden)}
-    for i in range(dims.layers):
-        for place, module in dims.traits.norms:
-            shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place),)
-        for target in cls.linear_targets:
-            inputs, outputs = dims.linear_shape(target)
-            name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
-            shapes[f"{name}.weight"] = (outputs, inputs)
-            if dims.linear_bias(target):
-                shapes[f"{name}.bias"] = (outputs,)
-    shapes["model.norm.weight"] = (dims.hidden,)
-    if not dims.tied:
-        shapes["lm_head.weight"] = (dims.vocab, dims.hidden)
-    return shapes

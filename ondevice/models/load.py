@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.any_dims import AnyDims
-from ondevice.models.families.base import Family, UnknownTrait
-from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer, trait_sentence
+from ondevice.models.families.classifier import HEAD, has_head
+from ondevice.models.loaded import LoadedModel, wrap
+from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer
+from ondevice.models.quiet import quiet_transformers
 from ondevice.models.registry import ENCODERS
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
-from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
+from ondevice.models.sources.resolve import TINY_PREFIX
+from ondevice.models.tiny import tiny_model
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass
-class LoadedModel:
-    """A model that is ready to be trained around: evaluation mode, no gradients, attention through sdpa.
-
-    Attributes:
-        model: transformers' causal language model.
-        tokenizer: its tokenizer, with a padding token.
-        dims: its sizes.
-        family: its blocks by part.
-        source: where it came from.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    dims: ModelDims
-    family: Family
-    source: SourceInfo
+    from transformers import PreTrainedModel
 
 
 def load_model(
@@ -76,8 +55,6 @@ def load_model(
         )
     source, torch_dtype, torch_device = str(source), _dtype(dtype), _device(device)
     if source.startswith(TINY_PREFIX):
-        from ondevice.models.tiny import tiny_model
-
         loaded = tiny_model(source.removeprefix(TINY_PREFIX))
         for (
             parameter
@@ -108,25 +85,6 @@ def load_model(
     return wrap(model, tokenizer, family, info, dims)
 
 
-def wrap(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    family: type[Family],
-    info: SourceInfo,
-    dims: ModelDims | None = None,
-) -> LoadedModel:
-    """Put a transformers model into the state that every method starts from; `dims` if they are known already."""
-    model.eval().requires_grad_(False)
-    # Only gradients look at the padding index, and padding is never trained on; quantised embeddings
-    # cannot be exported with it.
-    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
-    try:
-        wrapped = AnyDecoder(model, dims.trait) if isinstance(dims, AnyDims) else family(model)
-    except UnknownTrait as reason:
-        wrapped = AnyDecoder(model, trait_sentence(reason))
-    return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
-
-
 def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
     """Return True where the model needs a new classification head; refuse one where it cannot be."""
     if not dims.classes:
@@ -137,8 +95,6 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
                 hint="leave --classes out: a decoder learns labels as words",
             )  # fmt: skip
         return False
-    from ondevice.models.families.classifier import has_head
-
     if has_head(config):
         if classes not in (None, dims.classes):
             raise ModelError(
@@ -199,8 +155,6 @@ def _load_weights(
         )
     absent = sorted(report["missing_keys"])
     if new_head:
-        from ondevice.models.families.classifier import HEAD
-
         absent = [name for name in absent if not name.startswith(HEAD)]
     if missing_names := absent:
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
@@ -212,22 +166,6 @@ def _load_weights(
 
 def _move(model: Any, device: torch.device) -> None:
     model.to(device)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Turn off transformers' own progress bars and load report; what matters of the report is an error here."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.dims import dims_of
+from ondevice.models.dims import UnknownTrait, trait_sentence
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import Family, UnknownTrait
+from ondevice.models.families.base import Family, dims_of
 from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.gguf import read_gguf_dims
 from ondevice.models.sources.own_head import check_head
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
+from ondevice.models.tiny import tiny_dims, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ondevice.models.load import LoadedModel
+    from ondevice.models.loaded import LoadedModel
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Precisions that weights are read in."""
@@ -166,8 +168,6 @@ def check_model(source: str, revision: str | None = None) -> None:
 def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
     """Return what `read_dims` does, and the family; `AnyDecoder` where the model's own does not do all that it asks."""
     if source.startswith(TINY_PREFIX):
-        from ondevice.models.tiny import tiny_dims
-
         return tiny_dims(source.removeprefix(TINY_PREFIX))
     if source.endswith(".gguf"):
         return read_gguf_dims(Path(source).expanduser())
@@ -179,12 +179,6 @@ def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[
         return replace(dims_of(AnyDecoder, config, where), trait=trait_sentence(reason)), AnyDecoder
 
 
-def trait_sentence(reason: UnknownTrait) -> str:
-    """Say in a sentence what a family does not do."""
-    words = reason.message.rpartition(": ")[2]
-    return f"{words} ({reason.received}; known: {reason.expected})" if reason.received else words
-
-
 def load_tokenizer(
     source: str, revision: str | None = None, config: Any = None
 ) -> PreTrainedTokenizerBase:
@@ -194,8 +188,6 @@ def load_tokenizer(
         config: transformers' configuration that says which kind it is; None reads the source's own.
     """
     if source.startswith(TINY_PREFIX):
-        from ondevice.models.tiny import tiny_tokenizer
-
         read_dims(source)
         return tiny_tokenizer()
     return read_tokenizer(folder_of(sources.resolve(source, revision)), config)

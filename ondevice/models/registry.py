@@ -10,8 +10,10 @@ from typing import Any
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
+from ondevice.models import families
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.base import Family
+from ondevice.models.families.classifier import Classifier
 
 ENCODERS = ("roberta", "xlm-roberta", "camembert")
 """Types of `ondevice.models.families.classifier`, unless they are configured as decoders."""
@@ -20,8 +22,6 @@ ENCODERS = ("roberta", "xlm-roberta", "camembert")
 @cache
 def family_classes() -> dict[str, type[Family]]:
     """Map `model_type` to the family: each module of this package that sets `FAMILY`."""
-    from ondevice.models import families
-
     by_type = {}
     for path in Path(families.__path__[0]).glob("*.py"):
         if "\nFAMILY = " in path.read_text(encoding="utf-8"):  # the others may import a framework
@@ -75,8 +75,6 @@ def classifier_for(config: dict[str, Any]) -> type[Family] | None:
     """Return the family of an encoder that a classification head goes on, by its `config.json`; None for others."""
     if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
         return None
-    from ondevice.models.families.classifier import Classifier
-
     return Classifier
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import write_tensors
+from ondevice.models.open import save_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +33,6 @@ def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
 
 def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
     """Write configuration and tokenizer of a model whose weights are of `dtype`."""
-    from ondevice.models.open import save_tokenizer
-
     config = loaded.model.config
     config.dtype = dtype
     config.architectures = [type(loaded.model).__name__]
@@ -45,7 +44,5 @@ def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
 
 def save_loaded(loaded: Any, folder: Path) -> None:
     """Write a model that is whole in memory as it is, with its tokenizer, into `folder`."""
-    from ondevice.models.open import save_tokenizer
-
     loaded.model.save_pretrained(folder)
     save_tokenizer(loaded, folder)

@@ -13,14 +13,14 @@ from ondevice.artifact.files import atomic_directory
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.base import Family
+from ondevice.models.loaded import LoadedModel, wrap
+from ondevice.models.quiet import quiet_transformers
 from ondevice.models.registry import family_classes
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-    from ondevice.models.load import LoadedModel
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -42,8 +42,6 @@ def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedMode
     Raises:
         ModelError: an unknown family or sizes that do not fit.
     """
-    from ondevice.models.load import wrap
-
     kind = _family(family)
     model = _build(_config(family, **sizes))
     _fill(model, seed)
@@ -55,8 +53,6 @@ def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedMode
 
 def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
     """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers load."""
-    from ondevice.models.load import quiet_transformers
-
     loaded = tiny_model(family, seed, **sizes)
     with atomic_directory(folder, marker="config.json") as partial, quiet_transformers():
         loaded.model.save_pretrained(partial)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
-from ondevice.gguf.config import Metadata
+from ondevice.gguf.metadata import Metadata
 from ondevice.gguf.read_tokenizer import write_tokenizer
 from ondevice.models import find_cached, load_model, read_dims, tiny_model
 from ondevice.models.sources import cache

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from ondevice.core.dims import EXPERT_PARAMETERS, Linear, ModelDims, is_expert_parameter
 from ondevice.core.errors import ModelError, Need
+from ondevice.models.quiet import quiet_transformers
 
 ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",
@@ -133,8 +134,6 @@ def dims_of_config(config: str, where: str) -> AnyDims:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from ondevice.models.load import quiet_transformers
 
     values = json.loads(config)
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import well_formed
 from ondevice.gguf.family import GGUFFamily
 from ondevice.models.dims import (
     ROPE_TYPES,
@@ -18,7 +19,6 @@ from ondevice.models.dims import (
     decoder_dims,
     read_size,
     refuse_quantised,
-    weight_shapes,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +32,22 @@ __all__ = [
     "Family",
     "UnknownTrait",
     "decoder_dims",
+    "dims_of",
     "read_size",
     "refuse_quantised",
 ]
+
+
+_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
+_MOST = 10_000
+"""Most layers or experts: each has an entry in lists that are built before the weights are read."""
 
 
 class Family(GGUFFamily):
@@ -73,8 +86,23 @@ class Family(GGUFFamily):
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Map every weight's name in transformers to its shape, as Llama has them."""
-        return weight_shapes(cls, dims)
+        """Map every weight's name in transformers to its shape, without a tied head."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (dims.vocab, dims.hidden)
+        }
+        for i in range(dims.layers):
+            for place, module in dims.traits.norms:
+                shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place),)
+            for target in cls.linear_targets:
+                inputs, outputs = dims.linear_shape(target)
+                name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
+                shapes[f"{name}.weight"] = (outputs, inputs)
+                if dims.linear_bias(target):
+                    shapes[f"{name}.bias"] = (outputs,)
+        shapes["model.norm.weight"] = (dims.hidden,)
+        if not dims.tied:
+            shapes["lm_head.weight"] = (dims.vocab, dims.hidden)
+        return shapes
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -233,3 +261,21 @@ class Family(GGUFFamily):
                 "unknown linear layer", expected=", ".join(self.linear_targets), received=target
             )
         return self.linear_parents[target]
+
+
+def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDims:
+    """Read the dimensions in a configuration that comes from outside.
+
+    Raises:
+        ModelError: as `Family.dims_from_config`, or a field has a wrong type or is too large.
+    """
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        for field in _COUNTS:
+            value = values.get(field)
+            if isinstance(value, (int, float)) and value > _MOST:
+                raise ModelError(
+                    f"{where}: field '{field}'", expected=f"at most {_MOST}", received=value
+                )
+    with well_formed(where, ModelError, hint="check config.json, or copy it again"):
+        return family.dims_from_config(config, where)

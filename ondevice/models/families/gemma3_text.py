@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 NORMS = {
     "before_attention": "input_layernorm",

@@ -13,7 +13,7 @@ from ondevice.models.families.traited import TraitFamily
 if TYPE_CHECKING:
     import numpy as np
 
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 
 class Granite(TraitFamily):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
     from ondevice.nn.experts import ExpertLora
 
 

@@ -11,7 +11,7 @@ from ondevice.models.families.base import decoder_dims
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 NORMS = {
     "after_attention": "post_attention_layernorm",

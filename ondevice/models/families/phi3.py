@@ -13,7 +13,7 @@ from ondevice.models.families.base import ROPE_TYPES, decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 
 class Phi3(TraitFamily):

@@ -9,7 +9,7 @@ from ondevice.models.families.base import decoder_dims
 from ondevice.models.families.moe import MoeFamily, moe_dims, refuse_window
 
 if TYPE_CHECKING:
-    from ondevice.gguf.config import Metadata
+    from ondevice.gguf.metadata import Metadata
 
 
 class Qwen2Moe(MoeFamily):

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
 from ondevice.models.sources.cache import missing
 
@@ -128,8 +129,6 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
     """
     kinds = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, OSError) and error.errno == 28:
-        from ondevice.artifact.files import storage_errors
-
         with storage_errors("the Hugging Face cache (HF_HOME)"):
             raise error
     name = f"{source}@{revision}" if revision else source

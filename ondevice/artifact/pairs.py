@@ -1,0 +1,116 @@
+"""The tensors of a LoRA adapter in memory: pairs A and B by linear layer, checked and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.core.dims import is_expert_parameter
+from ondevice.core.errors import ArtifactError
+from ondevice.core.untrusted import TensorHeader, parse_header, read_plain
+
+CONFIG_NAME = "adapter_config.json"
+"""Name of the configuration's file, in PEFT's layout and in mlx-lm's."""
+KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+MOST_ADAPTER_BYTES = 8 << 30
+"""An adapter is read into memory at once; the largest that we know has 1.4 GB."""
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+def stored_tensors(path: Path) -> tuple[TensorHeader, dict[str, np.ndarray]]:
+    """Read a safetensors file: its header, and its tensors as float32; ArtifactError if it is not a whole one."""
+    try:
+        data = read_plain(path, MOST_ADAPTER_BYTES)
+        header = parse_header(data)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is damaged or no safetensors file", received=str(error), hint="copy it again"
+        ) from None
+    arrays = {
+        name: _to_float32(place.dtype, data[place.start : place.end], path, name).reshape(
+            place.shape
+        )
+        for name, place in header.tensors.items()
+    }
+    return header, arrays
+
+
+def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype not in _NUMPY:
+        expected = "F32, F16, BF16 or F64"
+        raise ArtifactError(
+            f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype
+        )
+    return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
+
+
+def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None = None) -> int:
+    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share.
+
+    `stated` is the rank that a configuration gives: that of experts' pairs alone cannot be seen.
+    """
+    ranks = {
+        value.shape["_B" in name.rpartition(".lora")[2]]
+        for name, value in tensors.items()
+        if value.ndim == 2 and not is_expert_parameter(name.rpartition(".lora_")[0])
+    }
+    rank = None if ranks else stated
+    if not tensors:
+        raise ArtifactError(
+            f"{where}: no tensors", expected="at least one pair of lora_A and lora_B"
+        )
+    for name, value in sorted(tensors.items()):
+        match = KEY.fullmatch(name)
+        if match is None:
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight"
+            )
+        other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
+        if other not in tensors:
+            raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
+        if value.ndim != 2:
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape
+            )
+        own = value.shape[0] if match["side"] == "A" else value.shape[1]
+        if own == 0:
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0"
+            )
+        if is_expert_parameter(match["linear"]):
+            each = rank or min(ranks, default=0)
+            if not each or own % each:
+                expected = f"a multiple of rank {each or '(field r)'}"
+                raise ArtifactError(f"{where}: tensor '{name}'", expected=expected, received=own)
+            own = each
+        rank = own if rank is None else rank
+        if own != rank:
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}"
+            )
+        if not np.isfinite(value).all():
+            raise ArtifactError(
+                f"{where}: tensor '{name}'", expected="finite values", received="inf or nan"
+            )
+    return int(rank or 0)
+
+
+def targets_of(tensors: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """List the last part of the names of the linear layers, sorted."""
+    matches = filter(None, map(KEY.fullmatch, tensors))
+    return tuple(sorted({match["linear"].rsplit(".", 1)[-1] for match in matches}))
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """Hash names, shapes and float32 values with SHA-256; the order in the file does not matter."""
+    result = hashlib.sha256()
+    for name in sorted(tensors):
+        value = np.ascontiguousarray(tensors[name], dtype="<f4")
+        result.update(f"{name} {value.shape}\n".encode())
+        result.update(value.tobytes())
+    return result.hexdigest()
