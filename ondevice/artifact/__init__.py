@@ -1,1 +1,1 @@
-"""Files that are written and read back: manifests, adapters, checkpoints' tensors; whole or not there."""
+"""Files that are complete or absent: manifests, adapters, checkpoints' tensors."""

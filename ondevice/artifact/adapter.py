@@ -1,8 +1,9 @@
-"""LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors; mlx-lm's is read too.
+"""LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors;
+mlx-lm's can be read too.
 
-What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's files; what PEFT
-wrote loads here when it is plain LoRA. Anything else is refused by name, part by part: a part that is ignored in
-silence makes another model than the one that was trained.
+What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's
+files; what PEFT wrote loads here when it is plain LoRA. Anything else is refused by name, part by
+part: a part that is ignored in silence makes another model than the one that was trained.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     """Write `adapter` as a PEFT adapter, all at once; an adapter that is there is replaced.
 
     Raises:
-        ArtifactError: the tensors are no whole set of finite A and B pairs of `adapter.rank`.
+        ArtifactError: the tensors are not complete, finite A and B pairs of `adapter.rank`.
         StorageError: the disk is full, or `folder` holds something else than an adapter.
     """
     from safetensors.numpy import save
@@ -66,7 +67,8 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
 
 
 def _sorted_metadata(data: bytes) -> bytes:
-    # safetensors writes metadata in the order of a hash map, another in each call: one adapter shall be one file.
+    # safetensors writes metadata in the order of a hash map, another in each call: one adapter
+    # shall be one file.
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -109,16 +111,18 @@ def is_mlx_lm(folder: Path) -> bool:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read a PEFT LoRA adapter, or mlx-lm's. Tensors become float32; rank-stabilised LoRA's scale is folded into alpha.
+    """Read a PEFT LoRA adapter, or mlx-lm's. Tensors become float32; rank-stabilised LoRA's scale
+    is folded into alpha.
 
     Raises:
-        ArtifactError: a file is missing, damaged, changed, pickled, or of a kind that is not plain LoRA; the
-            error names the file and the field or tensor.
+        ArtifactError: a file is missing, damaged, changed, pickled, or of a kind that is not plain
+            LoRA; the error names the file and the field or tensor.
     """
     folder = path_of(folder, "the adapter's folder")
     if is_mlx_lm(folder):
         return load_mlx_lm_adapter(folder)
-    config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+    config_path = folder / CONFIG_NAME
+    weights_path = folder / WEIGHTS_NAME
     config = read_config(config_path)
     check_fields(config, config_path)
     tensors, config = fold_patterns(read_tensors(weights_path), config, config_path)
@@ -157,7 +161,8 @@ def _renamed(tensor: str, names: dict[str, str]) -> str:
 
 
 def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
-    """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's linear layers."""
+    """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's
+    linear layers."""
     linears = [name for name in adapter.linears if not is_expert_parameter(name)]
     layers = sorted({layer_of(name) for name in linears})
     if (
@@ -178,7 +183,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return `adapter_config.json` as a dictionary that has a `peft_type`."""
     if not path.is_file():
         hint = "give the folder that holds adapter_config.json"
-        expected, received = CONFIG_NAME, "no such file"
+        expected = CONFIG_NAME
+        received = "no such file"
         raise ArtifactError(
             f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint
         )
@@ -186,7 +192,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if "peft_type" not in config:
         received = ", ".join(sorted(config)[:6])
         hint = (
-            "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
+            "mlx-lm writes a file of the same name, next to adapters.safetensors: is that missing?"
         )
         raise ArtifactError(
             f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint
@@ -195,7 +201,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors in float32 under the base model's own names, and check them against the recorded digest if any.
+    """Read the tensors in float32 under the base model's own names, and check them against the
+    recorded digest if any.
 
     The digest is of the numbers, not of the file: PEFT may write the same adapter as another file.
     """
@@ -205,7 +212,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             raise ArtifactError(
                 f"{pickled} is a pickle, which can run any code when it is read",
                 expected=WEIGHTS_NAME,
-                hint="load it with PEFT where you trust it and save_pretrained(safe_serialization=True)",
+                hint="if you trust it, load it with PEFT and save_pretrained(safe_serialization=True)",
             )
         raise ArtifactError(
             f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file"

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
 A_ERROR = 1e-6
-"""Largest difference of a frozen A that is accepted: another machine's logarithm and sine have other last bits."""
+"""Largest difference of a frozen A that is accepted: another machine's logarithm and sine have
+other last bits."""
 
 
 def check_fits(
@@ -25,8 +26,8 @@ def check_fits(
         shapes: of every tensor that the run has, by the adapter's names.
 
     Raises:
-        ArtifactError: another rank or alpha, layers that the run does not change, or tensors that are missing or of
-            another shape.
+        ArtifactError: another rank or alpha, layers that the run does not change, or tensors that
+            are missing or of another shape.
     """
     for field, expected, received in (
         ("rank", rank, adapter.rank),

@@ -1,8 +1,10 @@
-"""Adapters beside the matrices of experts, one parameter [experts, outputs, inputs] a layer: names and layout.
+"""Adapters of the matrices of experts, one parameter [experts, outputs, inputs] a layer: names and
+layout.
 
-Here a pair is named for its parameter: `model.layers.0.mlp.experts.down_proj.lora_A.weight` [experts * rank, inputs],
-and `lora_B` [outputs, rank * experts]. PEFT (0.17 and later, `target_parameters`) writes the same numbers under the
-name of the module, with `.base_layer` for each parameter of it that comes later.
+Here a pair is named for its parameter: `model.layers.0.mlp.experts.down_proj.lora_A.weight`
+[experts * rank, inputs], and `lora_B` [outputs, rank * experts]. PEFT (0.17 and later,
+`target_parameters`) writes the same numbers under the name of the module, with `.base_layer` for
+each parameter of it that comes later.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def change_of(a: np.ndarray, b: np.ndarray, experts: int) -> np.ndarray:
     Returns:
         float32 [experts, outputs, inputs].
     """
-    a_ERI, b_ORE = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
+    a_ERI = a.reshape(experts, -1, a.shape[1])
+    b_ORE = b.reshape(b.shape[0], -1, experts)
     return np.matmul(b_ORE.transpose(2, 0, 1), a_ERI)
 
 
@@ -50,14 +53,16 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
 def own_names(
     stored: Iterable[str], target_parameters: Iterable[str], where: str
 ) -> dict[str, str]:
-    """Map PEFT's names of the modules that have pairs to names of parameters, those of plain layers to themselves.
+    """Map PEFT's names of the modules that have pairs to names of parameters, those of plain layers
+    to themselves.
 
     Args:
         stored: full names of modules, as tensors have them.
         target_parameters: of PEFT's configuration.
 
     Raises:
-        ArtifactError: a parameter that is not one of experts; or the tensors are not of these parameters.
+        ArtifactError: a parameter that is not one of experts; or the tensors are not of these
+            parameters.
     """
     targets = list(target_parameters)
     for target in targets:
@@ -79,7 +84,7 @@ def own_names(
     ]
     if missing or beyond or (targets and not full):
         raise ArtifactError(
-            f"{where}: field 'target_parameters' is not what the tensors are beside",
+            f"{where}: field 'target_parameters' does not match the tensors",
             expected=", ".join((missing or beyond or targets)[:4]),
             received=", ".join(targets) or "nothing",
             hint="copy adapter_config.json and adapter_model.safetensors together",

@@ -1,9 +1,9 @@
-"""Files and folders that are either whole or not there: written beside, flushed to the disk, then renamed.
+"""Files and folders that are complete or absent: written under another name, flushed, then renamed.
 
-A crash, a full disk or a kill at any moment leaves the previous content under the name. What a killed process left
-beside it is removed by the next write of the same name. Named numpy arrays go into one safetensors file, in a stream
-with its hash and without a second copy; numpy has no bfloat16, so a session hands out such a tensor as uint16 or
-float32.
+A crash, a full disk or a kill at any moment leaves the previous content under the name. The next
+write of the same name removes partial files of a killed process. Named numpy arrays go into one
+safetensors file, in a stream with its hash and without a second copy; numpy has no bfloat16, so a
+session hands out such a tensor as uint16 or float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def storage_errors(path: str | Path) -> Iterator[None]:
-    """Turn a full disk into StorageError, also where a library wraps it in an error of its own (safetensors).
+    """Turn a full disk into StorageError, also if a library wraps it in its own error
+    (safetensors).
 
     Raises:
         StorageError: the disk is full or a quota is used up; `path` is what was being written.
@@ -58,7 +59,7 @@ def storage_errors(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def private() -> Iterator[None]:
-    """Let only this user read and write what is created inside: files are 0600, folders 0700.
+    """Let only this user read and write new files inside: files are 0600, folders 0700.
 
     The mask is the process's, so what other threads create meanwhile is private too.
     """
@@ -100,7 +101,8 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a free name to write a file of any size to; on a clean exit it takes the name `path`.
 
     Raises:
-        StorageError: the disk is full, or the place cannot be written; what was there before is untouched.
+        StorageError: the disk is full, or the place cannot be written; what was there before is
+            untouched.
     """
     target = Path(os.path.realpath(path))
     with _named_errors(target):
@@ -128,16 +130,17 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; on a clean exit it takes the name `path`, replacing what was there.
+    """Yield an empty folder to fill; on a clean exit it takes the name `path`, replacing what was
+    there.
 
     Args:
         path: the folder's final name. Its parents are made.
-        marker: a file that only a folder of this kind has. With it, a non-empty folder that lacks the
-            marker is never replaced, so that a wrong `--out` cannot delete somebody's files.
+        marker: a file that only a folder of this kind has. With it, a non-empty folder that lacks
+            the marker is never replaced, so that a wrong `--out` cannot delete somebody's files.
 
     Raises:
-        StorageError: the disk is full, the place cannot be written, or `path` is a file or (with `marker`)
-            a folder of another kind. The old content is untouched.
+        StorageError: the disk is full, the place cannot be written, or `path` is a file or (with
+            `marker`) a folder of another kind. The old content is untouched.
     """
     target = Path(os.path.realpath(path))
     with _named_errors(target):
@@ -151,8 +154,9 @@ def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator
             yield partial
         with _named_errors(target):
             _check_replaceable(target, marker)
-            # Flushed before the rename, which may reach the disk first: a power cut would leave a whole name with
-            # empty files. The folder is flushed after it, so that the new name is on the disk when this returns.
+            # Flushed before the rename, which may reach the disk first: a power cut would leave a
+            # whole name with empty files. The folder is flushed after it, so that the new name is
+            # on the disk when this returns.
             fsync_tree(partial)
             _put_in_place(partial, target)
             fsync_folder(target.parent)
@@ -171,8 +175,8 @@ def sha256_file(path: str | Path) -> str:
 
 
 def sha256_spread(path: str | Path, pieces: int = 1024, piece_bytes: int = 1 << 20) -> str:
-    """Hash a file as `sha256_file` does where it is small; else its size and pieces spread evenly over all of it, so
-    that hundreds of gigabytes take seconds."""
+    """Hash a small file as `sha256_file` does; else its size and pieces spread evenly over all of
+    it, so that hundreds of gigabytes take seconds."""
     size = os.path.getsize(path)
     if size <= pieces * piece_bytes:
         return sha256_file(path)
@@ -256,7 +260,7 @@ def _beside(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove partial files that processes of this machine that are gone left beside `target`."""
+    """Remove partial files that ended processes of this machine left next to `target`."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-{_node()}-(\d+)-[0-9a-f]{{8}}")
     for entry in os.scandir(target.parent):
         match = pattern.fullmatch(entry.name)
@@ -283,7 +287,8 @@ def _put_in_place(partial: Path, target: Path) -> None:
     if not target.exists():
         os.rename(partial, target)
     elif not _exchange(partial, target):
-        # A file system that cannot swap two names: between the two renames the old content has another name.
+        # A file system that cannot swap two names: between the two renames the old content has
+        # another name.
         old = _beside(target)
         os.rename(target, old)
         os.rename(partial, target)
@@ -291,8 +296,9 @@ def _put_in_place(partial: Path, target: Path) -> None:
 
 
 def _exchange(path: Path, other: Path) -> bool:
-    """Swap two names in one system call; False where the system or the file system cannot."""
-    first, second = os.fsencode(path), os.fsencode(other)
+    """Swap two names in one system call; False if the system or the file system cannot."""
+    first = os.fsencode(path)
+    second = os.fsencode(other)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "darwin":
@@ -346,18 +352,19 @@ def write_tensors(
     """Write `tensors` to `path` and return the SHA-256 of the file; the caller waits for the disk.
 
     Args:
-        written: called with the name of each array that has been read and may change again; the arrays are then
-            written in the order of `tensors`.
+        written: called with the name of each array that has been read and may change again; the
+            arrays are then written in the order of `tensors`.
         bfloat16: uint16 arrays are bfloat16 numbers, and the file is one of transformers' weights.
-        alignment: bytes, at multiples of which every tensor begins; the format has no holes, so that unused bytes are
-            tensors named `PADDING` and a number.
+        alignment: bytes, at multiples of which every tensor begins; the format has no holes, so
+            that unused bytes are tensors named `PADDING` and a number.
 
     Raises:
         CheckpointError: if an array is of a type that safetensors has no name for.
         OSError: from the disk.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if bfloat16 else {}
-    arrays, offset = [], 0
+    arrays = []
+    offset = 0
     items = list(tensors.items())
     if written is None:
         items.sort(key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -407,8 +414,8 @@ def _padded(
 
 
 def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, np.ndarray]:
-    """Read what `write_tensors` wrote; the arrays can be written to. `mapped` leaves them in the file until they are
-    looked at.
+    """Read what `write_tensors` wrote; the arrays can be written to. `mapped` leaves them in the
+    file until they are looked at.
 
     Raises:
         DamagedError: if the file is not whole.

@@ -1,7 +1,8 @@
 """mlx-lm's adapters: adapters.safetensors and adapter_config.json, read and written.
 
-mlx-lm keeps `lora_a` [inputs, rank] and `lora_b` [rank, outputs], and a `scale` where PEFT has alpha = scale x rank.
-What is written here loads in `mlx_lm.tuner.utils.load_adapters` and with `mlx_lm.load(..., adapter_path=...)`.
+mlx-lm keeps `lora_a` [inputs, rank] and `lora_b` [rank, outputs], and a `scale`, from which PEFT's
+alpha = scale x rank follows. What is written here loads in `mlx_lm.tuner.utils.load_adapters` and
+with `mlx_lm.load(..., adapter_path=...)`.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
     """Write `adapter` as mlx-lm keeps one, all at once; an adapter that is there is replaced.
 
     Raises:
-        ArtifactError: the tensors are no whole set of finite pairs, or lie outside a model's blocks.
+        ArtifactError: the tensors are not complete, finite pairs, or lie outside a model's blocks.
         StorageError: the disk is full, or `folder` holds something else than an adapter.
     """
     from safetensors.numpy import save
 
     check_tensors(adapter.tensors, str(folder))
-    modules, tensors = set(), {}
+    modules = set()
+    tensors = {}
     for linear in adapter.linears:
         match = _LAYER.fullmatch(linear)
         if match is None:
@@ -67,7 +69,8 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
     """Read an adapter of mlx-lm; tensors become float32.
 
     Raises:
-        ArtifactError: a file is missing or damaged, or the adapter is no plain LoRA (DoRA, a full fine-tune).
+        ArtifactError: a file is missing or damaged, or the adapter is not plain LoRA (DoRA, a full
+            fine-tune).
     """
     folder = Path(folder)
     config = _config(folder / CONFIG_NAME)

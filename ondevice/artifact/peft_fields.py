@@ -1,7 +1,9 @@
-"""The fields of PEFT's `adapter_config.json`: a list of those that plain LoRA may have. Any other must be off.
+"""The fields of PEFT's `adapter_config.json`: a list of those that plain LoRA may have. Any other
+must be off.
 
-PEFT adds fields with every release, and most of them make another computation of the same two matrices. A field that
-is not listed here is therefore refused by its name unless its value is null, false or empty.
+PEFT adds fields with every release, and most of them make another computation of the same two
+matrices. A field that is not listed here is therefore refused by its name unless its value is null,
+false or empty.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from ondevice.core.errors import ArtifactError
 
 WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",  # where it came from
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",  # its origin
     "lora_dropout",  # of its training; what was trained has none
     "fan_in_fan_out",  # how the base model stores the weight
     "exclude_modules", "layers_pattern",  # which modules got a pair, as the tensors have it
@@ -32,12 +34,13 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
-    # The other initialisations (pissa, olora, corda, loftq, ...) also change the base model's weights.
+    # The other initialisations (pissa, olora, corda, loftq, ...) also change the base model's
+    # weights.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 """Fields that may have these values only."""
 MOST_RANK = 1024
-"""Highest rank of a pair where ranks differ: all pairs are padded to it."""
+"""Highest rank of a pair if ranks differ: all pairs are padded to it."""
 _PLAIN = re.compile(r"\^?[\w.\-]+\$?")
 HINT = "only plain LoRA can be used; merge such an adapter with PEFT's merge_and_unload"
 
@@ -105,11 +108,13 @@ def fold_patterns(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return an equal adapter with one rank and one alpha, and its configuration.
 
-    `rank_pattern` and `alpha_pattern` give single layers another rank or alpha. A pair of lower rank gets zeros, and
-    where the scale differs, B is multiplied by the ratio; a pair with the default scale keeps its bits.
+    `rank_pattern` and `alpha_pattern` give single layers another rank or alpha. A pair of lower
+    rank gets zeros, and if the scale differs, B is multiplied by the ratio; a pair with the default
+    scale keeps its bits.
 
     Args:
-        tensors: `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank].
+        tensors: `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs,
+            rank].
 
     Raises:
         ArtifactError: a pattern that is more than a name, or that the tensors contradict.
@@ -141,7 +146,8 @@ def fold_patterns(
     folded = {}
     for name, value in tensors.items():
         linear = name.rpartition(".lora_")[0]
-        rank, alpha = _of(ranks, linear, config.get("r")), _of(alphas, linear, config["lora_alpha"])
+        rank = _of(ranks, linear, config.get("r"))
+        alpha = _of(alphas, linear, config["lora_alpha"])
         if own.get(name) != rank:
             raise _wrong(
                 path, "rank_pattern", f"rank {own.get(name)} for {linear}, as {name} has it", rank
@@ -163,7 +169,7 @@ def fold_patterns(
 
 
 def scale(alpha: Any, rank: Any, config: dict[str, Any]) -> float:
-    """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA; 0 for a wrong rank."""
+    """Return alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA; 0 without a rank."""
     if type(rank) is not int or rank < 1:
         return 0.0
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

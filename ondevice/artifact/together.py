@@ -1,4 +1,5 @@
-"""A safetensors file that several processes write, each its own bytes, with nobody holding all of it."""
+"""A safetensors file that several processes write, each its own bytes, with nobody holding all of
+it."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ ALIGNMENT = 8
 
 
 def layout(shapes: dict[str, tuple[int, ...]], kind: str) -> tuple[bytes, dict[str, int], int]:
-    """Return the file's head, the byte at which each tensor begins, and the file's size; the same in every process.
+    """Return the file's head, the byte at which each tensor begins, and the file's size; the same
+    in every process.
 
     Args:
         shapes: of tensors by name.
         kind: `BF16` or `F32`, of all of them.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, offset = {}, 0
+    starts = {}
+    offset = 0
     for name in sorted(shapes):
         end = offset + prod(shapes[name]) * WIDTHS[kind]
         header[name] = {"dtype": kind, "shape": list(shapes[name]), "data_offsets": [offset, end]}
@@ -59,10 +62,11 @@ def write_parts(
     """Write this process' parts of the tensors, and wait for the disk.
 
     Args:
-        parts: tensor, its first element that is here, and the elements, flat and of `kind` (bfloat16 as uint16).
+        parts: tensor, its first element that is here, and the elements, flat and of `kind`
+            (bfloat16 as uint16).
 
     Raises:
-        OSError: from the disk; there is no such file where `make` wrote to another disk.
+        OSError: from the disk; the file is missing if `make` wrote to another disk.
     """
     _, starts, _ = layout(shapes, kind)
     with path.open("r+b") as file:

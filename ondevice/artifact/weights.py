@@ -1,6 +1,7 @@
-"""The frozen weights of a block program: one safetensors file that a host maps, and hands to a program without a copy.
+"""The frozen weights of a block program: one safetensors file that a host maps, and hands to a
+program without a copy.
 
-Every tensor begins at a multiple of `ALIGNMENT_BYTES`, so that a runtime may use it where it lies.
+Every tensor begins at a multiple of `ALIGNMENT_BYTES`, so that a runtime may use it in place.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 class MappedWeights:
-    """The tensors of a weights file, mapped: their memory is the file's, and the system may drop and read it again.
+    """The tensors of a weights file, mapped: their memory is the file's, and the system may drop
+    and read it again.
 
     Raises:
-        ArtifactError: the file is missing, truncated, not aligned, or holds what is no weight.
+        ArtifactError: the file is missing, truncated, not aligned, or holds something that is not a
+            weight.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +71,13 @@ class MappedWeights:
         """Return the tensor in the file's memory; not to be written to.
 
         Args:
-            shape: what the program wants; of the first dimension the file may have more, for tables taken in tiles.
+            shape: what the program wants; of the first dimension the file may have more, for tables
+                taken in tiles.
             dtype: numpy's name.
 
         Raises:
-            ArtifactError: there is none of that name, shape and dtype: weights of another model, or of this one rounded
-                in another way.
+            ArtifactError: no tensor has that name, shape and dtype: weights of another model, or of
+                this one rounded in another way.
         """
         place = self._places.get(name)
         if (

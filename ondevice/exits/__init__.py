@@ -1,4 +1,5 @@
-"""Ways out: what was trained, in the form that another program reads; one file a form, each checked before it is there.
+"""Ways out: what was trained, in the form that another program reads; one file a form, each checked
+before it is there.
 
 `convert` is the way in. A form is a module of this folder that sets `FORM`.
 """

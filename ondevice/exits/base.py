@@ -1,4 +1,4 @@
-"""The interface of a form: its request, and the result of its check; the forms by name. It loads no framework."""
+"""A form's interface, request and checked result; the forms by name, without a framework."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Request:
 
     Attributes:
         adapter: as it was trained; it changes something.
-        folder: where it lies.
-        model: the base model's source; None where none is given and the form needs none.
+        folder: of its files.
+        model: the base model's source; None if omitted, for a form that needs none.
         revision: of a hub id.
         dtype: of the written weights; empty for a form without a choice, or for the base's own.
-        out: the place that it will have, for errors and texts. What is written goes where `Form.write` is told.
+        out: its final path, for errors and texts; `Form.write` gets the path to write to.
     """
 
     adapter: Adapter
@@ -37,13 +37,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of reading a form back. Differences are the largest absolute ones of the logits on `fuse.PROMPTS`.
+    """The result of reading a form back. Differences are the largest absolute ones of the logits on
+    `fuse.PROMPTS`.
 
     Attributes:
-        from_base: what the exit changes; never 0. None where no model was given, and only the numbers were compared.
+        from_base: what the exit changes; never 0. None without a model: only the numbers were
+            compared then.
         from_adapter: what was written against base plus adapter, both in float32.
         largest: logit, the scale of both.
-        kept: share of the adapter's change of the weights that rounding left; 1 where nothing is rounded.
+        kept: fraction of the adapter's change of the weights that rounding left; 1 without
+            rounding.
         notes: what the user should know, one sentence each.
     """
 
@@ -61,13 +64,14 @@ class Form:
     Attributes:
         name: as `--to` takes it.
         reader: the program that reads it.
-        write: write to a path that does not exist (a file) or is an empty folder, read back, compare.
-        marker: a file that a folder of this form has; None where the form is one file.
-        dtypes: of the written weights, the default first; empty where there is no choice.
-        merged: the whole model leaves, not the adapter alone.
-        needs_model: it cannot be written from the adapter alone.
+        write: write to a path that does not exist (a file) or is an empty folder, read back,
+            compare.
+        marker: a file that a folder of this form has; None if the form is one file.
+        dtypes: of the written weights, the default first; empty without a choice.
+        merged: the full model is written, not only the adapter.
+        needs_model: it cannot be written from only the adapter.
         max_rank: the largest rank that the reader takes; None for no limit.
-        experts: it takes pairs beside experts' matrices.
+        experts: it takes pairs for experts' matrices.
     """
 
     name: str
@@ -82,7 +86,7 @@ class Form:
 
 
 def form_names() -> tuple[str, ...]:
-    """List the forms: the modules of this package that set `FORM`, by the file's name; none of them is imported."""
+    """List the forms by the names of this package's modules; none of them is imported."""
     package = Path(__file__).parent
     found = [
         path
@@ -93,7 +97,7 @@ def form_names() -> tuple[str, ...]:
 
 
 def form_of(name: str) -> Form:
-    """Return the form of that name; ConfigError with all names if there is none."""
+    """Return the form of that name; ConfigError with all names if the name is unknown."""
     if name not in form_names():
         raise ConfigError("unknown form", expected=", ".join(form_names()), received=name)
     return importlib.import_module(f"ondevice.exits.{name.replace('-', '_')}").FORM

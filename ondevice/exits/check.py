@@ -1,8 +1,8 @@
 """Every exit's check: what was written, read back, is not the base and is base plus adapter.
 
-An adapter that changes nothing without a word is the field's commonest complaint. A layout that is wrong by a
-permutation, a scale that is left out, a rounding that swallows the change: each shows here, before the file has its
-name.
+An adapter that changes nothing without a word is the field's commonest complaint. A layout that is
+wrong by a permutation, a scale that is left out, a rounding that swallows the change: each shows
+here, before the file has its name.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _log = logging.getLogger(__name__)
 SCALE_ERROR = 1e-6
 """Largest relative difference of alpha / rank: a form may keep it in float32."""
 LOGIT_ERROR = {"float32": 1e-5, "float16": 1e-2}
-"""Largest difference of the logits, as a part of the largest, where every weight is rounded by itself."""
+"""Largest difference of the logits, as a fraction of the largest, if every weight is rounded on its
+own."""
 KEPT = (0.5, 1.5)
 """The range of the adapter's change of the weights that rounding may leave, as a share of it."""
 
 
 def check_adapter(request: Request, written: Adapter) -> Checked:
-    """Compare an adapter that was read back with the one it was written from, tensor by tensor and on the model.
+    """Compare an adapter that was read back with the one it was written from, tensor by tensor and
+    on the model.
 
     Raises:
         VerificationError: a tensor or the scale differs, or the model's answers are the base's.
@@ -71,7 +73,8 @@ class Merge:
 
     Attributes:
         loaded: the merged model.
-        base, expected: float32 logits on `PROMPTS` of the base, and of base plus adapter before they were merged.
+        base, expected: float32 logits on `PROMPTS` of the base, and of base plus adapter before
+            they were merged.
     """
 
     loaded: LoadedModel
@@ -103,7 +106,8 @@ def check_merged(
     limits: dict[str, float],
     kept: float,
 ) -> Checked:
-    """Compare a merged model that was read back with the one in memory; its weights are replaced by what was read.
+    """Compare a merged model that was read back with the one in memory; its weights are replaced by
+    what was read.
 
     Args:
         written: transformers' name and float32 value of every tensor, in its own shape.
@@ -111,7 +115,8 @@ def check_merged(
         kept: share of the adapter's change that the rounding left.
 
     Raises:
-        VerificationError: a tensor is missing, more rounded than its type explains, or the answers are the base's.
+        VerificationError: a tensor is missing, more rounded than its type explains, or the answers
+            are the base's.
     """
     import torch
 
@@ -122,7 +127,8 @@ def check_merged(
     for name, value in written:
         weight = weights.pop(name)
         found = torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
-        error, largest = float((found - weight).abs().max()), float(weight.abs().max())
+        error = float((found - weight).abs().max())
+        largest = float(weight.abs().max())
         if not error <= limits[name] * largest:
             raise _different(request, name, f"within {limits[name] * largest:.3g}", f"{error:.3g}")
         weight.copy_(found)
@@ -146,7 +152,7 @@ def check_merged(
 
 
 def _accept(request: Request, checked: Checked, effect: float, limit: float | None) -> Checked:
-    """Refuse what is not base plus adapter, or is the base; without a limit, say where rounding outweighs."""
+    """Refuse a result that is not base plus adapter; without a limit, note large rounding."""
     assert checked.from_adapter is not None and checked.largest is not None  # noqa: S101
     if limit is not None and not checked.from_adapter <= limit * max(1.0, checked.largest):
         allowed = limit * max(1.0, checked.largest)

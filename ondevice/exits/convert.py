@@ -1,4 +1,5 @@
-"""Convert what was trained to another program's form: find it, refuse early, write, check, and only then name it."""
+"""Convert what was trained to another program's form: find it, refuse early, write, check, and only
+then name it."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ class ConvertReport:
         out: the file or folder; `bytes` of all its files, 0 for a dry run.
         form: its name; `reader` the program that reads it.
         adapter: the folder that was converted, with its `rank`, `alpha` and number of `linears`.
-        model: the base model's source; None where the form needs none and none was given.
-        dtype: of the weights, where there is a choice.
-        max_abs_difference_from_base, max_abs_difference_from_adapter, max_abs_logit: of the logits on a few prompts;
+        model: the base model's source; None if omitted, for a form that needs none.
+        dtype: of the weights, if the form has a choice.
+        max_abs_difference_from_base, max_abs_difference_from_adapter, max_abs_logit: of the logits
+        on a few prompts;
             None without a model.
         kept: share of the adapter's change of the weights that rounding left.
         notes: one sentence each.
@@ -73,22 +75,25 @@ def convert(
 
     Args:
         source: an adapter's folder (PEFT's or mlx-lm's), a run's, or an artifact's that holds one.
-        to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft,
-            safetensors, vllm.
+        to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, mlx, mlx-model,
+            ollama, peft, safetensors, vllm.
         out: the file or folder to write.
         model: the base model, or an artifact made of it; None takes the one that the adapter names.
-        dtype: of the weights, where the form has a choice.
+        dtype: of the weights, if the form has a choice.
         overwrite: replace what this form wrote there before.
         dry_run: check what can be checked without the weights, and write nothing.
 
     Raises:
-        ConfigError: an unknown form or dtype, no model for a form that needs one, or a rank beyond the reader's limit.
+        ConfigError: an unknown form or dtype, no model for a form that needs one, or a rank beyond
+            the reader's limit.
         ArtifactError: the adapter is damaged, or not of that model.
         ModelError: the model cannot be read, or its family has no such form.
-        VerificationError: the adapter changes nothing, or what was written is not base plus adapter.
+        VerificationError: the adapter changes nothing, or what was written is not base plus
+            adapter.
         StorageError: the disk is full, or `out` holds something else. Nothing is left behind then.
     """
-    form, target = form_of(to), Path(out)
+    form = form_of(to)
+    target = Path(out)
     dtype = _dtype(form, dtype)
     folder = find_adapter(Path(source))
     adapter = load_adapter(folder)
@@ -146,10 +151,8 @@ def find_adapter(source: Path) -> Path:
     kind = "no such folder" if not source.is_dir() else "a folder without an adapter"
     hint = "give the folder of an adapter, or of a run that trained one"
     if (source / MANIFEST_NAME).is_file():
-        kind, hint = (
-            "an artifact, which holds no trained adapter",
-            "give the folder of the run that trained it",
-        )
+        kind = "an artifact, which holds no trained adapter"
+        hint = "give the folder of the run that trained it"
     raise ArtifactError(
         f"{source} is nothing that can be converted", expected=CONFIG_NAME, received=kind, hint=hint
     )
@@ -159,13 +162,15 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     """Refuse an adapter of another model, by its tensors' names and shapes; no weight is read.
 
     Raises:
-        ArtifactError: names the tensor: one that the model lacks, of another shape, or that is no linear layer.
+        ArtifactError: names the tensor: it is missing in the model, has another shape, or is not a
+            linear layer.
     """
     from ondevice.models import read_dims
     from ondevice.models.registry import family_for
 
     dims = read_dims(model, revision)
-    # A family that is not described here has other names in its files: there a layer is known by its place in a block.
+    # A family that is not described here has other names in its files: there a layer is known by
+    # its place in a block.
     stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
     listed = (*dims.linear_list, *dims.expert_list)
     places = {
@@ -182,10 +187,10 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
                 else ""
             )
             raise ArtifactError(
-                f"the adapter changes '{linear}', which is no linear layer of a block{head}",
+                f"the adapter changes '{linear}', which is not a linear layer of a block{head}",
                 expected=", ".join(dims.linear_shapes),
                 received=linear,
-                hint="train it on linear layers of the blocks alone",
+                hint="train it only on linear layers of the blocks",
             )
         shape = (
             stored.get(linear, ())[1:] or None
@@ -212,7 +217,7 @@ def _check_adapter(form: Form, adapter: Adapter, folder: Path) -> None:
     if adapter.expert_parameters and not form.experts:
         able = [name for name in form_names() if form_of(name).experts]
         raise ConfigError(
-            f"an adapter with pairs beside experts' matrices is not written for {form.reader}",
+            f"an adapter with pairs for experts' matrices cannot be written for {form.reader}",
             expected=f"--to {' or '.join(able)}",
             received=f"--to {form.name}, {adapter.expert_parameters[0]}",
             hint="merge it (--to safetensors), and convert the model with the reader's own tool",
@@ -227,7 +232,7 @@ def _check_adapter(form: Form, adapter: Adapter, folder: Path) -> None:
 
 
 def _base(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
-    """Return the source of the base model; an artifact says what it was made of."""
+    """Return the source of the base model; an artifact names its own."""
     if model is None or not (Path(model) / MANIFEST_NAME).is_file():
         return model, revision
     exported = read_manifest(Path(model), check_files=False).model
@@ -244,10 +249,12 @@ def _dtype(form: Form, dtype: str | None) -> str:
 
 
 def _check_free(form: Form, target: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
-    """Refuse a place that holds something, before minutes of work; what is read is never replaced."""
+    """Refuse an existing target before minutes of work; sources are never replaced."""
     if any(os.path.realpath(target) == os.path.realpath(source) for source in sources):
         raise StorageError(
-            f"{target} is what is converted", expected="another place", hint="choose another name"
+            f"{target} is the adapter or model itself",
+            expected="another path",
+            hint="choose another name",
         )
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -261,7 +268,7 @@ def _check_free(form: Form, target: Path, sources: tuple[Path, ...], overwrite: 
         )
     if form.marker is None and not _is_gguf(target):
         raise StorageError(
-            f"{target} is no GGUF file and would be replaced", hint="choose another name"
+            f"{target} is not a GGUF file and would be replaced", hint="choose another name"
         )
 
 

@@ -1,4 +1,5 @@
-"""`executorch`: base plus adapter as a program that answers on a phone's CPU, for `ondevice chat` and ExecuTorch."""
+"""`executorch`: base plus adapter as a program that answers on a phone's CPU, for `ondevice chat`
+and ExecuTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = {"8da8w": "8da8w", "8da4w": "8da4w", "float32": "none"}
 CONTEXT_TOKENS = 1024
-"""Of a conversation, where the model takes so many."""
+"""Most tokens of a conversation, if the model takes so many."""
 
 
 def write(request: Request, folder: Path) -> Checked:
@@ -34,22 +35,23 @@ def write(request: Request, folder: Path) -> Checked:
     context = min(CONTEXT_TOKENS, dims.max_positions or CONTEXT_TOKENS)
     if found := problems(dims, context):
         raise ModelError("; ".join(found), hint="--to gguf is a merged model for llama.cpp")
-    merged, form = merge(request), WEIGHTS[request.dtype]
+    merged = merge(request)
+    form = WEIGHTS[request.dtype]
     with storage_errors(request.out):
         model, described = write_answers(folder, merged.loaded, form, context)
         save_tokenizer(merged.loaded, folder / "tokenizer")
     values = check_answers(folder, model, described, merged.loaded)
-    program, found_logits = PackedModel(folder), []
+    program = PackedModel(folder)
+    found_logits = []
     for prompt in PROMPTS:
         program.use(None)
         found_logits.append(_tensor(program.feed(merged.loaded.tokenizer(prompt)["input_ids"])))
     program.close()
     base, expected = ([logits[-1:] for logits in every] for every in (merged.base, merged.expected))
-    from_base, from_adapter = distance(found_logits, base), distance(found_logits, expected)
-    effect, largest = (
-        distance(expected, base),
-        max(float(logits.abs().max()) for logits in expected),
-    )
+    from_base = distance(found_logits, base)
+    from_adapter = distance(found_logits, expected)
+    effect = distance(expected, base)
+    largest = max(float(logits.abs().max()) for logits in expected)
     kept = 1.0 if form == "none" else _kept(request, merged.loaded)
     if not KEPT[0] <= kept <= KEPT[1] or not from_base:
         raise VerificationError(
@@ -88,7 +90,9 @@ def _kept(request: Request, loaded: Any) -> float:
 
     from ondevice.exporters.executorch.answers import rounded
 
-    found, exact, four = 0.0, 0.0, WEIGHTS[request.dtype] == "8da4w"
+    found = 0.0
+    exact = 0.0
+    four = WEIGHTS[request.dtype] == "8da4w"
     for linear in request.adapter.linears:
         merged = loaded.family.module(linear).weight.detach().float()
         a, b = request.adapter.pair(linear)

@@ -1,7 +1,8 @@
-"""`gguf`: base plus adapter as one file for llama.cpp, LM Studio, Jan and others: weights, tokenizer, chat template.
+"""`gguf`: base plus adapter as one file for llama.cpp, LM Studio, Jan and others: weights,
+tokenizer, chat template.
 
-Matrices have the requested type; vectors and a mixture's routers stay in float32. With `q4_0` the embedding and the
-output head are `q8_0`: they are read once per token, and 4 bits hurt them most.
+Matrices have the requested type; vectors and a mixture's routers stay in float32. With `q4_0` the
+embedding and the output head are `q8_0`: they are read once per token, and 4 bits hurt them most.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ ERRORS = {
     "q8_0": 0.5 / 127 + 2.0**-11,
     "q4_0": 1 / 8 + 2.0**-11,
 }
-"""Largest error of an element as a fraction of the largest of its block; `q4_0` has one step less on one side."""
+"""Largest error of an element as a fraction of the largest of its block. `q4_0` has one step less
+on one side."""
 ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
@@ -54,7 +56,9 @@ def write(request: Request, path: Path) -> Checked:
     check_model(request.model, request.revision)  # before the weights are loaded
     merged = merge(request)
     loaded = merged.loaded
-    family, dims, state = type(loaded.family), loaded.dims, loaded.model.state_dict()
+    family = type(loaded.family)
+    dims = loaded.dims
+    state = loaded.model.state_dict()
     architecture = architecture_of(family, dims)
     names = gguf_parts(family, dims, architecture)
     writer = GGUFWriter(path, architecture)
@@ -117,7 +121,8 @@ def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None
 
 
 def _dtype(name: str, shape: tuple[int, ...], requested: str) -> str:
-    """Return a tensor's type: vectors and routers in float32, rows of incomplete quantisation blocks in float16."""
+    """Return a tensor's type: vectors and routers in float32, rows of incomplete quantisation
+    blocks in float16."""
     if len(shape) < 2 or _ROUTER in name or requested == "float32":
         return "float32"
     if requested == "float16" or shape[-1] % BLOCK:
@@ -146,13 +151,16 @@ def _kept(
 ) -> float:
     """Return the fraction of the adapter's change D of the weights that rounding left.
 
-    It is the rounded merged weights minus the rounded base weights, projected on D: 1 without rounding. Single elements
-    may keep their quantisation step; over a matrix the steps that are crossed add up to the change.
+    It is the rounded merged weights minus the rounded base weights, projected on D: 1 without
+    rounding. Single elements may keep their quantisation step; over a matrix the steps that are
+    crossed add up to the change.
     """
     from gguf import dequantize, quantize
 
-    adapter, state = request.adapter, loaded.model.state_dict()
-    family, dims = type(loaded.family), loaded.dims
+    adapter = request.adapter
+    state = loaded.model.state_dict()
+    family = type(loaded.family)
+    dims = loaded.dims
     projected = exact = 0.0
     for linear in adapter.linears:
         weight, (a, b) = f"{linear}.weight", adapter.pair(linear)

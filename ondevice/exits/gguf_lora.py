@@ -1,7 +1,9 @@
-"""`gguf-lora`: an adapter for llama.cpp's `--lora` and its descendants, next to a GGUF file of the base model.
+"""`gguf-lora`: an adapter for llama.cpp's `--lora` and its descendants, next to a GGUF file of the
+base model.
 
-The file has four keys, and two tensors a layer. llama.cpp scales by alpha / rank, with the rank of the tensors. The
-alpha of an adapter here is plain LoRA's (rank-stabilised LoRA is folded into it when it is read).
+The file has four keys, and two tensors a layer. llama.cpp scales by alpha / rank, with the rank of
+the tensors. The alpha of an adapter here is plain LoRA's (rank-stabilised LoRA is folded into it
+when it is read).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ondevice.models.registry import family_for
 
 
 def write(request: Request, path: Path) -> Checked:
-    """Write the adapter in float32, with the names and the layout of B of its base model's architecture."""
+    """Write the adapter in float32, with the names and the layout of B of its base model's
+    architecture."""
     from gguf import GGUFType, GGUFWriter, Keys
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
@@ -64,7 +67,8 @@ def read(
     tensors = {}
     for weight, name in names.items():
         linear = weight.removesuffix(".weight")
-        a, b = stored.pop(f"{name}.lora_a", None), stored.pop(f"{name}.lora_b", None)
+        a = stored.pop(f"{name}.lora_a", None)
+        b = stored.pop(f"{name}.lora_b", None)
         if a is None or b is None:
             raise VerificationError(
                 f"{request.out}: read back, the file has no {name}; nothing was written"

@@ -1,4 +1,4 @@
-"""`mlx`: mlx-lm's layout, for `mlx_lm.generate --adapter-path` and mlx-swift; over packed models too."""
+"""`mlx`: mlx-lm's layout, for `mlx_lm.generate --adapter-path` and mlx-swift."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`mlx-model`: base plus adapter in MLX's own packed form, 4 or 8 bits for `mlx_lm.generate --model`."""
+"""`mlx-model`: base plus adapter in MLX's own packed form, 4 or 8 bits for `mlx_lm.generate
+--model`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def write(request: Request, folder: Path) -> Checked:
     from ondevice.models.save import FILE_NAME, save_description
 
     mx = _mlx()
-    bits, merged = BITS[request.dtype], merge(request)
+    bits = BITS[request.dtype]
+    merged = merge(request)
     loaded = merged.loaded
     if loaded.dims.experts:
         raise ModelError(
@@ -35,7 +37,8 @@ def write(request: Request, folder: Path) -> Checked:
         )
     state = loaded.model.state_dict()
     names = [name for name in type(loaded.family).weight_shapes(loaded.dims) if name in state]
-    tensors, limits = {}, {}
+    tensors = {}
+    limits = {}
     for name in names:
         value = state[name].numpy()
         if _is_packed(value):
@@ -49,7 +52,7 @@ def write(request: Request, folder: Path) -> Checked:
 
         save_description(folder, torch.float16, loaded)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        # Where mlx-lm looks for what newer versions of transformers nest.
+        # mlx-lm reads this key here; newer versions of transformers nest it.
         config |= {
             key: value
             for key, value in (config.get("rope_parameters") or {}).items()

@@ -1,8 +1,10 @@
-"""`ollama`: a merged GGUF file and a Modelfile, for `ollama create NAME -f Modelfile` in the folder.
+"""`ollama`: a merged GGUF file and a Modelfile, for `ollama create NAME -f Modelfile` in the
+folder.
 
-Ollama does not take an adapter beside a model any more (ADAPTER is rejected from 0.34), so the file is merged. Its
-templates are Go's, not Jinja: one is written where the model's own only puts texts before and after each message, which
-is tried; otherwise Ollama's own choice is left to it, and that is said.
+Ollama no longer takes an adapter next to a model (ADAPTER is rejected from 0.34), so the file is
+merged. Its templates are Go's, not Jinja: one is written if the model's own only puts texts before
+and after each message, which is tried; otherwise Ollama's own choice is left to it, and that is
+said.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ondevice.exits import gguf
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.models import load_tokenizer
 
-MODEL_NAME, MARKER = "model.gguf", "Modelfile"
+MODEL_NAME = "model.gguf"
+MARKER = "Modelfile"
 _ROLES = ("system", "user", "assistant")
 _MARK = "\u2603"
 _TRIALS = (
@@ -35,7 +38,7 @@ class Template:
     Attributes:
         around: what stands before and after a message, by role.
         begin: before a conversation that has no system message.
-        answer: after the last message, where the answer begins.
+        answer: after the last message, before the reply.
     """
 
     around: dict[str, tuple[str, str]]
@@ -85,7 +88,7 @@ def write(request: Request, folder: Path) -> Checked:
 
 
 def template_of(tokenizer: Any) -> Template | None:
-    """Find what a chat template puts around messages; None where it does anything else."""
+    """Find what a chat template puts around messages; None if it does anything else."""
     if not isinstance(tokenizer.chat_template, str):
         return None
 
@@ -96,7 +99,8 @@ def template_of(tokenizer: Any) -> Template | None:
     try:
         whole = render(*_ROLES)
         system = whole.split(f"{_MARK}0{_MARK}")[0], _between(whole, 0)
-        # What stands between two messages is the end of one and the begin of the other: a user after a user tells.
+        # What stands between two messages is the end of one and the begin of the other: a user
+        # after a user tells.
         only = render("system")
         after_system = only.split(f"{_MARK}0{_MARK}")[1]
         after_assistant = whole.rsplit(_MARK, 1)[1]

@@ -19,10 +19,8 @@ def write(request: Request, folder: Path) -> Checked:
         dtype=request.dtype or None,
         revision=request.revision,
     )
-    from_base, from_adapter = (
-        report.max_abs_difference_from_base,
-        report.max_abs_difference_from_adapter,
-    )
+    from_base = report.max_abs_difference_from_base
+    from_adapter = report.max_abs_difference_from_adapter
     return Checked(from_base, from_adapter, report.max_abs_logit)
 
 

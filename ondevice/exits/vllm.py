@@ -20,7 +20,7 @@ COMMAND_NAME = "serve.sh"
 
 
 def write(request: Request, folder: Path) -> Checked:
-    """Write the adapter, and a shell script of the command; the base model is named by its folder or hub id."""
+    """Write the adapter, and a shell script with the command that serves it."""
     base = _served(request)
     save_adapter(replace(request.adapter, base_model=base), folder)
     checked = check_adapter(request, load_adapter(folder))
@@ -35,8 +35,8 @@ def write(request: Request, folder: Path) -> Checked:
 
 
 def launch(base: str, request: Request, place: Path | None) -> str:
-    """Return the command that serves base and adapter, the adapter under the name of its folder; without a place, that
-    is the shell's variable `here`."""
+    """Return the command that serves base and adapter, the adapter under the name of its folder;
+    without a place, that is the shell's variable `here`."""
     rank = next(value for value in RANKS if value >= request.adapter.rank)
     words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
     module = f"{request.out.name}={place or ''}"
@@ -44,7 +44,8 @@ def launch(base: str, request: Request, place: Path | None) -> str:
 
 
 def _served(request: Request) -> str:
-    """Return what vLLM loads as the base model: a hub id as it is, else the folder of safetensors files."""
+    """Return what vLLM loads as the base model: a hub id as it is, else the folder of safetensors
+    files."""
     model = request.model or ""
     if sources.find_cached(model) is None and not model.startswith(
         (sources.TINY_PREFIX, sources.PACKAGE_PREFIX)
@@ -65,7 +66,8 @@ def _served(request: Request) -> str:
 
 
 def _check_rules(folder: Path) -> None:
-    """Hold the written configuration against what vLLM refuses: kinds of LoRA, extra trained modules, biases."""
+    """Hold the written configuration against what vLLM refuses: kinds of LoRA, extra trained
+    modules, biases."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     wanted = {
         "peft_type": "LORA",

@@ -1,4 +1,5 @@
-"""The one way to generate text: the command line, the daemon, evaluation and exported programs use `Generator`."""
+"""The one way to generate text: the command line, the daemon, evaluation and exported programs use
+`Generator`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MAX_STOPS = 4
 
 
 class TokenModel(Protocol):
-    """What predicts the next token: a model in PyTorch, or a program in its runtime. It remembers what it has read.
+    """What predicts the next token: a model in PyTorch, or a program in its runtime. It remembers
+    the tokens it has read.
 
     Attributes:
         context_tokens: most tokens of a prompt and its text; 0 for no limit.
@@ -80,7 +82,7 @@ class Generator:
     def tokens(self, ids: Sequence[int], **options: Any) -> Iterator[Token]:
         """Draw tokens after a prompt; options as for `sample.draw`.
 
-        A program does not read again what it remembers from the beginning of the previous prompt.
+        A program does not read the tokens again that the previous prompt began with.
         """
         ids = list(ids)
         same = 0
@@ -158,7 +160,8 @@ def generate(
     """Continue a text, or reply to a chat; return only the new text, without special tokens.
 
     Args:
-        prompt: plain text, or `[{"role": "user", "content": "..."}, ...]` for the model's chat template.
+        prompt: plain text, or `[{"role": "user", "content": "..."}, ...]` for the model's chat
+            template.
         max_new_tokens: stop after so many tokens if the model does not stop by itself.
         temperature: 0 takes the most likely token each time; above, sampling with `seed`.
 

@@ -1,4 +1,5 @@
-"""The text of tokens as they are generated: only complete characters, and nothing of a stop text."""
+"""The text of tokens as they are generated: only complete characters, and nothing of a stop
+text."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class _Text:
     """The text of the tokens so far; `sent` counts the characters that were returned."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
+        self.tokenizer = tokenizer
+        self.stop = stop
         self.ids: list[int] = []
         self.waiting: list[tuple[int, Token]] = []
         self.sent = 0
@@ -58,7 +60,7 @@ class _Text:
         return self._part(certain[: len(certain) - uncertain])
 
     def rest(self) -> Part:
-        """Return what is left, with incomplete characters."""
+        """Return the remaining text, with incomplete characters."""
         part = self._part(self._decode())
         return Part(part.text, (*part.tokens, *(token for _, token in self.waiting)))
 

@@ -53,7 +53,8 @@ class TorchModel:
 
     def rewind(self, tokens: int) -> int:
         """Forget every token: a prefix that is read in other pieces would have other last bits."""
-        self._cache, self._ids = None, []
+        self._cache = None
+        self._ids = []
         return 0
 
     def feed(self, ids: Sequence[int]) -> Tensor:

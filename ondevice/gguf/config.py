@@ -1,7 +1,8 @@
 """The metadata of a GGUF file as the fields of `config.json`, read and written.
 
-What only one family has is in its own file. llama.cpp knows some traits by the architecture (each fourth layer of
-`smollm3` is not rotated); those are transformers' defaults too. The keys are constants of the `gguf` package.
+What only one family has is in its own file. llama.cpp knows some traits by the architecture (each
+fourth layer of `smollm3` is not rotated); those are transformers' defaults too. The keys are
+constants of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ TOKEN_IDS = {
 ARCHITECTURES = (
     "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3",
 )  # fmt: skip
-"""Those whose block the keys here describe in full. An adapter needs only names, and goes with every one."""
+"""Those whose block the keys here describe in full. An adapter needs only names, and goes with
+every one."""
 SCALINGS = ("linear", "yarn", "longrope")
-"""Scalings of the rotary embedding that have keys; Llama 3's is only in the divisors of the frequencies."""
-LOW, HIGH = 1.0, 4.0
+"""Scalings of the rotary embedding that have keys. Llama 3's is only in the divisors of the
+frequencies."""
+LOW = 1.0
+HIGH = 4.0
 """`low_freq_factor` and `high_freq_factor` of every published Llama 3.1 and later."""
 
 
@@ -195,13 +199,15 @@ def _rope(data: Metadata) -> dict[str, Any]:
 
 
 def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
-    """Find the parameters of Llama 3's scaling from the divisors of the frequencies: the file has only those.
+    """Find the parameters of Llama 3's scaling from the divisors of the frequencies: the file has
+    only those.
 
-    The largest divisor is the factor. The model was first trained with a context length that is a power of two: the
-    one that yields every divisor.
+    The largest divisor is the factor. The model was first trained with a context length that is a
+    power of two: the one that yields every divisor.
     """
     divisors = data.vector("rope_freqs.weight").astype(np.float64)
-    width, factor = 2 * len(divisors), float(divisors.max())
+    width = 2 * len(divisors)
+    factor = float(divisors.max())
     if factor == divisors.min() == 1.0:
         return rope
     wave = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)

@@ -1,4 +1,5 @@
-"""What reading and writing GGUF files asks of a model family, with the defaults of most families."""
+"""What reading and writing GGUF files asks of a model family, with the defaults of most
+families."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class GGUFFamily:
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` of its GGUF files; None if they are not supported."""
     gguf_written_as: ClassVar[str | None] = None
-    """`general.architecture` of written files, if reading that architecture yields another family."""
+    """`general.architecture` of written files, if reading that architecture yields another
+    family."""
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Metadata:
         return value
 
     def optional(self, key: str) -> Any:
-        """Return the value of a key, or None; a float is the decimal number that it was written as."""
+        """Return the value of a key, or None; floats as the decimals they were written as."""
         field = self._reader.get_field(key)
         try:
             return None if field is None else short_float(field.contents())

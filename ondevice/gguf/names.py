@@ -1,8 +1,8 @@
 """GGUF's names and layouts of a model's tensors, for reading and for writing.
 
-Names come from the tables of the `gguf` package. A layout is told once, by `Family.gguf_tensor`, as reading needs it;
-writing inverts it. It is a permutation of rows, such as the interleaved rotary pairs of Llama's q and k, or a constant
-that llama.cpp adds to the weight of a norm.
+Names come from the tables of the `gguf` package. A layout is told once, by `Family.gguf_tensor`, as
+reading needs it; writing inverts it. It is a permutation of rows, such as the interleaved rotary
+pairs of Llama's q and k, or a constant that llama.cpp adds to the weight of a norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.gguf.family import GGUFFamily
 
-_JOINED, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
+_JOINED = "experts.gate_up_proj"
+_HALVES = ("experts.gate_proj", "experts.up_proj")
 """transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""
 
 
@@ -59,7 +60,8 @@ def architecture_of(family: type[GGUFFamily], dims: ModelDims) -> str:
 def gguf_parts(
     family: type[GGUFFamily], dims: ModelDims, architecture: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """Map each of transformers' tensors to its GGUF tensor, or to two halves along the second dimension.
+    """Map each of transformers' tensors to its GGUF tensor, or to two halves along the second
+    dimension.
 
     Raises:
         ModelError: the architecture has no name for one of them.

@@ -1,7 +1,8 @@
 """Read GGUF files: check them, dequantise their tensors, write those as float32 safetensors.
 
-transformers reads GGUF too, but holds the whole model twice, knows fewer families, silently drops factors and
-scalings of the rotary embedding, and builds a different tokenizer in each of its versions.
+transformers reads GGUF too, but holds the whole model twice, knows fewer families, silently drops
+factors and scalings of the rotary embedding, and builds a different tokenizer in each of its
+versions.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def write_safetensors(
         )
 
     with open(out, "wb") as file:
-        # The configuration tells the sizes, so the header comes first and one tensor is in memory at a time.
+        # The configuration tells the sizes, so the header comes first and one tensor is in memory
+        # at a time.
         file.write(_safetensors_header(shapes))
         for name, shape in shapes.items():
             weights = stored_weight(tensors, parts[name], path)

@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file as `tokenizer.json`, read as llama.cpp reads it.
 
-transformers has such a reader, but what it makes of one file depends on its version: with 5.17 a Gemma gets a Unigram
-model of single letters without a first token, with 5.23 the right one. Here `tokenizers` is told the rules, so that the
-ids are llama.cpp's under every version. Token kinds and treatment of spaces are those of llama.cpp's `llama-vocab.cpp`.
+transformers has such a reader, but its result depends on its version: with 5.17 a Gemma gets a
+Unigram model of single letters without a first token, with 5.23 the right one. Here `tokenizers` is
+told the rules, so that the ids are llama.cpp's under every version. Token kinds and treatment of
+spaces are those of llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ SPACE = "▁"
 SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE, _REST_SLASH = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{SHORT}|{LETTERS}|\p{{N}}{{1,3}}|{REST}"
 QWEN2 = rf"{SHORT}|{LETTERS}|\p{{N}}|{REST}"
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}"
 _GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{SHORT}?|{_BEFORE}{_UPPER}+{_LOWER}*{SHORT}?|\p{{N}}{{1,3}}|{_REST_SLASH}"
-_GPT2, _DIGITS = "GPT-2's words", "GPT-2's words, digits alone"
+_GPT2 = "GPT-2's words"
+_DIGITS = "GPT-2's words, single digits"
 WORDS = {
     **dict.fromkeys(["default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "granite-docling"], _GPT2),
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"], _DIGITS),
@@ -39,21 +43,26 @@ WORDS = {
     **dict.fromkeys(["gpt-4o", "llama4"], _GPT4O),
     "tekken": _TEKKEN,
 }
-"""How each of llama.cpp's names (`tokenizer.ggml.pre`) cuts text into words; `default` is what it takes without one."""
+"""How each of llama.cpp's names (`tokenizer.ggml.pre`) splits text into words. Files without a name
+get `default`."""
 _WHOLE = {"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken"}
-"""Names with which llama.cpp takes a word that is a token whole, without merges; but for lfm2, they also begin a text
-with the first token unless the file says otherwise."""
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Names with which llama.cpp takes a word that is a token whole, without merges; but for lfm2, they
+also begin a text with the first token unless the file says otherwise."""
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 
 
 def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja` to `folder`.
+    """Write `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja`
+    to `folder`.
 
     Args:
         config: the model's `config.json`, for the ids that begin, end and pad a text.
 
     Raises:
-        ModelError: a key is missing, or the kind of tokenizer or its way of cutting text is not known.
+        ModelError: a key is missing, or the kind of tokenizer or its way of cutting text is not
+            known.
     """
     try:
         import tokenizers  # noqa: F401
@@ -85,17 +94,19 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
         name = str(data.optional("tokenizer.ggml.pre") or "default")
         if name not in WORDS:
             raise ModelError(
-                f"{data.path}: how its tokenizer cuts text is not known (tokenizer.ggml.pre)",
+                f"{data.path}: unknown way of splitting text (tokenizer.ggml.pre)",
                 expected=", ".join(sorted(WORDS)),
                 received=name,
                 hint="use the model's safetensors files, which have a tokenizer.json",
             )
-        made, first = _byte_level(data, tokens, types, name), name in _WHOLE - {"lfm2"}
+        made = _byte_level(data, tokens, types, name)
+        first = name in _WHOLE - {"lfm2"}
     elif kind == "llama":
-        made, first = _sentencepiece(data, tokens, types, named.get("unk_token")), True
+        made = _sentencepiece(data, tokens, types, named.get("unk_token"))
+        first = True
     else:
         raise ModelError(
-            f"{data.path}: its kind of tokenizer is not known (tokenizer.ggml.model)",
+            f"{data.path}: unknown kind of tokenizer (tokenizer.ggml.model)",
             expected="gpt2 (byte-level BPE) or llama (sentencepiece's BPE)",
             received=kind,
             hint="use the model's safetensors files, which have a tokenizer.json",
@@ -103,8 +114,9 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
     _add_tokens(made, tokens, types)
     _begin_and_end(made, data, named, first)
     made.save(str(folder / "tokenizer.json"))
-    # The rules are all in tokenizer.json: a class of its own would put its rules in their place. The flag says that no
-    # pattern is to be mended, which transformers else asks about at every large vocabulary.
+    # The rules are all in tokenizer.json: a class of its own would put its rules in their place.
+    # The flag says that no pattern is to be mended, which transformers else asks about at every
+    # large vocabulary.
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -176,19 +188,21 @@ def _vocab(data: Metadata, tokens: list[str]) -> dict[str, int]:
     if len(vocab) != len(tokens):
         twice = next(token for number, token in enumerate(tokens) if vocab[token] != number)
         raise ModelError(
-            f"{data.path}: a token is there twice (tokenizer.ggml.tokens)", received=repr(twice)
+            f"{data.path}: duplicate token (tokenizer.ggml.tokens)", received=repr(twice)
         )
     return vocab
 
 
 def _merges(vocab: dict[str, int], scores: list[float], whole: set[str]) -> list[tuple[str, str]]:
-    """List every pair of tokens that makes a token, the best score first: sentencepiece's BPE has scores alone."""
+    """List every pair of tokens that makes a token, the best score first: sentencepiece's BPE has
+    only scores."""
     found = []
     for token, number in vocab.items():
         if token in whole:
             continue
         for place in range(1, len(token)):
-            left, right = token[:place], token[place:]
+            left = token[:place]
+            right = token[place:]
             if left in vocab and right in vocab and left not in whole and right not in whole:
                 found.append((-scores[number], place, left, right))
     return [(left, right) for _, _, left, right in sorted(found)]
@@ -207,7 +221,7 @@ def _add_tokens(made: Tokenizer, tokens: list[str], types: list[int]) -> None:
 
 
 def _begin_and_end(made: Any, data: Metadata, named: dict[str, str], first: bool) -> None:
-    """Put the first and the last token around a text where the file, or else llama.cpp, does."""
+    """Put the first and the last token around a text if the file, or else llama.cpp, does."""
     from tokenizers import processors
 
     says = data.optional("tokenizer.ggml.add_bos_token")

@@ -1,4 +1,5 @@
-"""Write a GGUF file tensor by tensor: one in memory at a time, quantised by the `gguf` package's own code."""
+"""Write a GGUF file tensor by tensor: one in memory at a time, quantised by the `gguf` package's
+own code."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 BLOCK = 32
-"""Numbers that share a scale in the quantised types; a row whose length is not a multiple stays in float16."""
+"""Numbers that share a scale in the quantised types. A row whose length is not a multiple stays in
+float16."""
 
 
 def ggml_type(dtype: str) -> GGMLQuantizationType:

@@ -1,8 +1,8 @@
 """Write a tokenizer as llama.cpp reads it: tokens, merges or scores, word splitting, chat template.
 
-llama.cpp has its own code for splitting text into words, chosen by a name. The name follows from what the tokenizer
-does, not from what the model is called. A tokenizer that splits in a way without a name is refused, because it would
-produce other tokens than those it was trained with.
+llama.cpp has its own code for splitting text into words, chosen by a name. The name follows from
+what the tokenizer does, not from what the model is called. A tokenizer that splits in a way without
+a name is refused, because it would produce other tokens than those it was trained with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 WRITTEN_WORDS = {WORDS[name]: name for name in ("llama-bpe", "qwen2")}
-"""llama.cpp's name of each pattern that a `Split` step has; a byte-level step without a pattern follows it."""
+"""llama.cpp's name of each pattern that a `Split` step has. A byte-level step without a pattern
+follows it."""
 _NO_MERGE = ("<none>", "<none>")
 """llama.cpp loads no file without merges; no token has this name, so this merge never applies."""
 _USE_LORA = "--to gguf-lora, next to a GGUF file of the base model"
@@ -63,7 +64,7 @@ def write_tokenizer(
 
 
 def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """List a token and its kind for every row of the embedding; a row without a token gets a name and is never used."""
+    """List token and kind for every row of the embedding; unused rows get names."""
     from gguf import TokenType
 
     by_id = {number: token for token, number in rules["model"]["vocab"].items()}
@@ -95,7 +96,8 @@ def _pre(rules: dict[str, Any], merges: bool, where: str) -> str:
         )
     step = rules["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
-    before, last = steps[:-1], steps[-1]
+    before = steps[:-1]
+    last = steps[-1]
     name = None
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         uses_words = last.get("use_regex", True)
@@ -126,7 +128,7 @@ def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
 
 
 def _adds_space(rules: dict[str, Any], where: str) -> bool:
-    """Return whether the tokenizer puts a space before the text; ModelError if it treats spaces in another way."""
+    """Return True if text gets a space before it; ModelError for another way with spaces."""
     normalizer = rules["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [step["type"] for step in steps]

@@ -1,4 +1,4 @@
-"""Loading models, and one file for each family; importing it loads neither torch nor transformers."""
+"""Load models; importing this package loads neither torch nor transformers."""
 
 from ondevice.models.families.base import Family
 from ondevice.models.load import LoadedModel, load_model

@@ -1,4 +1,5 @@
-"""The method of a run that names none: the first by preference that takes the model, and its program."""
+"""The method of a run that names none: the first by preference that takes the model, and its
+program."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def choose_method(
     """Return a method's name, and the sentence that says it was chosen.
 
     Args:
-        source: of the model; of one that cannot be read nothing is known, and its own error comes later.
+        source: of the model; of one that cannot be read nothing is known, and its own error comes
+            later.
         target_name: of an export, whose program the method must have.
     """
     preferred = sorted(

@@ -1,7 +1,7 @@
 """Read the sizes of a decoder and its weights' shapes from its configuration.
 
-The fields that Hugging Face decoders share in `config.json` are read here, with readable errors. Importing this module
-loads no framework.
+The fields that Hugging Face decoders share in `config.json` are read here, with readable errors.
+Importing this module loads no framework.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from ondevice.core.errors import ModelError
 from ondevice.core.traits import LLAMA, BlockTraits
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose table is a function of the position alone; `dynamic` and `longrope` are not."""
+"""Rotary embeddings whose table is a function of only the position. `dynamic` and `longrope` are
+not."""
 
 
 class UnknownTrait(ModelError):
-    """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
+    """A trait that the family's block does not have; transformers can still run the model."""
 
 
 def trait_sentence(reason: UnknownTrait) -> str:
@@ -37,17 +38,17 @@ def decoder_dims(
     traits: BlockTraits = LLAMA,
     rope_types: tuple[str, ...] = (),
 ) -> ModelDims:
-    """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` both do.
+    """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and
+    `rope_theta` both do.
 
     Raises:
         ModelError: a size is missing or not a positive integer, or the weights are quantised.
-        UnknownTrait: the activation is not SiLU, or the rotary embedding's table depends on the length.
+        UnknownTrait: the activation is not SiLU, or the rotary embedding's table depends on the
+            length.
     """
     refuse_quantised(config, where)
-    hidden, heads = (
-        read_size(config, "hidden_size", where),
-        read_size(config, "num_attention_heads", where),
-    )
+    hidden = read_size(config, "hidden_size", where)
+    heads = read_size(config, "num_attention_heads", where)
     kv_heads = read_size(config, "num_key_value_heads", where, heads)
     head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
     if heads % kv_heads:
@@ -82,7 +83,8 @@ def decoder_dims(
 
 
 def refuse_quantised(config: dict[str, Any], where: str) -> None:
-    """Raise ModelError if the weights are stored in a format that transformers would have to unpack."""
+    """Raise ModelError if the weights are stored in a format that transformers would have to
+    unpack."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
@@ -93,7 +95,7 @@ def refuse_quantised(config: dict[str, Any], where: str) -> None:
 
 
 def read_size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
-    """Read a field that must be an integer of 1 or more; null is the default. ModelError if it is not."""
+    """Read an integer of 1 or more; null is the default. ModelError for another value."""
     value = config.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

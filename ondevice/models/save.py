@@ -1,4 +1,5 @@
-"""A trained model as a folder that transformers loads, streamed from where its weights lie, without a second copy."""
+"""A trained model as a folder that transformers loads, streamed from where its weights lie, without
+a second copy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FILE_NAME = "model.safetensors"
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
-    """Write `weights`, bfloat16 or float32, with configuration and tokenizer into `folder`, which is made.
+    """Write `weights`, bfloat16 or float32, with configuration and tokenizer into `folder`, which
+    is made.
 
     Raises:
         OSError: from the disk.

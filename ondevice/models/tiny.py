@@ -1,6 +1,8 @@
-"""A small random model with a byte tokenizer: for tests, and for trying the tools without a download.
+"""A small random model with a byte tokenizer: for tests, and for trying the tools without a
+download.
 
-The same seed gives the same weights. `tiny:FAMILY`, such as `tiny:llama`, names the default one as a source.
+The same seed gives the same weights. `tiny:FAMILY`, such as `tiny:llama`, names the default one as
+a source.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedMode
 
 
 def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
-    """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers load."""
+    """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers
+    load."""
     loaded = tiny_model(family, seed, **sizes)
     with atomic_directory(folder, marker="config.json") as partial, quiet_transformers():
         loaded.model.save_pretrained(partial)
@@ -67,7 +70,8 @@ def tiny_dims(family: str) -> tuple[ModelDims, type[Family]]:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer: one token a byte (its id is the byte), then `<pad>`, `<eos>` and the chat's marks."""
+    """Build a tokenizer: one token a byte (its id is the byte), then `<pad>`, `<eos>` and the
+    chat's marks."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -93,7 +97,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def _byte_letters() -> list[str]:
     """List the printable letter that GPT-2's byte-level alphabet has for each byte."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters, extra = [], 0
+    letters = []
+    extra = 0
     for byte in range(256):
         letters.append(chr(byte) if byte in printable else chr(256 + extra))
         extra += byte not in printable
@@ -165,7 +170,8 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise missing("transformers") from None
-    # transformers draws random weights, which `_fill` replaces: the caller's random numbers stay as they were.
+    # transformers draws random weights, which `_fill` replaces: the caller's random numbers stay as
+    # they were.
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="sdpa", dtype=torch.float32
@@ -173,7 +179,8 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
 
 
 def _fill(model: PreTrainedModel, seed: int) -> None:
-    """Fill with random numbers that make every part matter: logits of about unit size, norms not 1, biases not 0."""
+    """Fill with random numbers that make every part matter: logits of about unit size, norms not 1,
+    biases not 0."""
     import torch
 
     rng = torch.Generator().manual_seed(seed)

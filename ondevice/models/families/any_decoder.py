@@ -1,7 +1,8 @@
-"""Any decoder that transformers' AutoModelForCausalLM builds, where no file of this folder is named for its type.
+"""Any decoder that transformers' AutoModelForCausalLM builds and that has no file in this folder.
 
-Its blocks are not known, so the model runs whole: methods that stand beside linear layers, or move parameters where
-they are, take it; a method that computes blocks itself does not. Its sizes are `AnyDims`.
+Its blocks are unknown, so the model runs as one: methods that only adapt linear layers, or move
+parameters in they are, take it; a method that computes blocks itself does not. Its sizes are
+`AnyDims`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 6
 PROBE_LOGITS = 60.0
-"""Size of the logits at which a head is probed: a soft cap (30 in Gemma 2) shows there, and not near 0."""
+"""Size of the logits at which a head is probed: a soft cap (30 in Gemma 2) shows there, and not
+near 0."""
 LOSS_ROWS = 256
-"""Rows of logits that are in float32 at once, where the loss is taken from logits."""
+"""Rows of logits that are in float32 at once, if the loss is computed from logits."""
 
 
 class AnyDecoder(Family):
@@ -44,14 +46,16 @@ class AnyDecoder(Family):
         """Read a `config.json` of any type by building the model without memory.
 
         Raises:
-            ModelError: transformers cannot build it; it is no decoder; its weights are quantised.
+            ModelError: transformers cannot build it, it is not a decoder, or its weights are
+                quantised.
         """
         refuse_quantised(config, where)
         return dims_of_config(json.dumps(config, sort_keys=True), where)
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Return nothing: files and modules may name a tensor differently, and transformers checks what it loads."""
+        """Return nothing: files and modules may name a tensor differently, and transformers checks
+        the files."""
         return {}
 
     @property
@@ -60,7 +64,7 @@ class AnyDecoder(Family):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head [vocab, hidden] where it is one matrix, else the embedding."""
+        """The output head [vocab, hidden] if it is one matrix, else the embedding."""
         return (self.model.get_output_embeddings() or self.embedding).weight
 
     def layer(self, i: int) -> nn.Module:
@@ -70,7 +74,7 @@ class AnyDecoder(Family):
         return f"{self._blocks[0]}.{i}.{target}"
 
     def linear(self, i: int, target: str) -> nn.Module:
-        """Refuse with ModelError, as `layer` by layer work does; `module` returns a layer by its full name."""
+        """Raise ModelError; `module` returns a layer by its full name."""
         raise self.dims.unknown(f"{target} of every block")
 
     def set_linear(self, i: int, target: str, module: nn.Module) -> None:
@@ -79,21 +83,22 @@ class AnyDecoder(Family):
 
     def block(self, i: int, h: Tensor, position: Any, mask: Tensor | None = None) -> Tensor:
         """Refuse with ModelError: a block may need more than the residual stream."""
-        raise self.dims.unknown("computing one block alone")
+        raise self.dims.unknown("computing a single block")
 
     def positions(
         self, length: int, device: torch.device | str, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Refuse, as `block` does."""
-        raise self.dims.unknown("computing one block alone")
+        raise self.dims.unknown("computing a single block")
 
     def hidden(
         self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Run the model: [B, T, hidden] before the head, or the logits [B, T, vocab] where the head is more than that.
+        """Run the model: [B, T, hidden] before the head, or the logits [B, T, vocab] if the head is
+        more than a matrix.
 
         Raises:
-            ModelError: `mask` or `position_ids` is given; or the model is no causal decoder.
+            ModelError: `mask` or `position_ids` is given, or the model is not a causal decoder.
         """
         if mask is not None or position_ids is not None:
             raise self.dims.unknown("a mask of one's own")
@@ -119,13 +124,14 @@ class AnyDecoder(Family):
         return torch.cat(parts)
 
     def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
-        """Compute it from logits where the head is more than a product."""
+        """Compute it from logits if the head is more than a product."""
         if self._head_is_plain:
             return super().answer_nll(hidden_ND, places_N, answers_A)
         return self.token_nll(hidden_ND[:, answers_A], places_N, 1)
 
     def check_adapted(self, names: list[str]) -> None:
-        """Check that the model calls these layers: an adapter beside a weight that it reads directly changes nothing.
+        """Check that the model calls these layers: an adapter of a weight that it reads directly
+        changes nothing.
 
         Raises:
             ModelError: naming the first layer that is not called.
@@ -142,11 +148,12 @@ class AnyDecoder(Family):
         finally:
             for hook in hooks:
                 hook.remove()
-        # An expert that no token of the probe was sent to is not called either, and is not at fault.
+        # An expert that no token of the probe was sent to is not called either, and is not at
+        # fault.
         for name in names:
             if name not in called and ".experts." not in name:
                 raise ModelError(
-                    f"an adapter beside {name} would change nothing: {self.dims.family} reads its weight directly",
+                    f"an adapter of {name} would change nothing: {self.dims.family} reads its weight directly",
                     expected="linear layers that the model calls",
                     received=name.rsplit(".", 1)[-1],
                     hint="leave it out of method.target_modules",
@@ -164,7 +171,8 @@ class AnyDecoder(Family):
 
     @cached_property
     def _head_is_plain(self) -> bool:
-        """True where logits are the base model's hidden states times one matrix: no bias, scale or soft cap.
+        """True if logits are the base model's hidden states times one matrix: no bias, scale or
+        soft cap.
 
         Raises:
             ModelError: an earlier position sees a later token.
@@ -174,16 +182,18 @@ class AnyDecoder(Family):
         ids = _probe_ids(self.dims.vocab).to(self.head_weight.device)
         changed = ids.clone()
         changed[:, -1] = (changed[:, -1] + 1) % self.dims.vocab
-        logits, other = self._run(ids), self._run(changed)
+        logits = self._run(ids)
+        other = self._run(changed)
         earlier = (logits[:, :-1] - other[:, :-1]).abs().max()
-        # Another last token may change the others' last bits, where rows are grouped by expert.
+        # Another last token may change the last bits of the others if rows are grouped by expert.
         if not float(earlier) <= 64 * torch.finfo(logits.dtype).eps * float(logits.abs().max()):
             raise ModelError(
-                f"{self.dims.family} as configured is no causal decoder: a position sees the tokens behind it",
+                f"{self.dims.family} as configured is not a causal decoder: a position sees later tokens",
                 expected="a decoder (is_decoder true in config.json, for types that are also encoders)",
                 received=f"logits that change by {float(earlier):.3g}",
             )
-        head, base = self.model.get_output_embeddings(), self.model.base_model
+        head = self.model.get_output_embeddings()
+        base = self.model.base_model
         if not isinstance(head, torch.nn.Linear) or head.bias is not None or base is self.model:
             return False
         seen: list[Tensor] = []

@@ -1,6 +1,8 @@
-"""The sizes of a decoder whose blocks are not known, from the model built without memory (torch's meta device).
+"""The sizes of a decoder whose blocks are not known, from the model built without memory (torch's
+meta device).
 
-Linear layers are found by their modules, so counts are exact; what the configuration does not say is guessed, and said.
+Linear layers are found by their modules, so counts are exact; sizes that the configuration omits
+are guessed, and reported.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",
     "linear_x", "linear_y", "query", "value", "key", "receptance", "q", "k", "v", "Wq", "Wv",
 )  # fmt: skip
-"""Names of the projections into attention, or into what stands in its place, beside those that begin with in_proj: the
-default where q_proj and v_proj are not both there."""
+"""Names of the projections into attention, or into its replacement, in addition to those that begin
+with in_proj: the default if q_proj and v_proj are not both present."""
 ROUTERS = ("router", "gate", "shared_expert_gate")
-"""Linear layers that send tokens to experts; they are no default for an adapter."""
+"""Linear layers that send tokens to experts; they are not a default for an adapter."""
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
-"""Modules that attend to an encoder, which a decoder alone does not have."""
+"""Modules that attend to an encoder, which a decoder without one does not have."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_selected_experts", "moe_k", "moe_topk")
-"""Fields of configurations: how many experts there are (`EXPERTS`), and how many a token passes through."""
+"""Fields of configurations: how many experts there are (`EXPERTS`), and how many a token passes
+through."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class AnyDims(ModelDims):
         parameter_count: of the whole model, tied ones once; `block_counts` of each block.
         matrix_count: of all matrices in the blocks, experts included.
         guessed: sentences on sizes that the configuration does not say.
-        trait: what a family of this type does not do, in its words; empty where there is no such family.
+        trait: what a family of this type does not do, in its words; empty if no family has this
+            type.
     """
 
     whole: ClassVar[bool] = True
@@ -57,10 +61,11 @@ class AnyDims(ModelDims):
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) by the last part of the name, the largest where blocks differ."""
+        """(inputs, outputs) by the last part of the name, the largest if blocks differ."""
         shapes: dict[str, tuple[int, int]] = {}
         for linear in self.linears:
-            name, shape = linear.target.rsplit(".", 1)[-1], (linear.inputs, linear.outputs)
+            name = linear.target.rsplit(".", 1)[-1]
+            shape = (linear.inputs, linear.outputs)
             shapes[name] = max(
                 shapes.get(name, shape), shape, key=lambda sides: sides[0] * sides[1]
             )
@@ -79,7 +84,7 @@ class AnyDims(ModelDims):
         return self.experts_found
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
-        """Return what `ModelDims.resolve_targets` does; ModelError says why experts cannot be adapted."""
+        """Resolve as `ModelDims` does; ModelError if experts cannot be adapted."""
         asked = [
             name for name in getattr(config, "target_modules", ()) if is_expert_parameter(name)
         ]
@@ -152,7 +157,8 @@ def dims_of_config(config: str, where: str) -> AnyDims:
 
 
 def _with_floats(value: Any) -> Any:
-    """Undo what transformers writes for a number that JSON does not have: {"__float__": "Infinity"}."""
+    """Undo what transformers writes for a number that JSON does not have: {"__float__":
+    "Infinity"}."""
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(str(value["__float__"]).replace("Infinity", "inf"))
@@ -161,7 +167,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def find_blocks(model: Any) -> tuple[str, Any]:
-    """Find the list of blocks: of `num_hidden_layers` modules where there is one, else the largest list.
+    """Find the list of blocks: the one of `num_hidden_layers` modules, else the largest list.
 
     Raises:
         ModelError: the model has no list of modules.
@@ -200,7 +206,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
             continue
         layer, _, path = name.partition(".")
         if any(part in CROSS_ATTENTION for part in path.split(".")):
-            continue  # a decoder alone has no encoder to attend to
+            continue  # a decoder has no encoder to attend to
         linears.append(Linear(int(layer), path, *sides))
     experts_found, experts_refused = _find_experts(
         blocks, str(config.get("model_type", text.model_type))
@@ -267,8 +273,9 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
 
 
 def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
-    """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
-    linears, refused = [], ""
+    """List the experts' parameters [experts, outputs, inputs], or why they take no pairs."""
+    linears = []
+    refused = ""
     for name, module in blocks.named_modules():
         held = {
             key: p
@@ -282,9 +289,7 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
         ordered = list(held) == [key for key in EXPERT_PARAMETERS if key in held]
         if turned or getattr(module, "is_transposed", False) or not ordered:
             layout = "[experts, inputs, outputs]" if ordered else ", ".join(held)
-            refused = (
-                f"the experts of {family} models are stored as {layout}: no pairs go beside them"
-            )
+            refused = f"the experts of {family} models are stored as {layout}, which takes no pairs"
             continue
         layer, _, path = name.partition(".")
         for key, p in held.items():
@@ -293,7 +298,7 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
 
 
 def _number(config: Any, field: str) -> int:
-    """Return a size of 1 or more, the largest where it differs by layer; 0 where the configuration has none."""
+    """Return a size, the largest if layers differ; 0 if the configuration has none."""
     values = [config, *(getattr(config, "per_layer_config", None) or ())]
     numbers = []
     for part in values:

@@ -1,8 +1,8 @@
 """The base of a model family: the parts of a block, and the names of its weights.
 
-A family is one file named for the Hugging Face `model_type`, over transformers' own modules and weights. What such a
-file needs to read its configuration (`dims`) is imported from here too. Importing this module loads neither torch nor
-transformers.
+A family is one file named for the Hugging Face `model_type`, over transformers' own modules and
+weights. What such a file needs to read its configuration (`dims`) is imported from here too.
+Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MOST = 10_000
 class Family(GGUFFamily):
     """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
 
-    A subclass names the `model_type`, reads its configuration, and overrides what differs. The module that
-    holds it sets `FAMILY`.
+    A subclass names the `model_type`, reads its configuration, and overrides what differs. The
+    module that holds it sets `FAMILY`.
     """
 
     model_type: ClassVar[str]
@@ -81,7 +81,7 @@ class Family(GGUFFamily):
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
-        """Return fields of a `config.json` of the given sizes (by a llama's names), for tests and trials."""
+        """Return fields of a `config.json` of these sizes (by Llama's names), for tests."""
         return sizes
 
     @classmethod
@@ -111,7 +111,7 @@ class Family(GGUFFamily):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head [vocab, hidden]; the same storage as the embedding's where they are tied."""
+        """The output head [vocab, hidden]; the same storage as the embedding's if they are tied."""
         return self.model.lm_head.weight
 
     def layer(self, i: int) -> nn.Module:
@@ -123,13 +123,14 @@ class Family(GGUFFamily):
         return self.place(self.embedding(ids), position_ids)
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the first block's input [B, T, hidden]: embedding rows, with positions where those are learned."""
+        """Return the first block's input [B, T, hidden]: embedding rows, with learned positions
+        added."""
         return rows
 
     def positions(
         self, length: int, device: torch.device | str, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
+        """Compute cos and sin of the first positions, each [1, length, head_dim] in `dtype`."""
         import torch
 
         like = torch.empty(
@@ -178,12 +179,13 @@ class Family(GGUFFamily):
         return self.model.model.norm(h)
 
     def padding_mask(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask that blocks take of rows int64 [B, T] padded on the right; None where it is the causal one,
-        which hides what is behind."""
+        """Return the blocks' mask of rows int64 [B, T] padded on the right; None for the causal
+        mask, which hides later tokens."""
         return None
 
     def class_nll(self, first_ND: Tensor, classes_N: Tensor) -> Tensor:
-        """Compute the negative log likelihood of rows' classes from their first positions; of `dims.classes`."""
+        """Compute the negative log likelihood of rows' classes from their first positions, by a
+        head of `dims.classes`."""
         raise ModelError(f"a {self.model_type} model has no classification head")
 
     def linear(self, i: int, target: str) -> nn.Module:
@@ -191,7 +193,7 @@ class Family(GGUFFamily):
         return getattr(getattr(self.layer(i), self._parent(target)), target)
 
     def set_linear(self, i: int, target: str, module: nn.Module) -> None:
-        """Put `module` in the place of that linear layer."""
+        """Replace that linear layer by `module`."""
         setattr(getattr(self.layer(i), self._parent(target)), target, module)
 
     def linear_name(self, i: int, target: str) -> str:
@@ -203,19 +205,20 @@ class Family(GGUFFamily):
         return self.model.get_submodule(name)
 
     def replace(self, name: str, module: nn.Module) -> None:
-        """Put `module` in the place of the layer of that full name."""
+        """Replace the layer of that full name by `module`."""
         parent, _, last = name.rpartition(".")
         setattr(self.model.get_submodule(parent), last, module)
 
     def check_adapted(self, names: list[str]) -> None:
-        """Check that an adapter beside each of these layers takes part in the forward pass; ModelError if not."""
+        """Check that adapters of these layers change the output; ModelError if not."""
 
     def packed(self, h: Tensor, position_ids: Tensor) -> tuple[Any, Tensor]:
-        """Return what blocks take for several rows in one sequence: positions of each row, and the mask between rows.
+        """Return what blocks take for several rows in one sequence: positions of each row, and the
+        mask between rows.
 
         Args:
             h: the first block's input, [B, T, hidden].
-            position_ids: int64 [B, T], each token's place in its row.
+            position_ids: int64 [B, T], each token's position in its row.
         """
         from ondevice.nn.row_mask import of_rows, row_mask
 
@@ -231,8 +234,8 @@ class Family(GGUFFamily):
 
         Args:
             mask: additive float [1, 1, T, T], or None for the causal mask.
-            position_ids: int64 [B, T], where a sequence has several rows: each token's place in its row, and the
-                mask keeps the rows apart.
+            position_ids: int64 [B, T] if a sequence has several rows: each token's position in its
+                row, and the mask keeps the rows apart.
         """
         h = self.embed(ids, position_ids)
         if position_ids is None:
@@ -244,13 +247,13 @@ class Family(GGUFFamily):
         return self.final_norm(h)
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
-        """Compute the negative log likelihood of labels from `hidden`; see `ondevice.nn.cross_entropy.token_nll`."""
+        """Compute labels' negative log likelihood; see `ondevice.nn.cross_entropy.token_nll`."""
         from ondevice.nn.cross_entropy import token_nll
 
         return token_nll(hidden_ND, self.head_weight, labels_N, tiles)
 
     def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
-        """Compute the same among some tokens, int64 [A], of which `places_N` names one each; -100 is left out."""
+        """Compute it among the tokens int64 [A]; `places_N` indexes them, and -100 is ignored."""
         from ondevice.nn.cross_entropy import token_nll
 
         return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)

@@ -1,8 +1,10 @@
-"""Encoders with a classification head: RoBERTa, XLM-RoBERTa, CamemBERT, transformers' `ForSequenceClassification`.
+"""Encoders with a classification head: RoBERTa, XLM-RoBERTa, CamemBERT, transformers'
+`ForSequenceClassification`.
 
-To everything that trains a decoder it is one whose head has a row for each class: what the head says at the first
-token (`<s>`) is compared with the label behind it, so a row's class stands at the second place of its labels
-(`ondevice.data.encode`). Blocks see both sides, and a mask hides the padding.
+To everything that trains a decoder it is one whose head has a row for each class: what the head
+says at the first token (`<s>`) is compared with the label behind it, so a row's class stands at the
+second place of its labels (`ondevice.data.encode`). Blocks see both sides, and a mask hides the
+padding.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 HEAD = "classifier."
-"""How names of the head's weights begin; a model that was trained to guess hidden words has none of them."""
+"""How names of the head's weights begin; a masked language model has none of them."""
 
 
 @dataclass(frozen=True)
 class ClassifierDims(ModelDims):
-    """Dimensions with BERT's six matrices a block, biases everywhere, a table of positions, and a head of two layers.
+    """Dimensions with BERT's six matrices a block, biases everywhere, a table of positions, and a
+    head of two layers.
 
     Attributes:
         type_vocab: rows of the table of token types.
-        first_position: row of the first position in the table of positions; the padding token's number is before it.
+        first_position: row of the first position in the table of positions; the padding token's
+            number is before it.
     """
 
     gated: ClassVar[bool] = False
@@ -76,16 +80,15 @@ class Classifier(Family):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         refuse_quantised(config, where)
-        hidden, heads = (
-            read_size(config, "hidden_size", where),
-            read_size(config, "num_attention_heads", where),
-        )
+        hidden = read_size(config, "hidden_size", where)
+        heads = read_size(config, "num_attention_heads", where)
         positions = config.get("position_embedding_type", "absolute")
         if positions not in ("absolute", None):
             raise UnknownTrait(
                 f"{where}: field 'position_embedding_type'", expected="absolute", received=positions
             )
-        labels, first = config.get("id2label"), int(config.get("pad_token_id", 1)) + 1
+        labels = config.get("id2label")
+        first = int(config.get("pad_token_id", 1)) + 1
         return ClassifierDims(
             family=str(config["model_type"]),
             layers=read_size(config, "num_hidden_layers", where),
@@ -110,7 +113,8 @@ class Classifier(Family):
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Return nothing: files of an encoder alone name tensors differently, and transformers checks what it loads."""
+        """Return nothing: encoder files name tensors differently, and transformers checks the
+        files."""
         return {}
 
     @property
@@ -119,21 +123,23 @@ class Classifier(Family):
 
     @property
     def head_weight(self) -> Tensor:
-        """The token embedding: the head of classes is no table of the vocabulary, and belongs to no layer."""
+        """The token embedding: the head of classes has no row for each token."""
         return self.embedding.weight
 
     def layer(self, i: int) -> nn.Module:
         return self.model.base_model.encoder.layer[i]
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Add positions, counted from behind the padding token's number, and the first token type; then the norm.
+        """Add positions, counted from behind the padding token's number, and the first token type;
+        then the norm.
 
         Raises:
             ModelError: the sequence is longer than the table of positions.
         """
         import torch
 
-        length, parts = rows.shape[1], self.model.base_model.embeddings
+        length = rows.shape[1]
+        parts = self.model.base_model.embeddings
         if length > self.dims.max_positions or position_ids is not None:
             raise ModelError(
                 "the sequence is longer than the model's table of positions",
@@ -179,10 +185,8 @@ class Classifier(Family):
         if mask is not None or position_ids is not None:
             raise ModelError("an encoder computes one row a sequence", hint="leave --packing out")
         h = self.embed(ids)
-        mask, position = (
-            self.padding_mask(ids, h.dtype),
-            self.positions(ids.shape[1], h.device, h.dtype),
-        )
+        mask = self.padding_mask(ids, h.dtype)
+        position = self.positions(ids.shape[1], h.device, h.dtype)
         for i in range(self.dims.layers):
             h = self.block(i, h, position, mask)
         return h
@@ -192,7 +196,7 @@ class Classifier(Family):
         return self.model.classifier(first_ND[:, None]).float()
 
     def class_nll(self, first_ND: Tensor, classes_N: Tensor) -> Tensor:
-        """Return negative log likelihood of classes, int64 [N], float32 [N]; 0 where the class is -100."""
+        """Return negative log likelihood of classes int64 [N], float32 [N]; 0 for class -100."""
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(self.logits(first_ND), classes_N, reduction="none", ignore_index=-100)
@@ -230,7 +234,7 @@ def _refuse(target: str) -> NoReturn:
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Return True where the weights have a classification head."""
+    """Return True if the weights have a classification head."""
     return any(
         name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
     )

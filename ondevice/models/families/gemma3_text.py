@@ -1,5 +1,5 @@
-"""`gemma3_text`: Gemma 3 without images (270M, 1B): norms before and after each branch with weights of 1 + w, windows
-in five layers of six, with a rotary base of their own.
+"""`gemma3_text`: Gemma 3 without images (270M, 1B): norms before and after each branch with weights
+of 1 + w, windows in five layers of six, with a rotary base of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ NORMS = {
     "q": "self_attn.q_norm",
     "k": "self_attn.k_norm",
 }
-PATTERN, WINDOW = 6, 4096
+PATTERN = 6
+WINDOW = 4096
 """Transformers' own defaults: every sixth layer sees all."""
 
 
@@ -48,10 +49,8 @@ class Gemma3Text(TraitFamily):
                 raise UnknownTrait(
                     f"{where}: field '{field}'", expected="null", received=config[field]
                 )
-        layers, hidden = (
-            read_size(config, "num_hidden_layers", where),
-            read_size(config, "hidden_size", where),
-        )
+        layers = read_size(config, "num_hidden_layers", where)
+        hidden = read_size(config, "hidden_size", where)
         if config.get("layer_types") is None:
             every = config.get("sliding_window_pattern") or PATTERN
             types = [
@@ -68,10 +67,8 @@ class Gemma3Text(TraitFamily):
             score_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
             embedding_scale=hidden**0.5,
         )
-        bias, tied = (
-            bool(config.get("attention_bias")),
-            bool(config.get("tie_word_embeddings", True)),
-        )
+        bias = bool(config.get("attention_bias"))
+        tied = bool(config.get("tie_word_embeddings", True))
         config = {**config, "tie_word_embeddings": tied}
         return decoder_dims(
             "gemma3_text", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits
@@ -79,7 +76,8 @@ class Gemma3Text(TraitFamily):
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
-        """Return what `Family.tiny_config` does: layers with a window of 12 tokens and such without take turns."""
+        """Return what `Family.tiny_config` does: layers with a window of 12 tokens and such without
+        take turns."""
         types = [
             "full_attention" if i % 2 else "sliding_attention"
             for i in range(sizes["num_hidden_layers"])
@@ -100,11 +98,13 @@ class Gemma3Text(TraitFamily):
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-        """Read windows and the second rotary base; llama.cpp knows the scale of the scores by the size alone."""
-        layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+        """Read windows and the second rotary base; the size tells the scale of the scores."""
+        layers = config["num_hidden_layers"]
+        head_dim = config["head_dim"]
         every = data.get("attention.sliding_window_pattern", PATTERN)
         theta = data.get("rope.freq_base_swa", 10000.0)
-        # 27B, of 62 layers, scales by the width of the stream for each head; every other size by the head's own.
+        # 27B, of 62 layers, scales by the width of the stream for each head; every other size by
+        # the head's own.
         scalar = (
             config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_dim
         )
@@ -123,7 +123,8 @@ class Gemma3Text(TraitFamily):
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Return windows and the second rotary base."""
-        windows, scale = dims.traits.windows, dims.traits.score_scale
+        windows = dims.traits.windows
+        scale = dims.traits.score_scale
         every = next(
             (i + 1 for i in range(dims.layers) if not dims.traits.window(i)), dims.layers + 1
         )
@@ -146,13 +147,12 @@ class Gemma3Text(TraitFamily):
         return weights - 1 if name.endswith("norm.weight") else weights
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """Compute cos and sin of layers that see all, then of those with a window, each [1, length, head_dim]."""
+        """Compute cos and sin of layers that see all, then of those with a window, each [1, length,
+        head_dim]."""
         import torch
 
-        like, at = (
-            torch.empty(0, device=device, dtype=dtype),
-            torch.arange(length, device=device)[None],
-        )
+        like = torch.empty(0, device=device, dtype=dtype)
+        at = torch.arange(length, device=device)[None]
         rotary = self.model.model.rotary_emb
         kinds = [kind if kind in rotary.layer_types else rotary.layer_types[0] for kind in KINDS]
         return tuple(table for kind in kinds for table in rotary(like, at, kind))

@@ -1,7 +1,8 @@
 """`gpt2`: GPT-2 in all sizes and DistilGPT-2.
 
-Its linear layers are transformers' Conv1D, whose weight is [inputs, outputs], with q, k and v in one. An adapter stands
-beside them; quantised weights and hand-written backward passes, which take nn.Linear's layout, are refused.
+Its linear layers are transformers' Conv1D, whose weight is [inputs, outputs], with q, k and v in
+one. An adapter goes next to them; quantised weights and hand-written backward passes, which take
+nn.Linear's layout, are refused.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _CONFIG_NAMES = {
 
 
 class Gpt2Dims(ModelDims):
-    """Dimensions with GPT-2's four matrices a block, biases everywhere, and a table of positions."""
+    """Dimensions with GPT-2's four matrices a block, biases everywhere, and a table of
+    positions."""
 
     gated: ClassVar[bool] = False
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each of `Gpt2.linear_targets`; the weights are stored in this order too."""
+        """(inputs, outputs) of each of `Gpt2.linear_targets`, as the weights are stored too."""
         return {
             "attn.c_attn": (self.hidden, 3 * self.hidden),
             "attn.c_proj": (self.hidden, self.hidden),
@@ -61,7 +63,8 @@ class Gpt2Dims(ModelDims):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, the table of positions and the last norm's bias included."""
+        """Parameters of the whole model, the table of positions and the last norm's bias
+        included."""
         return super().parameters + (self.max_positions + 1) * self.hidden
 
 
@@ -80,7 +83,8 @@ class Gpt2(Family):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         refuse_quantised(config, where)
-        hidden, heads = read_size(config, "n_embd", where), read_size(config, "n_head", where)
+        hidden = read_size(config, "n_embd", where)
+        heads = read_size(config, "n_head", where)
         if hidden % heads:
             raise ModelError(
                 f"{where}: field 'n_head'",
@@ -96,7 +100,7 @@ class Gpt2(Family):
         if config.get("add_cross_attention"):
             raise ModelError(
                 f"{where}: field 'add_cross_attention'",
-                expected="false: a decoder alone",
+                expected="false: a decoder without an encoder",
                 received=True,
             )
         return Gpt2Dims(
@@ -126,7 +130,7 @@ class Gpt2(Family):
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Return every weight by transformers' name, with its shape; a tied head is not among them."""
+        """Map every weight's name in transformers to its shape, without a tied head."""
         shapes: dict[str, tuple[int, ...]] = {
             "transformer.wte.weight": (dims.vocab, dims.hidden),
             "transformer.wpe.weight": (dims.max_positions, dims.hidden),
@@ -146,7 +150,7 @@ class Gpt2(Family):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The token embedding, weight [vocab, hidden]; the positions' is `model.transformer.wpe`."""
+        """The token embedding [vocab, hidden]; the positions' is `model.transformer.wpe`."""
         return self.model.transformer.wte
 
     def layer(self, i: int) -> nn.Module:
@@ -184,7 +188,7 @@ class Gpt2(Family):
     def attention_branch(
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
-        """Compute attention(norm(h)) of block `i`, without the residual: [B, T, hidden]; `position` is not read."""
+        """Compute attention(norm(h)) of block `i`: [B, T, hidden]; `position` is not read."""
         layer: Any = self.layer(i)
         return layer.attn(layer.ln_1(h), attention_mask=mask)[0]
 
@@ -206,7 +210,7 @@ class Gpt2(Family):
         _refuse_replacing(target)
 
     def linear_name(self, i: int, target: str) -> str:
-        """Return its full name in state dictionaries; ModelError for one that GPT-2 does not have."""
+        """Return its full name in state dictionaries; ModelError for another target."""
         return (
             f"transformer.h.{i}.{target}"
             if target in self.linear_targets

@@ -1,4 +1,5 @@
-"""`granite`: Granite 3 and later dense ones: Llama's block with factors of embedding, branches, scores and logits."""
+"""`granite`: Granite 3 and later dense ones: Llama's block with factors of embedding, branches,
+scores and logits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Granite(TraitFamily):
             residual_scale=factor("residual_multiplier"),
             logit_scale=1.0 / factor("logits_scaling"),
         )
-        bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        bias = bool(config.get("attention_bias"))
+        mlp = bool(config.get("mlp_bias"))
         return decoder_dims(
             "granite", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits
         )

@@ -19,14 +19,16 @@ class Llama(Family):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        attention = bool(config.get("attention_bias"))
+        mlp = bool(config.get("mlp_bias"))
         return decoder_dims(
             "llama", config, where, qkv_bias=attention, o_bias=attention, mlp_bias=mlp
         )
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
-        """Undo the interleaving of rotary pairs that llama.cpp applies to q and k of this family."""
+        """Undo the interleaving of rotary pairs that llama.cpp applies to q and k of this
+        family."""
         for target, heads in (("q_proj", dims.heads), ("k_proj", dims.kv_heads)):
             if f".{target}." in name:
                 pairs = weights.reshape(heads, dims.head_dim // 2, 2, *weights.shape[1:])

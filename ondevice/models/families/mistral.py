@@ -1,4 +1,4 @@
-"""`mistral`: Mistral 7B and Mistral Nemo. Their GGUF files name the architecture `llama` and load as that family."""
+"""`mistral`: Mistral 7B and Mistral Nemo; their GGUF files load as `llama`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 4096
-"""Transformers' own default where `config.json` does not say; null there is no window."""
+"""The default of transformers if `config.json` has no field; null means no window."""
 
 
 class Mistral(TraitFamily):
-    """Llama's block without biases; beyond the sliding window a query sees the window's tokens alone."""
+    """Llama's block without biases, and with a sliding window."""
 
     model_type = "mistral"
     gguf_written_as = "llama"
@@ -30,7 +30,8 @@ class Mistral(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        layers, window = read_size(config, "num_hidden_layers", where), _window(config, where)
+        layers = read_size(config, "num_hidden_layers", where)
+        window = _window(config, where)
         positions = read_size(config, "max_position_embeddings", where, 2048)
         # A window that no sequence reaches hides nothing.
         windows = () if window is None or window >= positions else (window,) * layers

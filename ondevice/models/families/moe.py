@@ -1,8 +1,8 @@
 """The base of families whose MLP is a mixture of experts.
 
-The experts' matrices are two tensors a layer, [experts, ...], as transformers holds them. An adapter beside one of them
-is a pair for each expert, in PEFT's layout. Their forward and backward pass is this project's own
-(`ondevice.nn.experts`): the same bits every time.
+The experts' matrices are two tensors a layer, [experts, ...], as transformers holds them. An
+adapter of one of them is a pair for each expert, in PEFT's layout. Their forward and backward pass
+is this project's own (`ondevice.nn.experts`): the same bits every time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 class MoeFamily(Family):
-    """A block's MLP is a sum of experts, maybe one of them for all tokens; in `dense_layers` it is an ordinary one.
+    """A block's MLP is a sum of experts, maybe one of them for all tokens; in `dense_layers` it is
+    an ordinary one.
 
     Attributes:
-        on_routing: if set, is called with a block's number and the expert ids of its tokens, int64 [B * T, active].
+        on_routing: if set, is called with a block's number and the expert ids of its tokens, int64
+            [B * T, active].
     """
 
     linear_targets = ATTENTION
@@ -37,7 +39,8 @@ class MoeFamily(Family):
         **dict.fromkeys(EXPERTS, "mlp"),
     }
     llama_cpp_normalises: ClassVar[bool]
-    """True where llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
+    """True if llama.cpp makes the weights of a token's experts add up to 1. GGUF files have no key
+    for it."""
     dims: MoeDims
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,11 +92,13 @@ class MoeFamily(Family):
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Return every weight by transformers' name, with its shape; a tied head is not among them."""
+        """Map every weight's name in transformers to its shape, without a tied head."""
         assert isinstance(dims, MoeDims)  # noqa: S101
         shapes = super().weight_shapes(dims)
         for i in range(dims.layers):
-            mlp, hidden, width = f"model.layers.{i}.mlp", dims.hidden, dims.expert_intermediate
+            mlp = f"model.layers.{i}.mlp"
+            hidden = dims.hidden
+            width = dims.expert_intermediate
             if i in dims.dense_layers:
                 shapes |= _mlp_shapes(mlp, hidden, dims.dense_intermediate)
                 continue
@@ -106,7 +111,8 @@ class MoeFamily(Family):
         return shapes
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
-        """Compute the sum of the experts of each token's norm, without the residual: [B, T, hidden]."""
+        """Compute the sum of the experts of each token's norm, without the residual: [B, T,
+        hidden]."""
         layer: Any = self.layer(i)
         return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
 
@@ -118,7 +124,8 @@ class MoeFamily(Family):
         Gradients go through the weights that the router gives its choice, not through the choice.
 
         Args:
-            pairs: adapters beside the experts' matrices by name in the MLP, beyond those that the model has itself.
+            pairs: adapters of the experts' matrices by name in the MLP, in addition to the model's
+                own.
         """
         from torch.nn.functional import sigmoid
 
@@ -159,7 +166,8 @@ def moe_dims(
     expert: int,
     shared: int,
 ) -> MoeDims:
-    """Add what a configuration says of experts to a decoder's dimensions; the numbers are transformers' defaults.
+    """Add what a configuration says of experts to a decoder's dimensions; the numbers are
+    transformers' defaults.
 
     Raises:
         ModelError: a size is wrong, or no layer has experts.
@@ -177,10 +185,8 @@ def moe_dims(
         )
     expert = read_size(config, "moe_intermediate_size", where, expert)
     shared = read_size(config, "shared_expert_intermediate_size", where, shared) if shared else 0
-    every, dense = (
-        read_size(config, "decoder_sparse_step", where, 1),
-        config.get("mlp_only_layers") or (),
-    )
+    every = read_size(config, "decoder_sparse_step", where, 1)
+    dense = config.get("mlp_only_layers") or ()
     dense_layers = tuple(i for i in range(base.layers) if i in dense or (i + 1) % every)
     if len(dense_layers) == base.layers:
         kind = base.family.removesuffix("_moe")
@@ -201,13 +207,13 @@ def moe_dims(
 
 
 def refuse_window(config: dict[str, Any], where: str) -> None:
-    """Raise UnknownTrait where some layers attend to a sliding window."""
+    """Raise UnknownTrait if some layers attend to a sliding window."""
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise UnknownTrait(
             f"{where}: some layers attend to a sliding window",
             expected="full attention in every layer",
             received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",
-            hint="set use_sliding_window to false where sequences stay shorter than the window",
+            hint="set use_sliding_window to false if sequences stay shorter than the window",
         )
 
 

@@ -1,4 +1,5 @@
-"""`olmo2`: OLMo 2: norms after each branch and none before, and norms of q and k over all heads together."""
+"""`olmo2`: OLMo 2: norms after each branch and none before, and norms of q and k over all heads
+together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`phi3`: Phi-3 and Phi-4-mini: q, k and v in one linear layer, gate and up in another; a part of each head rotated, by
-tables that depend on the length (longrope).
+"""`phi3`: Phi-3 and Phi-4-mini: q, k and v in one linear layer, gate and up in another; a part of
+each head rotated, by tables that depend on the length (longrope).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Phi3(TraitFamily):
-    """No biases. An adapter stands beside the linear layers as they are, fused."""
+    """No biases. An adapter goes next to the fused linear layers."""
 
     model_type = "phi3"
     gguf_architecture = "phi3"
@@ -31,10 +31,8 @@ class Phi3(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        hidden, heads = (
-            read_size(config, "hidden_size", where),
-            read_size(config, "num_attention_heads", where),
-        )
+        hidden = read_size(config, "hidden_size", where)
+        heads = read_size(config, "num_attention_heads", where)
         head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
         rope = config.get("rope_parameters") or {}
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -53,7 +51,7 @@ class Phi3(TraitFamily):
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-        """Read the part of a head that is rotated, longrope's factors and the window; 0 is no window."""
+        """Read the rotated part of a head, longrope's factors and the window (0 for none)."""
         rope: dict[str, Any] = dict(config["rope_parameters"])
         part = data.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
         rope["partial_rotary_factor"] = part
@@ -77,7 +75,7 @@ class Phi3(TraitFamily):
 
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what longrope has beside its tensors; a window of 0 is none, and llama.cpp uses none."""
+        """Return longrope's keys; a window of 0 is omitted, and llama.cpp uses none."""
         keys: dict[str, Any] = {"attention.sliding_window": 0}
         rope = config.get("rope_parameters", {})
         if dims.rope_type == "longrope" and rope:

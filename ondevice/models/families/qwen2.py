@@ -26,7 +26,7 @@ class Qwen2(Family):
                 f"{where}: some layers attend to a sliding window",
                 expected="full attention in every layer",
                 received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",
-                hint="set use_sliding_window to false where sequences stay shorter than the window",
+                hint="set use_sliding_window to false if sequences stay shorter than the window",
             )
         return decoder_dims("qwen2", config, where, qkv_bias=True, o_bias=False, mlp_bias=False)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2Moe(MoeFamily):
-    """q, k and v have a bias; a token's experts are weighted by their softmax among all, unless `norm_topk_prob`."""
+    """q, k and v have a bias; experts are weighted by the softmax over all of them."""
 
     model_type = "qwen2_moe"
     gguf_architecture = "qwen2moe"

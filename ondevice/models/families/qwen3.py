@@ -1,4 +1,5 @@
-"""`qwen3`: Qwen3 from 0.6B on: Llama's block with norms of each head's q and k, and a head size of its own."""
+"""`qwen3`: Qwen3 from 0.6B on: Llama's block with norms of each head's q and k, and a head size of
+its own."""
 
 from __future__ import annotations
 
@@ -20,10 +21,8 @@ class Qwen3(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        bias, layers = (
-            bool(config.get("attention_bias")),
-            read_size(config, "num_hidden_layers", where),
-        )
+        bias = bool(config.get("attention_bias"))
+        layers = read_size(config, "num_hidden_layers", where)
         windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
         config = {"head_dim": 128, **config}
         traits = BlockTraits(norms=tuple(NORMS.items()), windows=windows)

@@ -1,4 +1,5 @@
-"""`qwen3_moe`: Qwen3-30B-A3B and larger: Qwen3's attention, and a mixture of experts without a shared one."""
+"""`qwen3_moe`: Qwen3-30B-A3B and larger: Qwen3's attention, and a mixture of experts without a
+shared one."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from ondevice.models.families.qwen3 import NORMS
 
 
 class Qwen3Moe(MoeFamily):
-    """`attention_bias` puts a bias on q, k, v and o together; the weights of a token's experts add up to 1 where
-    `norm_topk_prob` says so."""
+    """`attention_bias` puts a bias on q, k, v and o together; the weights of a token's experts add
+    up to 1 if `norm_topk_prob` says so."""
 
     model_type = "qwen3_moe"
     gguf_architecture = "qwen3moe"
@@ -22,7 +23,8 @@ class Qwen3Moe(MoeFamily):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> MoeDims:
         refuse_window(config, where)
-        bias, traits = bool(config.get("attention_bias")), BlockTraits(norms=tuple(NORMS.items()))
+        bias = bool(config.get("attention_bias"))
+        traits = BlockTraits(norms=tuple(NORMS.items()))
         sizes = {"intermediate_size": 6144, "num_key_value_heads": 4, **config}
         base = decoder_dims(
             "qwen3_moe", sizes, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits

@@ -1,4 +1,5 @@
-"""The base of families whose blocks have traits that Llama's has not: transformers' own layer computes the block."""
+"""The base of families whose blocks have traits that Llama's does not have: transformers' own layer
+computes the block."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TraitFamily(Family):
-    """A block as transformers computes it, under the mask of its window; embedding and head with their factors."""
+    """A block as transformers computes it, with its window's mask and its factors."""
 
     def embed(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if self.dims.traits.embedding_scale == 1.0:
@@ -43,7 +44,8 @@ class TraitFamily(Family):
     def attention_branch(
         self, i: int, h: Tensor, position: Any, mask: Tensor | None = None
     ) -> Tensor:
-        """Compute attention with the norms and the factor that the block has around it, without the residual."""
+        """Compute attention with the norms and the factor that the block has around it, without the
+        residual."""
         layer: Any = self.layer(i)
         place, mask = self.layer_position(i, position), self._mask(i, h, mask)
         n = self._normed(layer, "before_attention", h)
@@ -58,7 +60,7 @@ class TraitFamily(Family):
         )
 
     def _mask(self, i: int, h: Tensor, mask: Tensor | None) -> Tensor | None:
-        """`mask`, and the window's of that layer where it hides something."""
+        """`mask` combined with the layer's window, if that hides something."""
         window = self.dims.traits.window(i)
         if not 0 < window < h.shape[1]:
             return mask
@@ -93,7 +95,7 @@ def window_mask(h: Tensor, window: int) -> Tensor:
 
 
 def sliding_windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
-    """Read the window of each layer from `layer_types` and `sliding_window`; () where no layer has one."""
+    """Read each layer's window from `layer_types` and `sliding_window`; () for none."""
     types = config.get("layer_types")
     if not types or "sliding_attention" not in types or config.get("sliding_window") is None:
         return ()

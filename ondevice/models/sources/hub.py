@@ -1,4 +1,5 @@
-"""Models of the Hugging Face hub: the files of a snapshot, fetched by huggingface_hub into its own cache."""
+"""Models of the Hugging Face hub: the files of a snapshot, fetched by huggingface_hub into its own
+cache."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def fetch_config(source: str, revision: str | None) -> Path:
 
 
 def fetch_snapshot(source: str, revision: str | None) -> Path:
-    """Fetch the model's safetensors and tokenizer, never a pickle; return the folder in the hub's cache.
+    """Fetch the model's safetensors and tokenizer, never a pickle; return the folder in the hub's
+    cache.
 
     Raises:
         ModelError: as `fetch_config`.
@@ -67,7 +69,8 @@ def _where(revision: str | None) -> dict[str, Any]:
 
 
 def incomplete(error: ModelError, source: str, revision: str | None) -> ModelError:
-    """Say of a snapshot that cannot be loaded what it lacks, and whether the cache or the hub has no more."""
+    """Build the error of an incomplete snapshot: it says whether the cache or the hub lacks the
+    file."""
     name = f"{source}@{revision}" if revision else source
     if reachable():
         return ModelError(
@@ -86,8 +89,8 @@ def incomplete(error: ModelError, source: str, revision: str | None) -> ModelErr
 def reachable(within_s: float = 0.8) -> bool:
     """Return True if the hub, or the proxy before it, takes a connection within a moment.
 
-    huggingface_hub itself tries for half a minute before it looks into its cache. The answer is kept for a minute.
-    With HF_HUB_OFFLINE nobody is asked.
+    huggingface_hub itself tries for half a minute before it looks into its cache. The answer is
+    kept for a minute. With HF_HUB_OFFLINE nobody is asked.
     """
     from huggingface_hub import constants
 
@@ -123,7 +126,8 @@ def _token() -> bool:
 
 
 def _readable(error: Exception, source: str, revision: str | None) -> Exception:
-    """Turn huggingface_hub's many exceptions into one that says what to do; a full disk stays what it is.
+    """Turn huggingface_hub's many exceptions into one with a hint; a full disk stays a
+    StorageError.
 
     They are told apart by name: the classes move between the package's versions.
     """

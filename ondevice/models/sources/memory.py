@@ -12,8 +12,8 @@ from ondevice.models.sources.resolve import SourceInfo
 
 
 def wrap_model(model: Any, tokenizer: Any = None) -> LoadedModel:
-    """Wrap a transformers causal language model and its tokenizer as `load_model` returns them. The model itself is
-    trained, where it is.
+    """Wrap a transformers causal language model and its tokenizer as `load_model` returns them. The
+    model itself is trained, where it is.
 
     Args:
         model: of transformers, or a `LoadedModel`, which is returned as it is.

@@ -1,7 +1,8 @@
-"""A configuration that says `tie_word_embeddings` where the weights file has an output head of its own.
+"""A configuration that says `tie_word_embeddings`, next to weights with their own output head.
 
-transformers compares the two matrices, and does not tie them if they differ. Everything that follows the configuration
-only, such as MLX or a converter, would leave the head out. So the configuration is read as the weights have it.
+transformers compares the two matrices, and does not tie them if they differ. Everything that
+follows the configuration only, such as MLX or a converter, would leave the head out. So the
+configuration is read as the weights have it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ CHUNK_BYTES = 1 << 24
 
 
 def as_the_weights_are(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a folder's configuration, with `tie_word_embeddings: false` if the weights have another head."""
+    """Return a folder's configuration, with `tie_word_embeddings: false` if the weights have
+    another head."""
     files = tuple(
         (str(path), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.glob("*.safetensors")) if path.is_file()
@@ -35,11 +37,15 @@ def as_the_weights_are(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_head(folder: Path) -> None:
-    """Raise ModelError if no weights file has an output head, for a configuration that ties none to the embedding."""
+    """Raise ModelError if no weights file has an output head, for a configuration that ties none to
+    the embedding."""
     if not any(_entries(path).keys() & set(HEADS) for path in sorted(folder.glob("*.safetensors"))):
         hint = "copy the model again, or say tie_word_embeddings: true in config.json if the embedding is its head"
         raise ModelError(
-            f"{folder}: the weights lack a tensor", expected=HEAD, received="none of it", hint=hint
+            f"{folder}: missing tensor in the weights",
+            expected=HEAD,
+            received="none of it",
+            hint=hint,
         )
 
 
@@ -59,11 +65,11 @@ def _has_own_head(files: tuple[tuple[str, int, int], ...]) -> bool:
 
 
 def _entries(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where each tensor of a safetensors file begins and ends; nothing of a file that is not one."""
+    """Return begin and end of each tensor in bytes; nothing for a file of another kind."""
     try:
         return {name: (place.start, place.end) for name, place in read_header(path).tensors.items()}
     except (OSError, Refused):
-        return {}  # `check_weights` says what is wrong with it
+        return {}  # `check_weights` reports the fault
 
 
 def _same_bytes(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> bool:

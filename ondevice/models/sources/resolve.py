@@ -1,6 +1,7 @@
 """From a source string to a folder with a configuration, safetensors and a tokenizer.
 
-`package:NAME[==VERSION]` | `tiny:FAMILY` | a `.gguf` file | a folder | a hub id, tried in this order.
+`package:NAME[==VERSION]` | `tiny:FAMILY` | a `.gguf` file | a folder | a hub id, tried in this
+order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class SourceInfo:
 
     @cached_property
     def sha256(self) -> str:
-        """The model's identity: SHA-256 over names and SHA-256 of `config.json` and every safetensors file.
+        """The model's identity: SHA-256 over names and SHA-256 of `config.json` and every
+        safetensors file.
 
         A converted model has it recorded; other files are read, once, when it is asked for.
         """
@@ -53,7 +55,8 @@ class SourceInfo:
 
 
 def weights_sha256(digests: dict[str, str]) -> str:
-    """Hash `config.json` and the safetensors files among `digests` (name to SHA-256) into one digest."""
+    """Hash `config.json` and the safetensors files among `digests` (name to SHA-256) into one
+    digest."""
     names = sorted(
         name for name in digests if name == "config.json" or name.endswith(".safetensors")
     )
@@ -68,7 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def resolve(source: str, revision: str | None = None, *, verify: bool = False) -> SourceInfo:
-    """Fetch and convert where needed, and check that the folder can be loaded.
+    """Fetch and convert if needed, and check that the folder can be loaded.
 
     Args:
         verify: hash every file of a converted model; otherwise their sizes are checked.
@@ -96,7 +99,7 @@ def resolve(source: str, revision: str | None = None, *, verify: bool = False) -
 
 
 def find_cached(source: str) -> Path | None:
-    """Return the folder of `source` if loading it would neither fetch nor convert; hub ids are never found."""
+    """Return the folder of `source` if it is converted or local; None for hub ids."""
     if source.startswith(PACKAGE_PREFIX):
         return find_package(source.removeprefix(PACKAGE_PREFIX))
     if source.endswith(".gguf"):
@@ -106,7 +109,7 @@ def find_cached(source: str) -> Path | None:
 
 
 def config_of(source: str, revision: str | None = None) -> tuple[dict[str, Any], str]:
-    """Read `config.json` of `source`; return it with its name for errors. Weights of a hub model are not fetched."""
+    """Return `config.json` of `source` and its path; a hub model's weights are not fetched."""
     folder = _converted(source) or local_folder(source) or hub.fetch_config(source, revision)
     return read_config(folder), str(folder / "config.json")
 
@@ -115,7 +118,7 @@ def local_folder(source: str) -> Path | None:
     """Return `source` as a folder, or None if it may be a hub id.
 
     Raises:
-        ModelError: it is a path and there is no such folder, or a file of another kind.
+        ModelError: it is a path to a missing folder, or to a file of another kind.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -134,7 +137,8 @@ def local_folder(source: str) -> Path | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a folder; `tie_word_embeddings` is as the weights that are there have it.
+    """Read `config.json` of a folder; `tie_word_embeddings` is as the weights that are there have
+    it.
 
     Raises:
         ModelError: missing or no JSON object.
@@ -149,7 +153,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             hint = "this is an adapter: give its base model as the model"
         raise ModelError(
-            f"{folder} is no model", expected="config.json", received="no such file", hint=hint
+            f"{folder} is not a model", expected="config.json", received="no such file", hint=hint
         ) from None
 
 
@@ -172,7 +176,7 @@ def check_folder(folder: Path) -> None:
         for shard, place in zip(shards, places, strict=True):
             if not place.is_file():
                 raise ModelError(
-                    f"{folder} lacks a part of the weights", expected=shard, hint="copy it again"
+                    f"{folder} has only part of the weights", expected=shard, hint="copy it again"
                 )
     elif not (folder / "model.safetensors").is_file():
         pickled = [
@@ -183,7 +187,7 @@ def check_folder(folder: Path) -> None:
             expected="model.safetensors",
             received=", ".join(pickled[:3]) or "no weights",
             hint="pickled weights are refused because reading them can run any code; "
-            "convert them where you trust them with save_pretrained"
+            "if you trust them, convert them with save_pretrained"
             if pickled
             else "copy the whole folder",
         )
@@ -191,7 +195,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check the safetensors' headers: the files are whole, and each tensor of `shapes` that is there has that shape.
+    """Check the safetensors' headers: the files are whole, and each tensor of `shapes` that is
+    there has that shape.
 
     It takes milliseconds; a fault found after minutes of loading, or none found, would cost more.
 
@@ -225,7 +230,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _converted(source: str) -> Path | None:
-    """Return the cache folder of a package or GGUF source, made if needed; None for other sources."""
+    """Return the cache folder of a package or GGUF source, built if needed; else None."""
     if source.startswith(PACKAGE_PREFIX):
         return resolve_package(source.removeprefix(PACKAGE_PREFIX))
     if not source.endswith(".gguf"):
@@ -237,7 +242,9 @@ def _converted(source: str) -> Path | None:
 
 
 def _gguf_key(path: Path) -> str:
-    """Build the cache key from place, size and time of the last change: a file that is replaced is converted again."""
-    stat, place = path.stat(), path.resolve()
+    """Build the cache key from place, size and time of the last change: a file that is replaced is
+    converted again."""
+    stat = path.stat()
+    place = path.resolve()
     identity = hashlib.sha256(f"{place}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
     return f"gguf/{path.stem}-{identity[:16]}"

@@ -1,4 +1,5 @@
-"""Models that are on this machine already: converted ones in this package's cache, and the hub's in its own."""
+"""Models that are on this machine already: converted ones in this package's cache, and the hub's in
+its own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Stored:
     Attributes:
         source: what `--model` takes for it.
         kind: `package`, `gguf` or `hub`.
-        model_type: of its `config.json`; empty where that is not there.
+        model_type: of its `config.json`; empty if that is missing.
         bytes: of its files on the disk.
         path: its folder.
         whole: False for a hub model of which a file is missing; a load fetches the rest.
@@ -48,7 +49,8 @@ def find_stored(source: str) -> Stored:
     """Return a model of the caches.
 
     Args:
-        source: as `stored_models` lists it; a package may be named without its version where there is one alone.
+        source: as `stored_models` lists it; a package may be named without its version if there is
+            only one.
 
     Raises:
         ModelError: no cache has it, or several versions of it are there.
