@@ -80,9 +80,9 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
     """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
     modules, layers = _modules_and_layers(adapter)
-    parameters = (
-        {"target_parameters": list(adapter.expert_parameters)} if adapter.expert_parameters else {}
-    )
+    parameters = {}
+    if adapter.expert_parameters:
+        parameters = {"target_parameters": list(adapter.expert_parameters)}
     return parameters | {
         "auto_mapping": None,
         "base_model_name_or_path": adapter.base_model or None,

@@ -79,7 +79,9 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     target = Path(
         os.path.realpath(path)
     )  # through a link: the file it names is replaced, not the link
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content
+    if isinstance(content, str):
+        data = content.encode("utf-8")
     with _named_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)

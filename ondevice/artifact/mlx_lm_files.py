@@ -77,7 +77,8 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
     tensors = _tensors(folder / WEIGHTS_NAME)
     rank = check_tensors(tensors, str(folder / WEIGHTS_NAME))
     parameters = config.get("lora_parameters")
-    parameters = parameters if isinstance(parameters, dict) else {}
+    if not isinstance(parameters, dict):
+        parameters = {}
     if parameters.get("rank") != rank:
         raise ArtifactError(
             f"{folder / CONFIG_NAME}: field 'rank' does not fit {WEIGHTS_NAME}",

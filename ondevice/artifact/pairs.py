@@ -59,7 +59,9 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
         for name, value in tensors.items()
         if value.ndim == 2 and not is_expert_parameter(name.rpartition(".lora_")[0])
     }
-    rank = None if ranks else stated
+    rank = stated
+    if ranks:
+        rank = None
     if not tensors:
         raise ArtifactError(
             f"{where}: no tensors", expected="at least one pair of lora_A and lora_B"
@@ -88,7 +90,8 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
                 expected = f"a multiple of rank {each or '(field r)'}"
                 raise ArtifactError(f"{where}: tensor '{name}'", expected=expected, received=own)
             own = each
-        rank = own if rank is None else rank
+        if rank is None:
+            rank = own
         if own != rank:
             raise ArtifactError(
                 f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}"

@@ -93,7 +93,8 @@ def check_layers(
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
         return
-    layers = [layers] if isinstance(layers, int) else layers
+    if isinstance(layers, int):
+        layers = [layers]
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise _wrong(path, "layers_to_transform", "a list of layer numbers", layers)
     for linear in linears:
@@ -154,7 +155,8 @@ def fold_patterns(
             )
         if "lora_B" in name:
             factor = scale(alpha, rank, config) / default
-            value = value if factor == 1 else (value * factor).astype(np.float32)
+            if factor != 1:
+                value = (value * factor).astype(np.float32)
             folded[name] = np.pad(value, ((0, 0), (0, most - rank)))
         else:
             folded[name] = np.pad(value, ((0, most - rank), (0, 0)))

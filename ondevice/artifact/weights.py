@@ -86,7 +86,9 @@ class MappedWeights:
             or place[1][1:] != shape[1:]
             or place[1][0] < shape[0]
         ):
-            other = "model" if place is None or place[0] == dtype else "quantisation"
+            other = "quantisation"
+            if place is None or place[0] == dtype:
+                other = "model"
             raise ArtifactError(
                 f"{self.path} holds the weights of another {other}: {name}",
                 expected=f"{dtype} {list(shape)}",

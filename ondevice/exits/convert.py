@@ -14,6 +14,8 @@ from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, StorageError
 from ondevice.exits.base import Form, Request, form_names, form_of
+from ondevice.models import read_dims
+from ondevice.models.registry import family_for
 from ondevice.training.fit import ADAPTER, BEST_ADAPTER
 
 if TYPE_CHECKING:
@@ -148,13 +150,15 @@ def find_adapter(source: Path) -> Path:
                 source / BEST_ADAPTER,
             )
         return inside
-    kind = "no such folder" if not source.is_dir() else "a folder without an adapter"
+    kind = "a folder without an adapter"
+    if not source.is_dir():
+        kind = "no such folder"
     hint = "give the folder of an adapter, or of a run that trained one"
     if (source / MANIFEST_NAME).is_file():
         kind = "an artifact, which holds no trained adapter"
         hint = "give the folder of the run that trained it"
     raise ArtifactError(
-        f"{source} is nothing that can be converted", expected=CONFIG_NAME, received=kind, hint=hint
+        f"nothing to convert in {source}", expected=CONFIG_NAME, received=kind, hint=hint
     )
 
 
@@ -165,12 +169,9 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
         ArtifactError: names the tensor: it is missing in the model, has another shape, or is not a
             linear layer.
     """
-    from ondevice.models import read_dims
-    from ondevice.models.registry import family_for
-
     dims = read_dims(model, revision)
-    # A family that is not described here has other names in its files: there a layer is known by
-    # its place in a block.
+    # A family that is not described here has other names in its files: a layer is then known by
+    # its position in a block.
     stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
     listed = (*dims.linear_list, *dims.expert_list)
     places = {
@@ -181,11 +182,9 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     for linear in adapter.linears:
         (rank, inputs), (outputs, _) = (side.shape for side in adapter.pair(linear))
         if linear.rpartition(".")[2] not in names:
-            head = (
-                " (the output head is tied to the embedding)"
-                if dims.tied and "lm_head" in linear
-                else ""
-            )
+            head = ""
+            if dims.tied and "lm_head" in linear:
+                head = " (the output head is tied to the embedding)"
             raise ArtifactError(
                 f"the adapter changes '{linear}', which is not a linear layer of a block{head}",
                 expected=", ".join(dims.linear_shapes),
@@ -241,7 +240,9 @@ def _base(model: str | None, revision: str | None) -> tuple[str | None, str | No
 
 def _dtype(form: Form, dtype: str | None) -> str:
     if dtype is None:
-        return form.dtypes[0] if form.dtypes else ""
+        if form.dtypes:
+            return form.dtypes[0]
+        return ""
     if dtype not in form.dtypes:
         expected = ", ".join(filter(None, form.dtypes)) or "none: the numbers stay as they are"
         raise ConfigError(f"--dtype for {form.name}", expected=expected, received=dtype)

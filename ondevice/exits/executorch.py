@@ -12,6 +12,9 @@ from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError, VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import KEPT, merge
+from ondevice.models import read_dims
+from ondevice.models.open import save_tokenizer
+from ondevice.training.fuse import PROMPTS, distance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +29,6 @@ def write(request: Request, folder: Path) -> Checked:
     from ondevice.exporters.executorch.answer_model import problems
     from ondevice.exporters.executorch.answers import check_answers, write_answers
     from ondevice.exporters.executorch.packed import PackedModel
-    from ondevice.models import read_dims
-    from ondevice.models.open import save_tokenizer
-    from ondevice.training.fuse import PROMPTS, distance
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
     dims = read_dims(request.model, request.revision)

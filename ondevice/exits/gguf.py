@@ -116,7 +116,9 @@ def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None
             writer.add_license(licence)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     kind = ggml_type(request.dtype).name
-    prefix = "ALL" if kind == "F32" else "MOSTLY"
+    prefix = "MOSTLY"
+    if kind == "F32":
+        prefix = "ALL"
     writer.add_file_type(int(LlamaFileType[f"{prefix}_{kind}"]))
 
 
@@ -127,11 +129,15 @@ def _dtype(name: str, shape: tuple[int, ...], requested: str) -> str:
         return "float32"
     if requested == "float16" or shape[-1] % BLOCK:
         return "float16"
-    return "q8_0" if name in _HEADS else requested
+    if name in _HEADS:
+        return "q8_0"
+    return requested
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    return [shape] if parts == 1 else [(shape[0], shape[1] // parts, *shape[2:])] * parts
+    if parts == 1:
+        return [shape]
+    return [(shape[0], shape[1] // parts, *shape[2:])] * parts
 
 
 def _read(

@@ -13,6 +13,7 @@ from ondevice.artifact.files import storage_errors, write_tensors
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
+from ondevice.models.save import FILE_NAME, save_description
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +25,6 @@ PARTS = ("weight", "scales", "biases")
 
 def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, pack with MLX, write, read the file back and compare."""
-    from ondevice.models.save import FILE_NAME, save_description
-
     mx = _mlx()
     bits = BITS[request.dtype]
     merged = merge(request)
@@ -122,7 +121,9 @@ def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:
         )
         found += float(np.vdot(rounded - base, change))
         exact += float(np.vdot(change, change))
-    return found / exact if exact else 1.0
+    if exact:
+        return found / exact
+    return 1.0
 
 
 FORM = Form("mlx-model", "mlx-lm", write, marker="config.json", dtypes=tuple(BITS), merged=True)

@@ -59,11 +59,9 @@ class Template:
             f'{{{{ {"if" if role == "system" else "else if"} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
             for role, (before, after) in self.around.items()
         )
-        begin = (
-            f'{{{{ if ne (index .Messages 0).Role "system" }}}}{self.begin}{{{{ end }}}}'
-            if self.begin
-            else ""
-        )
+        begin = ""
+        if self.begin:
+            begin = f'{{{{ if ne (index .Messages 0).Role "system" }}}}{self.begin}{{{{ end }}}}'
         return f"{begin}{{{{ range .Messages }}}}{cases}{{{{ end }}}}{{{{ end }}}}{self.answer}"
 
 
@@ -120,11 +118,9 @@ def template_of(tokenizer: Any) -> Template | None:
                 tokenizer, messages, add_generation_prompt=True
             ):
                 return None
-        return (
-            None
-            if any("{{" in text for text in (found.begin, answer, *sum(around.values(), ())))
-            else found
-        )
+        if any("{{" in text for text in (found.begin, answer, *sum(around.values(), ()))):
+            return None
+        return found
     except Exception:  # a template may refuse roles with an error of its own: Jinja's
         return None
 

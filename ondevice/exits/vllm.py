@@ -51,11 +51,9 @@ def _served(request: Request) -> str:
         (sources.TINY_PREFIX, sources.PACKAGE_PREFIX)
     ):
         return model  # a hub id: vLLM fetches it itself
-    path = (
-        sources.resolve(model, request.revision).path
-        if not model.startswith(sources.TINY_PREFIX)
-        else None
-    )
+    path = None
+    if not model.startswith(sources.TINY_PREFIX):
+        path = sources.resolve(model, request.revision).path
     if path is None:
         raise ConfigError(
             f"{model} has no files that vLLM could load",

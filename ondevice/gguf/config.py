@@ -122,7 +122,9 @@ def write_config(
     """Add the keys that tell llama.cpp what to compute: sizes, norms, rotary embedding, experts."""
     own = family.gguf_keys(dims, config)
     # If llama.cpp has no window, the file limits the context to where both compute the same.
-    windows = () if own.get("attention.sliding_window") else dims.traits.windows
+    windows = dims.traits.windows
+    if own.get("attention.sliding_window"):
+        windows = ()
     values = {
         "vocab_size": dims.vocab,
         "context_length": min((dims.max_positions, *filter(None, windows))),
@@ -171,7 +173,8 @@ def rope_divisors(model: Any, dims: ModelDims) -> dict[str, np.ndarray]:
         return {}
     rotary = model.model.rotary_emb  # has one table for each kind of layer, or one for all
     used: Any = getattr(rotary, "full_attention_inv_freq", None)
-    used = rotary.inv_freq if used is None else used
+    if used is None:
+        used = rotary.inv_freq
     plain = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2) / dims.head_dim)
     return {"rope_freqs.weight": (plain / used.double().numpy()).astype(np.float32)}
 

@@ -40,7 +40,9 @@ class Metadata:
         """Return the value of a key, or None; floats as the decimals they were written as."""
         field = self._reader.get_field(key)
         try:
-            return None if field is None else short_float(field.contents())
+            if field is None:
+                return None
+            return short_float(field.contents())
         except UnicodeDecodeError as error:
             raise ModelError(
                 f"{self.path}: metadata '{key}' is not UTF-8", received=str(error)
@@ -53,7 +55,9 @@ class Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of the architecture's key, or `default`."""
         value = self.optional(f"{self.architecture}.{key}")
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def vector(self, name: str) -> np.ndarray:
         """Return a float32 tensor."""
@@ -63,4 +67,6 @@ class Metadata:
 
 def short_float(value: Any) -> Any:
     """Convert a float32 to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    return value

@@ -109,7 +109,9 @@ def stored_weight(
         ModelError: the quantisation is unknown.
     """
     values = [_dequantised(tensors[part], path) for part in parts]
-    return values[0] if len(values) == 1 else np.concatenate(values, axis=1)
+    if len(values) == 1:
+        return values[0]
+    return np.concatenate(values, axis=1)
 
 
 def _dequantised(tensor: ReaderTensor, path: Path) -> np.ndarray:

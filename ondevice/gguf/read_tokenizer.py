@@ -226,7 +226,9 @@ def _begin_and_end(made: Any, data: Metadata, named: dict[str, str], first: bool
 
     says = data.optional("tokenizer.ggml.add_bos_token")
     before = named.get("bos_token") if (first if says is None else says) else None
-    after = named.get("eos_token") if data.optional("tokenizer.ggml.add_eos_token") else None
+    after = None
+    if data.optional("tokenizer.ggml.add_eos_token"):
+        after = named.get("eos_token")
     around = [token for token in (before, after) if token]
     if not around:
         if made.post_processor is None:

@@ -38,7 +38,9 @@ def choose_method(
         able = preferred
     chosen = able[0] if able else method(DEFAULT_METHOD)
     others = ", ".join(spec.name for spec in able if spec is not chosen)
-    more = f"; others: {others}, or any of `--method`" if others else ""
+    more = ""
+    if others:
+        more = f"; others: {others}, or any of `--method`"
     return chosen.name, f"method {chosen.name}: {chosen.summary}{more}"
 
 

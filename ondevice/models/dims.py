@@ -24,7 +24,9 @@ class UnknownTrait(ModelError):
 def trait_sentence(reason: UnknownTrait) -> str:
     """Say in a sentence what a family does not do."""
     words = reason.message.rpartition(": ")[2]
-    return f"{words} ({reason.received}; known: {reason.expected})" if reason.received else words
+    if reason.received:
+        return f"{words} ({reason.received}; known: {reason.expected})"
+    return words
 
 
 def decoder_dims(
@@ -57,7 +59,9 @@ def decoder_dims(
             f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads
         )
     wanted = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[traits.activation]
-    field = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    field = "hidden_act"
+    if "hidden_activation" in config:
+        field = "hidden_activation"
     if config.get(field, wanted) != wanted:
         raise UnknownTrait(f"{where}: field '{field}'", expected=wanted, received=config[field])
     theta, rope_type = _rope(config, where, rope_types or ROPE_TYPES, bool(traits.rotary_width))
@@ -97,7 +101,8 @@ def refuse_quantised(config: dict[str, Any], where: str) -> None:
 def read_size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
     """Read an integer of 1 or more; null is the default. ModelError for another value."""
     value = config.get(field)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(
             f"{where}: field '{field}'", expected="an integer of 1 or more", received=value

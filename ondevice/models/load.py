@@ -76,7 +76,9 @@ def load_model(
     sources.check_weights(folder, family.weight_shapes(dims))
     new_head = _check_head(source, config, dims, classes)
     # A type that is not ours may have no fused attention: transformers then picks one.
-    attention = None if dims.whole else "sdpa"
+    attention = "sdpa"
+    if dims.whole:
+        attention = None
     count = classes or dims.classes
     model = _load_weights(folder, torch_dtype, attention, count, new_head)
     if (

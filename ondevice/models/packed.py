@@ -228,15 +228,15 @@ def _kind(quantization: Any, folder: Path) -> str:
 
 def _file_name(owner: str, key: str) -> str:
     """Return bitsandbytes' name of a matrix's tensor in a state dictionary."""
-    return f"{owner}.{key}" if key in ("weight", "SCB") else f"{owner}.weight.{key}"
+    if key in ("weight", "SCB"):
+        return f"{owner}.{key}"
+    return f"{owner}.weight.{key}"
 
 
 def _matrix_name(owner: str, name: str) -> str:
-    return (
-        name.removeprefix(f"{owner}.")
-        if name.endswith((".weight", ".SCB"))
-        else name.removeprefix(f"{owner}.weight.")
-    )
+    if name.endswith((".weight", ".SCB")):
+        return name.removeprefix(f"{owner}.")
+    return name.removeprefix(f"{owner}.weight.")
 
 
 def _owner(name: str) -> str:

@@ -46,7 +46,9 @@ def _family(model_type: str) -> type[Family] | None:
     family = getattr(
         importlib.import_module(f"ondevice.models.families.{model_type}"), "FAMILY", None
     )
-    return family if family is not None and family.model_type == model_type else None
+    if family is not None and family.model_type == model_type:
+        return family
+    return None
 
 
 def family_for(model_type: object, where: str) -> type[Family]:
@@ -59,7 +61,9 @@ def family_for(model_type: object, where: str) -> type[Family]:
     Raises:
         ModelError: the type is not supported; the hint says what to do.
     """
-    family = _family(model_type) if isinstance(model_type, str) else None
+    family = None
+    if isinstance(model_type, str):
+        family = _family(model_type)
     if family is None and model_type in decoder_types():
         return AnyDecoder
     if family is None:

@@ -227,18 +227,21 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_model.bin").write_bytes(
         b"cos\nsystem\n(S'touch " + bytes(tmp_path / "ran") + b"'\ntR."
     )
-    with pytest.raises(ArtifactError, match="pickle"):
+    with pytest.raises(ArtifactError) as caught:
         load_adapter(tmp_path / "adapter")
+    assert "pickle" in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 
 def test_wrong_tensors_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="'rank'"):
+    with pytest.raises(ArtifactError) as caught:
         save_adapter(replace(make(), rank=8), tmp_path / "adapter")
+    assert "'rank'" in str(caught.value)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match="other files"):
+    with pytest.raises(StorageError) as caught:
         save_adapter(make(), tmp_path / "other")
+    assert "notes.txt" in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["other"]
 
 

@@ -158,8 +158,9 @@ def test_what_is_broken_is_named(tmp_path, name) -> None:
     save_mlx_lm_adapter(adapter(), tmp_path / "mlx")
     damage, match = BROKEN[name]
     damage(tmp_path / "mlx")
-    with pytest.raises(ArtifactError, match=match):
+    with pytest.raises(ArtifactError) as caught:
         load_mlx_lm_adapter(tmp_path / "mlx")
+    assert match in str(caught.value)
 
 
 def test_layers_outside_the_blocks_are_refused(tmp_path) -> None:
@@ -167,6 +168,7 @@ def test_layers_outside_the_blocks_are_refused(tmp_path) -> None:
         "lm_head.lora_A.weight": np.ones((2, 4), np.float32),
         "lm_head.lora_B.weight": np.ones((5, 2), np.float32),
     }
-    with pytest.raises(ArtifactError, match="in no block"):
+    with pytest.raises(ArtifactError) as caught:
         save_mlx_lm_adapter(Adapter(head, 2, 2.0, ("lm_head",), ""), tmp_path / "mlx")
+    assert "lm_head" in str(caught.value)
     assert not (tmp_path / "mlx").exists()

@@ -189,8 +189,9 @@ def test_peft_changes_the_base_model_for_what_is_refused(how: str, tmp_path: Pat
     theirs = written_by_peft(tmp_path, init_lora_weights=how)
     layer = theirs.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert (layer - tiny().model.layers[0].self_attn.q_proj.weight).abs().max() > 1e-3
-    with pytest.raises(ArtifactError, match="init_lora_weights"):
+    with pytest.raises(ArtifactError) as caught:
         load_adapter(tmp_path)
+    assert "init_lora_weights" in str(caught.value)
 
 
 def test_a_pair_with_the_default_scale_keeps_its_bits(tmp_path: Path) -> None:
@@ -217,8 +218,9 @@ def test_ranks_that_would_be_padded_beyond_the_limit_are_refused(tmp_path: Path)
         "x.lora_B.weight": np.zeros((1, 2000), np.float32),
     }
     config = {"r": 4, "lora_alpha": 4, "rank_pattern": {"x": 2000}}
-    with pytest.raises(ArtifactError, match="rank_pattern"):
+    with pytest.raises(ArtifactError) as caught:
         fold_patterns(tensors, config, tmp_path)
+    assert "rank_pattern" in str(caught.value)
 
 
 def load_stored(path: Path) -> dict[str, np.ndarray]:

@@ -119,6 +119,7 @@ def test_what_llama_cpp_computes_in_another_way_is_refused(family: str, tmp_path
     sizes, words = UNKNOWN[family]
     folder = save_tiny(tmp_path / "model", family, **sizes)
     save_adapter(random_adapter(tiny_model(family, **sizes)), tmp_path / "adapter")
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError) as caught:
         convert(tmp_path / "adapter", "gguf", tmp_path / "m.gguf", model=str(folder))
+    assert words in str(caught.value)
     assert not (tmp_path / "m.gguf").exists()

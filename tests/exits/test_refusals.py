@@ -142,13 +142,15 @@ def test_what_is_there_stays(cases, tmp_path: Path) -> None:
     for options in ({}, {"overwrite": True}):
         with pytest.raises(StorageError):
             convert(case.adapter, "gguf-lora", precious, model=model, **options)
-    with pytest.raises(StorageError, match="is what is converted"):
+    with pytest.raises(StorageError) as caught:
         convert(case.adapter, "safetensors", case.model, model=model, overwrite=True)
+    assert caught.value.expected == "another path"
     assert precious.read_text() == "mine" and load_model(model)
     out = tmp_path / "a.gguf"
     first = convert(case.adapter, "gguf-lora", out, model=model)
-    with pytest.raises(StorageError, match="--overwrite"):
+    with pytest.raises(StorageError) as caught:
         convert(case.adapter, "gguf-lora", out, model=model)
+    assert "--overwrite" in caught.value.hint
     assert convert(case.adapter, "gguf-lora", out, model=model, overwrite=True).bytes == first.bytes
 
 

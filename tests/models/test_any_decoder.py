@@ -129,9 +129,7 @@ def test_a_method_that_computes_blocks_refuses_an_unknown_one_and_names_those_th
             lambda name=name: plan(str(folder), method_config(name), batch_size=1, length_tokens=8),
             lambda name=name: open_session(load_model(str(folder)), method_config(name), 0),
         ):
-            with pytest.raises(
-                ModelError, match="blocks of gpt_neox models are not known"
-            ) as caught:
+            with pytest.raises(ModelError) as caught:
                 call()
             assert caught.value.needs is Need.ANY_DECODER
             assert f"method {name}" in caught.value.received
@@ -141,16 +139,18 @@ def test_a_trait_that_a_family_does_not_do_leaves_the_model_to_the_others(tmp_pa
     folder = save(tmp_path / "model", "llama", hidden_act="gelu")
     loaded = load_model(str(folder))
     assert isinstance(loaded.family, AnyDecoder) and loaded.dims == read_dims(str(folder))
-    with pytest.raises(ModelError, match=r"field 'hidden_act' \(gelu; known: silu\)"):
+    with pytest.raises(ModelError) as caught:
         open_session(loaded, method_config("slideformer"), 0)
+    assert "hidden_act" in str(caught.value)
     session = open_session(loaded, settings("lora"), 0)
     assert session.step(IDS, LABELS, 1, 1e-2).loss > session.step(IDS, LABELS, 2, 1e-2).loss
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     loaded = load_model(str(save(tmp_path / "model", "bert", is_decoder=False)))
-    with pytest.raises(ModelError, match="sees the tokens behind it"):
+    with pytest.raises(ModelError) as caught:
         open_session(loaded, settings("lora"), 0)
+    assert caught.value.received.startswith("logits")
     decoder = load_model(str(save(tmp_path / "decoder", "bert", is_decoder=True)))
     assert open_session(decoder, settings("lora"), 0).step(IDS, LABELS, 0, 1e-2).loss > 0
 
@@ -159,9 +159,10 @@ def test_a_layer_that_the_model_never_calls_carries_no_adapter(tmp_path: Path) -
     loaded = load_model(str(save(tmp_path / "model", "mamba")))
     for name in ("lora", "prge"):
         config = method_config(name, {"target_modules": ["in_proj", "dt_proj"], "rank": 2})
-        with pytest.raises(ModelError, match=r"dt_proj would change nothing"):
+        with pytest.raises(ModelError) as caught:
             open_session(loaded, config, 0)
-    with pytest.raises(ModelError, match="has a linear layer q_proj") as caught:
+        assert caught.value.received == "dt_proj"
+    with pytest.raises(ModelError) as caught:
         open_session(loaded, method_config("lora", {"target_modules": ["q_proj"]}), 0)
     assert "in_proj" in caught.value.expected
 
@@ -188,8 +189,9 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     rows, columns = weights[name].shape
     weights[name] = np.zeros((rows + 1, columns), np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"tensor '{name}' does not fit config.json") as caught:
+    with pytest.raises(ModelError) as caught:
         load_model(str(folder))
+    assert name in str(caught.value)
     assert (caught.value.expected, caught.value.received) == ((rows, columns), (rows + 1, columns))
 
 
@@ -197,6 +199,6 @@ def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "gpt_neox")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
-    with pytest.raises(ModelError, match="cannot build this gpt_neox model") as caught:
+    with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
     assert str(path) in str(caught.value)

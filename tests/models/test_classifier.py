@@ -113,23 +113,28 @@ def test_it_computes_what_transformers_does(encoder: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(encoder: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="without a classification head"):
+    with pytest.raises(ModelError) as caught:
         load_model(str(encoder))
-    with pytest.raises(ModelError, match="takes no classification head"):
+    assert "--classes" in caught.value.expected
+    with pytest.raises(ModelError) as caught:
         load_model("tiny:llama", classes=2)
+    assert "encoder" in caught.value.expected
     assert read_dims(str(encoder)).classes
     with pytest.raises(ModelError) as caught:
         run(encoder, data, tmp_path / "lora", "lora")
     assert caught.value.needs is Need.CLASSIFIES
-    with pytest.raises(DataError, match="the task has 3 labels, and the model's head 2"):
+    with pytest.raises(DataError) as caught:
         train({"model.source": str(encoder), "model.classes": 2, "data.path": str(data), "method.name": "full",
                "train.out": str(tmp_path / "two")})  # fmt: skip
+    assert "3 labels" in str(caught.value)
     load_model(str(encoder), classes=2).model.save_pretrained(tmp_path / "head")
     tiny_tokenizer().save_pretrained(tmp_path / "head")
-    with pytest.raises(ModelError, match="has a classification head"):
+    with pytest.raises(ModelError) as caught:
         load_model(str(tmp_path / "head"), classes=3)
-    with pytest.raises(ModelError, match="classifies, and writes no text"):
+    assert caught.value.received == 3
+    with pytest.raises(ModelError) as caught:
         open_chat(str(tmp_path / "head"))
-    with pytest.raises(ConfigError, match="one row a sequence"):
+    assert "ondevice eval" in caught.value.hint
+    with pytest.raises(ConfigError):
         train({"model.source": str(encoder), "model.classes": 3, "data.path": str(data), "method.name": "full",
                "data.packing": True, "train.out": str(tmp_path / "packed")})  # fmt: skip

@@ -220,12 +220,14 @@ def test_a_changed_cache_is_noticed(
     data[-1] ^= 1
     weights.write_bytes(data)
     load_model(path)
-    with pytest.raises(ModelError, match="has changed") as caught:
+    with pytest.raises(ModelError) as caught:
         load_model(path, verify=True)
     assert f"delete {weights.parent}" in caught.value.hint
     weights.write_bytes(data[:-1])
-    with pytest.raises(ModelError, match="has changed"):
+    with pytest.raises(ModelError) as caught:
         load_model(path)
+    assert caught.value.received.endswith("bytes")
     (weights.parent / "ondevice-model.json").write_text("{}")
-    with pytest.raises(ModelError, match="not a record of this version"):
+    with pytest.raises(ModelError) as caught:
         load_model(path)
+    assert "ondevice-model.json" in str(caught.value)

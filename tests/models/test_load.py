@@ -203,7 +203,7 @@ def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(
             "phi99",
             "pip install -U transformers; or choose another model: `ondevice models --types`",
         ),
-        ("vit", "vit is no decoder"),
+        ("vit", "vit is not a decoder"),
         (..., "is this a folder that transformers saved?"),
     ],
 )
@@ -233,8 +233,9 @@ def test_an_unsupported_type_says_what_to_do(model_type: object, words: str, fol
 )
 def test_sources_that_are_not_there(source: str, words: str) -> None:
     for call in (load_model, read_dims, load_tokenizer):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError) as caught:
             call(source)
+        assert words in str(caught.value)
 
 
 def test_a_hub_model_of_the_cache_needs_no_network(
@@ -251,18 +252,22 @@ def test_a_hub_model_of_the_cache_needs_no_network(
     loaded = load_model("somebody/tiny")
     assert loaded.dims == read_dims("somebody/tiny") == tiny_model().dims
     assert loaded.source.path == repository / "snapshots" / commit
-    with pytest.raises(ModelError, match="cache does not have model somebody/tiny@v2"):
+    with pytest.raises(ModelError) as caught:
         load_model("somebody/tiny", revision="v2")
+    assert "somebody/tiny@v2" in str(caught.value)
 
 
 def test_wrong_dtype_and_device(folder: Path) -> None:
-    with pytest.raises(ModelError, match="dtype"):
+    with pytest.raises(ModelError) as caught:
         load_model(str(folder), dtype="int8")
-    with pytest.raises(ModelError, match="unknown device"):
+    assert caught.value.received == "int8"
+    with pytest.raises(ModelError) as caught:
         load_model(str(folder), device="npu9000")
+    assert caught.value.received == "npu9000"
     if not torch.cuda.is_available():
-        with pytest.raises(ModelError, match="no CUDA device"):
+        with pytest.raises(ModelError) as caught:
             load_model(str(folder), device="cuda")
+        assert caught.value.received == "cuda"
         assert load_model(str(folder), device="auto").model.device.type == "cpu"
 
 
@@ -295,7 +300,7 @@ def test_tokenizer_is_bytes_and_has_a_chat(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("sizes", [{"hidden": 48}, {"heads": 3}, {"kv_heads": 3}, {"vocab": 256}])
 def test_tiny_sizes_that_do_not_fit(sizes: dict) -> None:
-    with pytest.raises(ModelError, match="do not fit"):
+    with pytest.raises(ModelError):
         tiny_model(**sizes)
 
 
@@ -312,13 +317,15 @@ def test_generate(folder: Path) -> None:
         logits = loaded.family.hidden(ids) @ loaded.family.head_weight.T
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     assert greedy == loaded.tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
-    with pytest.raises(ConfigError, match="empty"):
+    with pytest.raises(ConfigError) as caught:
         generate(loaded, "", 4)
+    assert "empty" in str(caught.value)
     with pytest.raises(ConfigError):
         generate(loaded, "abc", 0)
     loaded.tokenizer.chat_template = None
-    with pytest.raises(ModelError, match="chat template"):
+    with pytest.raises(ModelError) as caught:
         generate(loaded, messages, 4)
+    assert caught.value.received == "messages"
 
 
 @pytest.mark.model
@@ -341,6 +348,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_for_a_moment(monkeypatch
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for _ in range(2):
-        with pytest.raises(ModelError, match="cannot be reached, and its cache does not have"):
+        with pytest.raises(ModelError) as caught:
             load_model("nobody/has-this-model")
+        assert "nobody/has-this-model" in str(caught.value)
     assert tried == ["once"]

@@ -61,7 +61,7 @@ def test_within_the_window_and_beyond_it_is_transformers_own() -> None:
     assert (
         same[:, 16] - far[:, 16]
     ).abs().max() > 1e-3  # the first token that the window hides something from
-    with pytest.raises(ModelError, match="sliding window") as caught:
+    with pytest.raises(ModelError) as caught:
         check_length(loaded.dims, 17)
     assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
     check_length(loaded.dims, 16)
@@ -82,8 +82,9 @@ def test_the_window_is_read_as_transformers_reads_it(
 def test_positions_end_where_the_table_ends() -> None:
     loaded = tiny_model("gpt2", max_positions=24)
     assert torch.equal(logits(loaded, ids_of(24)), loaded.model(ids_of(24)).logits)
-    with pytest.raises(ModelError, match="table of positions"):
+    with pytest.raises(ModelError) as caught:
         logits(loaded, ids_of(25))
+    assert caught.value.received == "25 tokens"
     assert loaded.family.positions(24, "cpu", torch.float32)[0].shape == (1, 24, 0)
 
 
@@ -127,14 +128,15 @@ REFUSED = {
 def test_a_gpt2_that_the_block_does_not_do_is_refused(case: str, tmp_path: Path) -> None:
     fields, words = REFUSED[case]
     folder = change(save_tiny(tmp_path / "m", "gpt2"), **fields)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
+    assert words in str(caught.value)
 
 
 def test_packed_weights_on_gpt2_are_refused_with_what_does_work() -> None:
     loaded = tiny_model("gpt2")
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    with pytest.raises(ModelError, match="no packed weights") as caught:
+    with pytest.raises(ModelError) as caught:
         quantize_q4_model(loaded.family)
     assert caught.value.needs is Need.ANY_DECODER
     after = loaded.model.state_dict()
@@ -168,12 +170,13 @@ def test_an_export_of_gpt2_is_refused_before_weights_are_loaded(tmp_path: Path) 
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
     assert any("no program of a step" in problem for problem in target("android-cpu").check(job))
-    with pytest.raises(ConfigError, match="cannot export"):
+    with pytest.raises(ConfigError):
         target("android-cpu").export(job, tmp_path / "out")
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral"])
 def test_gguf_files_of_these_are_refused_by_name(architecture: str) -> None:
-    with pytest.raises(ModelError, match=f"GGUF files of architecture '{architecture}'") as caught:
+    with pytest.raises(ModelError) as caught:
         family_for_gguf(architecture, "x.gguf")
+    assert caught.value.received == architecture
     assert caught.value.expected.startswith("gemma3, granite, llama, olmo2")

@@ -135,8 +135,9 @@ def trained_adapter(folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("opened", [load_model, open_model], ids=["load", "open"])
 def test_a_head_that_is_said_to_be_there_and_is_not_is_refused(opened, tmp_path: Path) -> None:
     folder = model_with_head(tmp_path / "model", tied=False, head=False)
-    with pytest.raises(ModelError, match="lack a tensor"):
+    with pytest.raises(ModelError) as caught:
         opened(str(folder))
+    assert "lm_head.weight" in str(caught.value)
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -150,5 +151,6 @@ def test_a_damaged_file_is_still_refused_by_name(tmp_path: Path) -> None:
     folder = model_with_head(tmp_path / "model")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(b"\xff" * 8 + data[8:])
-    with pytest.raises(ModelError, match="damaged"):
+    with pytest.raises(ModelError) as caught:
         load_model(str(folder))
+    assert "damaged" in str(caught.value)

@@ -95,8 +95,9 @@ def change(folder: Path, edit) -> None:
 def test_a_folder_that_is_not_whole_says_what_is_wrong(tmp_path: Path, edit, words) -> None:
     loaded, _ = write(tmp_path / "model")
     change(tmp_path / "model", edit)
-    with pytest.raises(ArtifactError, match=words):
+    with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "model", loaded)
+    assert words in str(caught.value)
 
 
 def test_a_truncated_file_and_another_packing_are_refused(tmp_path: Path) -> None:
@@ -104,12 +105,14 @@ def test_a_truncated_file_and_another_packing_are_refused(tmp_path: Path) -> Non
     config, weights = tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"
     whole, values = weights.read_bytes(), json.loads(config.read_text())
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(ArtifactError):
         read(tmp_path / "model", loaded)
     weights.write_bytes(whole)
     config.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ArtifactError, match=r"a way that is not known(.|\n)*gptq"):
+    with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "model", loaded)
+    assert "gptq" in str(caught.value.received)
     config.write_text(json.dumps({**values, "dtype": "float8"}))
-    with pytest.raises(ArtifactError, match="unknown dtype"):
+    with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "model", loaded)
+    assert "float8" in str(caught.value)

@@ -140,7 +140,7 @@ def test_names_shapes_and_count_of_the_weights(family: str, config: dict) -> Non
 def test_unknown_targets_are_errors() -> None:
     loaded = tiny_model()
     for call in (loaded.dims.linear_shape, lambda t: loaded.family.linear(0, t)):
-        with pytest.raises(ModelError, match="unknown linear layer") as caught:
+        with pytest.raises(ModelError) as caught:
             call("wq")
         assert "q_proj" in caught.value.expected
 

@@ -163,7 +163,9 @@ def _with_floats(value: Any) -> Any:
         if set(value) == {"__float__"}:
             return float(str(value["__float__"]).replace("Infinity", "inf"))
         return {key: _with_floats(item) for key, item in value.items()}
-    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return value
 
 
 def find_blocks(model: Any) -> tuple[str, Any]:
@@ -237,7 +239,9 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
     matrices = expert_numbers + sum(p.numel() for p in blocks.parameters() if p.ndim == 2)
     experts = next((n for field in EXPERTS if (n := _number(text, field))), 0)
     chosen = next((n for field in CHOSEN if (n := _number(text, field))), 1)
-    share = chosen / experts if experts else 1.0
+    share = 1.0
+    if experts:
+        share = chosen / experts
     if experts and expert_numbers:
         narrow = _number(text, "moe_intermediate_size") or wide
         wide = max(chosen * narrow, 1)

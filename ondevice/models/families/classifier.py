@@ -173,7 +173,9 @@ class Classifier(Family):
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
         left: Any = self.layer(i)(h, attention_mask=mask)
-        return left[0] if isinstance(left, tuple) else left
+        if isinstance(left, tuple):
+            return left[0]
+        return left
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Nothing: a block ends with its norm."""

@@ -105,9 +105,9 @@ class Gemma3Text(TraitFamily):
         theta = data.get("rope.freq_base_swa", 10000.0)
         # 27B, of 62 layers, scales by the width of the stream for each head; every other size by
         # the head's own.
-        scalar = (
-            config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_dim
-        )
+        scalar = head_dim
+        if layers == 62:
+            scalar = config["hidden_size"] // config["num_attention_heads"]
         return {
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": data.need("attention.sliding_window"),
@@ -144,7 +144,9 @@ class Gemma3Text(TraitFamily):
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
         """Take off the 1 that llama.cpp's converter adds to the weights of norms."""
-        return weights - 1 if name.endswith("norm.weight") else weights
+        if name.endswith("norm.weight"):
+            return weights - 1
+        return weights
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> Any:
         """Compute cos and sin of layers that see all, then of those with a window, each [1, length,
@@ -158,7 +160,9 @@ class Gemma3Text(TraitFamily):
         return tuple(table for kind in kinds for table in rotary(like, at, kind))
 
     def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        first = 2 if self.dims.traits.window(i) else 0
+        first = 0
+        if self.dims.traits.window(i):
+            first = 2
         return position[first], position[first + 1]
 
 

@@ -45,11 +45,9 @@ class Gpt2Dims(ModelDims):
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the methods that work."""
-        return (
-            self.linear_shapes[target]
-            if target in self.linear_shapes
-            else _refuse_replacing(target)
-        )
+        if target in self.linear_shapes:
+            return self.linear_shapes[target]
+        return _refuse_replacing(target)
 
     @property
     def default_targets(self) -> tuple[str, ...]:
@@ -173,7 +171,9 @@ class Gpt2(Family):
                 received=f"{length} tokens",
                 hint=f"set data.max_length_tokens to {self.dims.max_positions} or less",
             )
-        at = torch.arange(length, device=rows.device) if position_ids is None else position_ids
+        at = position_ids
+        if position_ids is None:
+            at = torch.arange(length, device=rows.device)
         return rows + self.model.transformer.wpe(at)
 
     def positions(
@@ -211,11 +211,9 @@ class Gpt2(Family):
 
     def linear_name(self, i: int, target: str) -> str:
         """Return its full name in state dictionaries; ModelError for another target."""
-        return (
-            f"transformer.h.{i}.{target}"
-            if target in self.linear_targets
-            else _refuse_replacing(target)
-        )
+        if target in self.linear_targets:
+            return f"transformer.h.{i}.{target}"
+        return _refuse_replacing(target)
 
 
 def _refuse_replacing(target: str) -> NoReturn:

@@ -27,7 +27,9 @@ class Granite(TraitFamily):
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         def factor(field: str) -> float:
             value = config.get(field)
-            return 1.0 if value is None else float(value)
+            if value is None:
+                return 1.0
+            return float(value)
 
         traits = BlockTraits(
             score_scale=factor("attention_multiplier"),

@@ -43,7 +43,9 @@ class Mistral(TraitFamily):
 
 def _window(config: dict[str, Any], where: str) -> int | None:
     value = config.get("sliding_window", WINDOW)
-    return None if value is None else read_size(config, "sliding_window", where, WINDOW)
+    if value is None:
+        return None
+    return read_size(config, "sliding_window", where, WINDOW)
 
 
 FAMILY = Mistral

@@ -70,7 +70,9 @@ class MoeFamily(Family):
             )
         normalised = bool(config.get("norm_topk_prob", cls.llama_cpp_normalises))
         if normalised != cls.llama_cpp_normalises:
-            does = "normalises" if cls.llama_cpp_normalises else "does not normalise"
+            does = "does not normalise"
+            if cls.llama_cpp_normalises:
+                does = "normalises"
             message = f"llama.cpp {does} the weights of a token's experts"
             raise ModelError(
                 message, expected=not normalised, received=f"norm_topk_prob {normalised}"
@@ -78,7 +80,9 @@ class MoeFamily(Family):
         keys = {"expert_count": dims.experts, "expert_used_count": dims.active_experts,
                 "expert_feed_forward_length": dims.expert_intermediate}  # fmt: skip
         shared = dims.shared_intermediate
-        return {**keys, "expert_shared_feed_forward_length": shared} if shared else keys
+        if shared:
+            return {**keys, "expert_shared_feed_forward_length": shared}
+        return keys
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
@@ -149,11 +153,9 @@ class MoeFamily(Family):
     def _parent(self, target: str) -> str:
         if target in EXPERTS:
             return "mlp"
-        return (
-            super()._parent(target)
-            if target in self.linear_targets
-            else refuse_adapter(self.dims.family, target)
-        )
+        if target in self.linear_targets:
+            return super()._parent(target)
+        return refuse_adapter(self.dims.family, target)
 
 
 def moe_dims(

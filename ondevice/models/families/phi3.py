@@ -81,7 +81,9 @@ class Phi3(TraitFamily):
         if dims.rope_type == "longrope" and rope:
             original = rope["original_max_position_embeddings"]
             factor = dims.max_positions / original
-            usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            usual = 1.0
+            if factor > 1:
+                usual = math.sqrt(1 + math.log(factor) / math.log(original))
             keys["rope.scaling.original_context_length"] = original
             keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
         return keys

@@ -23,7 +23,9 @@ class Qwen3(TraitFamily):
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         bias = bool(config.get("attention_bias"))
         layers = read_size(config, "num_hidden_layers", where)
-        windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
+        windows = ()
+        if config.get("use_sliding_window"):
+            windows = sliding_windows(config, layers, where)
         config = {"head_dim": 128, **config}
         traits = BlockTraits(norms=tuple(NORMS.items()), windows=windows)
         return decoder_dims(

@@ -29,7 +29,9 @@ class SmolLm3(TraitFamily):
         every = config.get("no_rope_layer_interval") or 4
         if rotary is None:
             rotary = [(i + 1) % every != 0 for i in range(layers)]
-        windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
+        windows = ()
+        if config.get("use_sliding_window"):
+            windows = sliding_windows(config, layers, where)
         traits = BlockTraits(rotary=tuple(bool(use) for use in rotary), windows=windows)
         bias = bool(config.get("attention_bias"))
         mlp = bool(config.get("mlp_bias"))

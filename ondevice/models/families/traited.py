@@ -30,7 +30,9 @@ class TraitFamily(Family):
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         scale = self.dims.traits.embedding_scale
-        return rows if scale == 1.0 else rows * rows.new_tensor(scale)
+        if scale == 1.0:
+            return rows
+        return rows * rows.new_tensor(scale)
 
     def block(
         self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None
@@ -39,7 +41,9 @@ class TraitFamily(Family):
         layer: Any = self.layer(i)
         mask = self._mask(i, h, mask)
         left = layer(h, position_embeddings=self.layer_position(i, position), attention_mask=mask)
-        return left[0] if isinstance(left, tuple) else left
+        if isinstance(left, tuple):
+            return left[0]
+        return left
 
     def attention_branch(
         self, i: int, h: Tensor, position: Any, mask: Tensor | None = None
@@ -64,21 +68,29 @@ class TraitFamily(Family):
         window = self.dims.traits.window(i)
         if not 0 < window < h.shape[1]:
             return mask
-        return window_mask(h, window) if mask is None else mask + window_mask(h, window)
+        if mask is None:
+            return window_mask(h, window)
+        return mask + window_mask(h, window)
 
     def _normed(self, layer: Any, place: str, x: Tensor) -> Tensor:
         module = dict(self.dims.traits.norms).get(place)
-        return x if module is None else layer.get_submodule(module)(x)
+        if module is None:
+            return x
+        return layer.get_submodule(module)(x)
 
     def _branch(self, y: Tensor) -> Tensor:
         scale = self.dims.traits.residual_scale
-        return y if scale == 1.0 else y * scale
+        if scale == 1.0:
+            return y
+        return y * scale
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head, with the factor of the logits: [B, T, hidden]."""
         normed = self.model.model.norm(h)
         scale = self.dims.traits.logit_scale
-        return normed if scale == 1.0 else normed * scale
+        if scale == 1.0:
+            return normed
+        return normed * scale
 
 
 def window_mask(h: Tensor, window: int) -> Tensor:

@@ -55,7 +55,9 @@ def find(key: str) -> Path | None:
     folder = cache_root() / "models" / key
     try:
         record = read_json(folder / RECORD_NAME)
-        return folder if record["origin"].get("conversion") == CONVERSION else None
+        if record["origin"].get("conversion") == CONVERSION:
+            return folder
+        return None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -113,7 +115,9 @@ def read_record(folder: Path, *, full: bool = False) -> Record:
             raise ValueError(f"version {record.version}")
         for name, expected in record.files.items():
             file = inside(folder, name)
-            size = file.stat().st_size if file.is_file() else None
+            size = None
+            if file.is_file():
+                size = file.stat().st_size
             if size != expected["bytes"]:
                 expected_size = f"{expected['bytes']} bytes"
                 received = "no such file" if size is None else f"{size} bytes"

@@ -71,7 +71,9 @@ def _where(revision: str | None) -> dict[str, Any]:
 def incomplete(error: ModelError, source: str, revision: str | None) -> ModelError:
     """Build the error of an incomplete snapshot: it says whether the cache or the hub lacks the
     file."""
-    name = f"{source}@{revision}" if revision else source
+    name = source
+    if revision:
+        name = f"{source}@{revision}"
     if reachable():
         return ModelError(
             f"model {name} of the hub: {error.message}",
@@ -135,7 +137,9 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
     if isinstance(error, OSError) and error.errno == 28:
         with storage_errors("the Hugging Face cache (HF_HOME)"):
             raise error
-    name = f"{source}@{revision}" if revision else source
+    name = source
+    if revision:
+        name = f"{source}@{revision}"
     if "GatedRepoError" in kinds:
         return ModelError(
             f"model {name} wants you to accept its terms",

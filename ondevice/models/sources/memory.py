@@ -12,8 +12,7 @@ from ondevice.models.sources.resolve import SourceInfo
 
 
 def wrap_model(model: Any, tokenizer: Any = None) -> LoadedModel:
-    """Wrap a transformers causal language model and its tokenizer as `load_model` returns them. The
-    model itself is trained, where it is.
+    """Wrap a causal language model of transformers and its tokenizer; the model is not copied.
 
     Args:
         model: of transformers, or a `LoadedModel`, which is returned as it is.
@@ -28,8 +27,8 @@ def wrap_model(model: Any, tokenizer: Any = None) -> LoadedModel:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(model, "get_input_embeddings"):
         raise ConfigError(
-            "a model of the wrong type",
-            expected="a causal language model of transformers, or what ondevice.load_model returns",
+            "not a model",
+            expected="a causal language model of transformers, or the result of ondevice.load_model",
             received=type(model).__name__,
             hint="a model's name or folder is model.source",
         )

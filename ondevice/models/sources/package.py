@@ -52,7 +52,9 @@ def resolve_package(requirement: str) -> Path:
     name, version = parse_requirement(requirement)
     if folder := find_package(requirement):
         return folder
-    wanted = f"{name}=={version}" if version else name
+    wanted = name
+    if version:
+        wanted = f"{name}=={version}"
     with cache.locked(f"package-{name}"):
         if folder := find_package(requirement):
             return folder

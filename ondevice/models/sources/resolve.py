@@ -104,7 +104,9 @@ def find_cached(source: str) -> Path | None:
         return find_package(source.removeprefix(PACKAGE_PREFIX))
     if source.endswith(".gguf"):
         path = Path(source).expanduser()
-        return cache.find(_gguf_key(path)) if path.is_file() else None
+        if path.is_file():
+            return cache.find(_gguf_key(path))
+        return None
     return local_folder(source)
 
 

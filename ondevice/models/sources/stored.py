@@ -121,7 +121,9 @@ def _hub() -> list[Stored]:
         newest = max(
             repository.revisions, key=lambda revision: revision.last_modified, default=None
         )
-        folder = repository.repo_path if newest is None else newest.snapshot_path
+        folder = newest.snapshot_path
+        if newest is None:
+            folder = repository.repo_path
         models.append(
             Stored(
                 repository.repo_id,
