@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
+from ondevice.models.families.base import quiet_transformers
 from ondevice.models.families.classifier import HEAD, has_head
 from ondevice.models.loaded import LoadedModel, wrap
 from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer
-from ondevice.models.quiet import quiet_transformers
 from ondevice.models.registry import ENCODERS
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing

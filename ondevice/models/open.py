@@ -21,8 +21,7 @@ from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.gguf import read_gguf_dims
-from ondevice.models.sources.own_head import check_head
-from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo, check_head
 from ondevice.models.tiny import tiny_dims, tiny_tokenizer
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
+from ondevice.models.families.base import quiet_transformers
 from ondevice.models.open import DTYPES
-from ondevice.models.quiet import quiet_transformers
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
 

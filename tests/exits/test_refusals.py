@@ -62,9 +62,9 @@ def test_an_adapter_of_another_model(cases, tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("lm_head", "no linear layer of a block .the output head is tied"),
-    ("model.embed_tokens", "'model.embed_tokens', which is no linear layer"),
-    ("model.layers.0.input_layernorm", "'model.layers.0.input_layernorm', which is no linear layer"),
+    ("lm_head", "the output head is tied"),
+    ("model.embed_tokens", "'model.embed_tokens', which is not a linear layer"),
+    ("model.layers.0.input_layernorm", "'model.layers.0.input_layernorm', which is not a linear layer"),
 ])  # fmt: skip
 def test_heads_embeddings_and_norms_are_named(cases, tmp_path: Path, name: str, words: str) -> None:
     adapter = load_adapter(cases["llama"].adapter)

@@ -192,7 +192,7 @@ def test_adapters_beside_experts_are_refused_with_what_does_work() -> None:
             "gate_proj takes no adapter",
             lambda model: open_session(model, method_config("mesp", mlp), 0),
         ),
-        ("is no linear layer", adapter),
+        ("not a linear layer", adapter),
     ):
         with pytest.raises((ModelError, ArtifactError)) as caught:
             call(tiny_model("qwen2_moe"))

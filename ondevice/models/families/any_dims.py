@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ondevice.core.dims import EXPERT_PARAMETERS, Linear, ModelDims, is_expert_parameter
 from ondevice.core.errors import ModelError, Need
-from ondevice.models.quiet import quiet_transformers
+from ondevice.models.families.base import quiet_transformers
 
 ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",

@@ -7,6 +7,8 @@ Importing this module loads neither torch nor transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.dims import ModelDims
@@ -33,6 +35,7 @@ __all__ = [
     "UnknownTrait",
     "decoder_dims",
     "dims_of",
+    "quiet_transformers",
     "read_size",
     "refuse_quantised",
 ]
@@ -282,3 +285,20 @@ def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDi
                 )
     with well_formed(where, ModelError, hint="check config.json, or copy it again"):
         return family.dims_from_config(config, where)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Turn off transformers' progress bars and its load report, whose faults are errors here."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
