@@ -1,4 +1,5 @@
-"""The artifact's table of contents: what the program takes, gives and keeps, and what everything must hash to."""
+"""The artifact's table of contents: what the program takes, gives and keeps, and what everything
+must hash to."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     """Read and check an artifact's manifest.
 
     Raises:
-        ArtifactError: when the folder is no artifact, is of another schema version, lacks a file, or a file's
-            SHA-256 is not the recorded one.
+        ArtifactError: when the folder is no artifact, is of another schema version, lacks a file,
+            or a file's SHA-256 is not the recorded one.
     """
     path = path_of(folder, "the artifact") / MANIFEST_NAME
     if not path.is_file():

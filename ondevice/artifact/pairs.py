@@ -21,7 +21,10 @@ _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def stored_tensors(path: Path) -> tuple[TensorHeader, dict[str, np.ndarray]]:
-    """Read a safetensors file: its header, and its tensors as float32; ArtifactError if it is not a whole one."""
+    """Read a safetensors file: its header, and its tensors as float32.
+
+    ArtifactError if it is not a whole one.
+    """
     try:
         data = read_plain(path, MOST_ADAPTER_BYTES)
         header = parse_header(data)
@@ -50,7 +53,8 @@ def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
 
 
 def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None = None) -> int:
-    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share.
+    """Check that the tensors are pairs of A and B with finite values; return the rank that all of
+    them share.
 
     `stated` is the rank that a configuration gives: that of experts' pairs alone cannot be seen.
     """
