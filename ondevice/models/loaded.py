@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ondevice.core.dims import ModelDims
-from ondevice.models.dims import UnknownTrait, trait_sentence
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.any_dims import AnyDims
-from ondevice.models.families.base import Family
+from ondevice.models.families.base import Family, UnknownTrait, trait_sentence
 from ondevice.models.sources.resolve import SourceInfo
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.dims import UnknownTrait, trait_sentence
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import Family, dims_of
+from ondevice.models.families.base import Family, UnknownTrait, dims_of, trait_sentence
 from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
