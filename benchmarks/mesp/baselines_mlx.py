@@ -24,9 +24,7 @@ class PlainStages(ModelStages):
     tiles."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__(
-            replace(model.settings, mlp_tiles=1, query_chunk_tokens=1 << 30, store_h=False)
-        )
+        super().__init__(replace(model.settings, mlp_tiles=1, query_chunk_tokens=1 << 30))
 
     def product(self, x: Any, a: Arrays, name: str) -> Any:
         """A matrix that is made dense is made so again for the gradient, not kept."""
@@ -34,7 +32,6 @@ class PlainStages(ModelStages):
             return super().product(x, a, name)
         parts = {key: a[key] for key in a if key.startswith(f"{name}.")}
         forward = super().product
-        backward = super().product_backward
 
         @mx.custom_function
         def product(x: Any) -> Any:
@@ -42,7 +39,7 @@ class PlainStages(ModelStages):
 
         @product.vjp
         def gradient(x: Any, g: Any, _: Any) -> Any:
-            return backward(g, parts, name)
+            return mx.vjp(lambda x: forward(x, parts, name), [x], [g])[1][0]
 
         return product(x)
 

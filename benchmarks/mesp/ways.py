@@ -50,7 +50,6 @@ class Spec:
     loss_tiles: int = 64
     tiled_loss: bool = True
     tiles: bool = True
-    store_h: bool = False
     clear: bool = True
     limit: bool = True
     product: Any = "quantized"
@@ -115,7 +114,7 @@ def model(spec: Spec) -> Model:
     )
     settings = Settings(
         sizes, tuple(sizes.linear_shapes), 2.0, Rope(sizes.rope_theta), bits=4, product=spec.product,
-        store_h=spec.store_h, **tiles,
+        **tiles,
     )  # fmt: skip
     built = Model(settings, weights(spec), loss_tiles=spec.loss_tiles, clear=spec.clear)
     mx.random.seed(1)

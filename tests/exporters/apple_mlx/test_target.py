@@ -39,7 +39,7 @@ HOST = Path(__file__).resolve().parents[3] / "exporters/apple_mlx/host"
 LENGTHS = (16, 24)
 KINDS = {
     "qwen2 in 4 bits": ("qwen2", {"tied": False, "layers": 3}, {"bits": 4, "rank": 4}),
-    "llama": ("llama", {}, {"rank": 3, "target_modules": ["q_proj", "o_proj", "down_proj"], 
+    "llama": ("llama", {}, {"rank": 3, "target_modules": ["q_proj", "o_proj", "down_proj"],
                             "optimizer": "sgd", "loss_chunk_tokens": 7}),
     "gemma3_text": ("gemma3_text", {"layers": 3}, {"rank": 2}),
     "phi3 in 4 bits": ("phi3", {}, {"rank": 2, "bits": 4}),
@@ -232,13 +232,13 @@ def test_a_function_of_another_version_of_mlx(artifact, tmp_path) -> None:
         return (6).to_bytes(8, "little") + b"0.25.1" + data[8 + len(version) :]
 
     with pytest.raises(ArtifactError, match="another version of MLX") as raised:
-        damaged(artifact[0], tmp_path / "copy", "functions/norm.mlxfn", older)
-    assert "0.25.1" in str(raised.value) and "norm.mlxfn" in str(raised.value)
+        damaged(artifact[0], tmp_path / "copy", "functions/project.mlxfn", older)
+    assert "0.25.1" in str(raised.value) and "project.mlxfn" in str(raised.value)
 
 
 def test_a_damaged_function_and_truncated_weights(artifact, tmp_path) -> None:
-    with pytest.raises(ArtifactError, match=r"norm\.mlxfn is damaged"):
-        damaged(artifact[0], tmp_path / "one", "functions/norm.mlxfn", lambda data: data[:-40])
+    with pytest.raises(ArtifactError, match=r"project\.mlxfn is damaged"):
+        damaged(artifact[0], tmp_path / "one", "functions/project.mlxfn", lambda data: data[:-40])
     with pytest.raises(ModelError, match=r"block-00001\.safetensors is truncated"):
         damaged(
             artifact[0],

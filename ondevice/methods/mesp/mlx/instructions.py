@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, SHARED, Settings, matrix_parts
 
-KEPT = (".A", ".B")
-"""Ends of names that are never freed: the adapter."""
-
 
 @dataclass(frozen=True)
 class Operand:
@@ -47,51 +44,50 @@ class Instruction:
     free: tuple[str, ...] = ()
 
 
+BY_LENGTH = ("forward", "backward")
+ANY_LENGTH = ("embed", "final_norm", "final_norm_backward", "loss", "loss_only")
+"""Names of the lists, those of a block first."""
+
+
+def of(
+    name: str, settings: Settings, tiles: list[tuple[int, int]], length_tokens: int
+) -> list[Instruction]:
+    """Return the list of that name; `tiles` are the vocabulary's."""
+    if name in BY_LENGTH:
+        return (forward if name == "forward" else backward)(settings, length_tokens)
+    if name in ("loss", "loss_only"):
+        return loss(settings, tiles, name == "loss")
+    if name == "embed":
+        return embed(settings)
+    return final_norm() if name == "final_norm" else final_norm_backward()
+
+
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """List the instructions of a block's forward pass: x -> the next block's x."""
+    listed = _attention(settings, length_tokens)
     if settings.active_experts:
-        return with_frees(
-            [*_attention(settings, length_tokens, False), *_mixture(settings, length_tokens)],
-            ("x",),
-        )
-    listed = [*_attention(settings, length_tokens, False), *_mlp(settings)]
-    behind = (_same("m") | _norm(settings, "after_mlp")) if settings.branch_apart else {}
-    listed.append(Instruction("end", _same("y") | behind, _named("x")))
-    return with_frees(listed, ("x",))
+        return with_frees([*listed, *_mixture(settings, length_tokens)], ("x",))
+    listed += [_mlp_norm(settings), *_mlp_tiles(settings)]
+    branch = _same("m") | _norm(settings, "after_mlp") if settings.branch_apart else {}
+    return with_frees([*listed, Instruction("end", _same("y") | branch, _named("x"))], ("x",))
 
 
 def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """List those of its backward pass: x and g, the gradient of its output -> g, that of its input. A and B are updated
-    on the way."""
-    listed = _attention(settings, length_tokens, settings.store_h)
+    """List the instructions of a block's backward pass.
+
+    x and g, the gradient of the block's output -> g, that of its input. A and B are updated as soon
+    as their gradients are known.
+    """
+    listed = _attention(settings, length_tokens)
     if settings.active_experts:
-        listed += [
-            *_mixture_backward(settings, length_tokens),
-            *_attention_backward(settings, length_tokens),
-        ]
-        return with_frees(listed, ("g",))
-    if settings.norm("after_mlp"):  # its backward pass needs what it normed
-        listed += _mlp(settings)
-        branch = _same("y", "g") | _norm(settings, "after_mlp")
-        listed.append(Instruction("branch_backward", branch, _named("gb")))
+        chunks, experts = settings.query_bounds(length_tokens), _experts(settings)
+        for i, (low, high) in enumerate(chunks):
+            inputs = {"m": Operand("m", 1, low, high), "g.x": Operand("g", 1, low, high)}
+            listed.append(Instruction("mixture_backward", inputs | experts, {"g.m": f"g.m@{i}"}))
     else:
-        listed.append(_mlp_norm("mlp_norm_again", settings))
-        if settings.branch_apart:
-            listed.append(Instruction("branch_backward", _same("g"), _named("gb"), evaluate=False))
-    listed += _mlp_backward(settings)
+        listed += _mlp_backward(settings)
     listed += _attention_backward(settings, length_tokens)
     return with_frees(listed, ("g",))
-
-
-def _mlp(settings: Settings) -> list[Instruction]:
-    """m -> y: the sum with the MLP, or the MLP alone where something is between (`Settings.branch_apart`)."""
-    listed = [_mlp_norm("mlp_norm", settings)]
-    for low, high in settings.mlp_bounds():
-        listed.append(_gate_up(settings, low, high))
-        listed.append(Instruction("act", _same("gate", "up"), _named("act"), evaluate=False))
-        down = _matrix(settings, "down_proj", low, high) | _lora(settings, "down_proj", low, high)
-        listed.append(Instruction("down", _same("act", "y") | down, _named("y")))
-    return listed
 
 
 def _mixture(settings: Settings, length_tokens: int) -> list[Instruction]:
@@ -104,18 +100,6 @@ def _mixture(settings: Settings, length_tokens: int) -> list[Instruction]:
     return [*listed, Instruction("mixture_end", _same(*_numbered("x", len(chunks))), _named("x"))]
 
 
-def _mixture_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """m and g -> gm."""
-    chunks, weights, listed = settings.query_bounds(length_tokens), _experts(settings), []
-    for i, (low, high) in enumerate(chunks):
-        inputs = {name: Operand(name, 1, low, high) for name in ("m", "g")} | weights
-        listed.append(Instruction("mixture_backward", inputs, {"gm": f"gm@{i}"}))
-    return [
-        *listed,
-        Instruction("mixture_join", _same(*_numbered("gm", len(chunks))), _named("gm")),
-    ]
-
-
 def _experts(settings: Settings) -> dict[str, Operand]:
     """The norm before a mixture of experts, and all its arrays."""
     names = ["experts.gate_up", "experts.down", *(SHARED if settings.shared else ())]
@@ -124,33 +108,23 @@ def _experts(settings: Settings) -> dict[str, Operand]:
     return _norm(settings, "before_mlp") | _same(*gates, *matrices)
 
 
-def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:
-    """x -> m, with q, k, v, o and n beside it."""
-    targets = settings.attention_targets
-    h_names = (
-        [f"{target}.h" for target in targets if target in settings.target_modules]
-        if store_h
-        else []
-    )
-    weights = {key: ref for target in targets for key, ref in _linear(settings, target).items()}
-    heads = _norm(settings, "q") | _norm(settings, "k")
-    listed = [
-        Instruction(
-            "norm", _same("x") | _norm(settings, "before_attention"), _named("n"), evaluate=False
-        ),
-        Instruction(
-            "project", _same("n") | weights | heads, _named("q", "k", "v", *h_names), evaluate=False
-        ),
-        Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")),
-    ]
-    for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
+def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """x -> m, and q, k, v and o."""
+    listed = [Instruction("project", _projected(settings), _named("q", "k", "v"))]
+    chunks = settings.query_bounds(length_tokens)
+    for i, (low, high) in enumerate(chunks):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
-    h = ["o_proj.h"] if store_h and "o_proj" in settings.target_modules else []
-    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens)))) | _norm(
-        settings, "after_attention"
-    )
-    listed.append(Instruction("out", inputs | _linear(settings, "o_proj"), _named("m", *h)))
-    return listed
+    return [*listed, Instruction("out", _out(settings, len(chunks)), _named("m"))]
+
+
+def _projected(settings: Settings) -> dict[str, Operand]:
+    """x and all weights on the way to q, k and v."""
+    inputs = _same("x")
+    for position in ("before_attention", "q", "k"):
+        inputs |= _norm(settings, position)
+    for target in settings.attention_targets:
+        inputs |= _linear(settings, target)
+    return inputs | (_same("rope.weight") if settings.rope_by_layer else {})
 
 
 def _seen(settings: Settings, low: int, high: int) -> dict[str, Operand]:
@@ -163,184 +137,132 @@ def _seen(settings: Settings, low: int, high: int) -> dict[str, Operand]:
     return seen | (_same("window.weight") if settings.dims.traits.windows else {})
 
 
-def _rope(settings: Settings) -> dict[str, Operand]:
-    return _same("rope.weight") if settings.rope_by_layer else {}
+def _out(settings: Settings, chunks: int) -> dict[str, Operand]:
+    inputs = _same("x", *_numbered("o", chunks)) | _norm(settings, "after_attention")
+    return inputs | _linear(settings, "o_proj")
 
 
-def _norm(settings: Settings, place: str) -> dict[str, Operand]:
-    return _same(f"{NORMS[place]}.weight") if settings.norm(place) else {}
+def _norm(settings: Settings, position: str) -> dict[str, Operand]:
+    return _same(f"{NORMS[position]}.weight") if settings.norm(position) else {}
 
 
-def _mlp_norm(stage: str, settings: Settings) -> Instruction:
-    inputs, outputs = _same("m") | _norm(settings, "before_mlp"), _named("mn")
-    if stage == "mlp_norm":
-        outputs |= _named("y")
-        if settings.dims.linear_bias("down_proj"):
-            inputs |= _same("down_proj.bias")
-    for target in settings.gate_up_targets:
-        if target in settings.target_modules:
-            inputs |= _same(f"{target}.A")
-            outputs |= _named(f"{target}.h")
-    return Instruction(stage, inputs, outputs, evaluate=stage != "mlp_norm")
+def _mlp_norm(settings: Settings) -> Instruction:
+    inputs = _same("m") | _norm(settings, "before_mlp")
+    inputs |= _same("down_proj.bias") if settings.dims.linear_bias("down_proj") else {}
+    return Instruction("mlp_norm", inputs, _named("n", "y"))
 
 
-def _gate_up(settings: Settings, low: int, high: int) -> Instruction:
-    inputs = _same("mn")
-    for target in GATE_UP:
-        inputs |= _matrix(settings, target, low, high) | _bias(settings, target, low, high)
+def _mlp_tiles(settings: Settings) -> list[Instruction]:
+    """n -> y: the sum with the MLP, or the MLP only (`Settings.branch_apart`)."""
+    tiles = settings.mlp_bounds()
+    return [
+        Instruction("mlp", _same("y") | _mlp(settings, low, high), _named("y"))
+        for low, high in tiles
+    ]
+
+
+def _mlp(settings: Settings, low: int, high: int) -> dict[str, Operand]:
+    """n and a tile of gate, up and down."""
+    inputs = _same("n")
+    for target in (*GATE_UP, "down_proj"):
+        inputs |= _matrix(settings, target, low, high)
+        own, first = settings.place(target)
+        a, b = Operand(f"{own}.A"), Operand(f"{own}.B")
+        if target == "down_proj":
+            a = replace(a, axis=1, start=low, stop=high)
+        else:
+            inputs |= _bias(settings, target, low, high)
+            b = replace(b, axis=0, start=first + low, stop=first + high)
         if settings.has(target):
-            inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")} | _b_rows(
-                settings, target, low, high
-            )
-    return Instruction("gate_up", inputs, _named("gate", "up"), evaluate=False)
+            inputs |= {f"{target}.A": a, f"{target}.B": b}
+    return inputs
 
 
 def _mlp_backward(settings: Settings) -> list[Instruction]:
-    listed, tiles = [], settings.mlp_bounds()
-    lora = {target for target in (*GATE_UP, "down_proj") if settings.has(target)}
-    branch = {"g": Operand("gb" if settings.branch_apart else "g")}
-    # A tile gives a range of the columns of dA and of the rows of dB; `mlp_norm_backward` joins them.
+    """m and g -> g.m."""
+    listed, tiles = [_mlp_norm(settings)], settings.mlp_bounds()
+    g_y, rest = Operand("g"), {"sum.m": Operand("g")}
+    if settings.branch_apart:
+        # A norm needs what it normed; a factor needs only its shape.
+        listed += _mlp_tiles(settings) if settings.norm("after_mlp") else []
+        inputs = _same("m", "y") | _norm(settings, "after_mlp") | {"g.x": Operand("g")}
+        listed.append(Instruction("end_backward", inputs, _named("g.m", "g.y")))
+        g_y, rest = Operand("g.y"), {"sum.m": Operand("g.m")}
+    # A tile has a range of the columns of down's A and of the rows of gate's and up's B.
+    parts = [f"{t}.{side}" for t in (*GATE_UP, "down_proj") if settings.has(t) for side in "AB"]
+    tiled = [part for part in parts if part in ("gate_proj.B", "up_proj.B", "down_proj.A")]
     for i, (low, high) in enumerate(tiles):
-        listed.append(_gate_up(settings, low, high))
-        inputs = branch | _same("gate", "up") | _matrix(settings, "down_proj", low, high)
-        outputs = _named("gact")
-        if "down_proj" in lora:
-            inputs |= _lora(settings, "down_proj", low, high) | (_same("down_proj.h") if i else {})
-            outputs |= {"down_proj.dA": f"down_proj.dA@{i}", "down_proj.h": "down_proj.h"}
-        listed.append(Instruction("down_backward", inputs, outputs, evaluate=False))
-        listed.append(
-            Instruction(
-                "act_backward", _same("gate", "up", "gact"), _named("ggate", "gup"), evaluate=False
-            )
-        )
-        inputs, outputs = _same("ggate", "gup") | (_same("gn") if i else {}), _named("gn")
-        for target in GATE_UP:
-            inputs |= _matrix(settings, target, low, high)
-            if target in lora:
-                inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")}
-                inputs |= (_same(f"{target}.gh") if i else {}) | _b_rows(
-                    settings, target, low, high
-                )
-                outputs |= {f"{target}.dB": f"{target}.dB@{i}", f"{target}.gh": f"{target}.gh"}
-        listed.append(Instruction("gate_up_backward", inputs, outputs))
-    inputs, outputs = _same("m", "g", "gn") | _norm(settings, "before_mlp"), _named("gm")
-    inputs |= _same("gb") if settings.branch_apart else {}
-    for target in GATE_UP:
-        if target in lora:
-            own = settings.place(target)[0]
-            inputs |= _same(
-                "mn", f"{target}.gh", f"{own}.A", *_numbered(f"{target}.dB", len(tiles))
-            )
-            outputs |= _gradients(own)
-    if "down_proj" in lora:
-        inputs |= _same("down_proj.h", *_numbered("down_proj.dA", len(tiles)))
-        outputs |= _gradients("down_proj")
-    return [
-        *listed,
-        Instruction("mlp_norm_backward", inputs, outputs),
-        *_updates(settings, *settings.gate_up_targets, "down_proj"),
-    ]
+        inputs, outputs = _mlp(settings, low, high) | {"g.y": g_y}, {}
+        for name in ("n", *parts):
+            outputs[f"g.{name}"] = f"g.{name}@{i}" if name in tiled else f"g.{name}"
+            if i and name not in tiled:
+                inputs[f"sum.{name}"] = Operand(f"g.{name}")
+        listed.append(Instruction("mlp_backward", inputs, outputs))
+    if parts:
+        inputs = {part: Operand(f"g.{part}") for part in parts if part not in tiled}
+        inputs |= {
+            f"{part}@{i}": Operand(f"g.{part}@{i}") for part in tiled for i in range(len(tiles))
+        }
+        targets = [
+            t for t in (*settings.gate_up_targets, "down_proj") if t in settings.target_modules
+        ]
+        names = [f"{target}.{side}" for target in targets for side in ("dA", "dB")]
+        listed += [Instruction("mlp_join", inputs, _named(*names)), *_updates(settings, *targets)]
+    inputs = _mlp_norm(settings).inputs | {"g.n": Operand("g.n")} | rest
+    return [*listed, Instruction("mlp_norm_backward", inputs, _named("g.m"))]
 
 
 def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     chunks = settings.query_bounds(length_tokens)
-    normed = settings.norm("after_attention")
-    inputs = _same("gm", *_numbered("o", len(chunks))) | _linear(settings, "o_proj", bias=normed)
-    inputs |= _norm(settings, "after_attention")
-    listed = [
-        Instruction(
-            "out_backward",
-            inputs | _h(settings, "o_proj"),
-            _named("go") | _trained(settings, "o_proj"),
-        )
-    ]
+    g_m = ["g.m"] if not settings.active_experts else _numbered("g.m", len(chunks))
+    inputs, outputs = _out(settings, len(chunks)) | _same(*g_m), _named("g.x")
+    outputs |= _named(*(f"g.{name}" for name in _numbered("o", len(chunks))))
+    listed = [Instruction("out_backward", inputs, outputs | _trained(settings, "o_proj"))]
     listed += _updates(settings, "o_proj")
+    # The last chunk sees all keys, so it comes first and makes g.k and g.v in full length.
     for i, (low, high) in reversed(list(enumerate(chunks))):
-        inputs = (
-            _seen(settings, low, high)
-            | {"go": Operand("go", 1, low, high)}
-            | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
-        )
-        listed.append(
-            Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv"))
-        )
-    inputs = _same("gk", *_numbered("gq", len(chunks))) | _rope(settings)
-    listed.append(Instruction("rope_backward", inputs, _named("gq", "gk")))
-    if settings.norm("q"):
-        inputs = _same("n", "gq", "gk") | _norm(settings, "q") | _norm(settings, "k")
-        for target in settings.attention_targets[:2]:  # what was normed is computed again
-            inputs |= _linear(settings, target) | _h(settings, target)
-        listed.append(Instruction("head_norms_backward", inputs, _named("gq", "gk")))
-    inputs, outputs = _same("n", "gq", "gk", "gv"), _named("gn")
+        inputs = _seen(settings, low, high) | {"g.o": Operand(f"g.o@{i}")}
+        if i < len(chunks) - 1:
+            inputs |= {"sum.k": Operand("g.k"), "sum.v": Operand("g.v")}
+        outputs = {"g.q": f"g.q@{i}"} | _named("g.k", "g.v")
+        listed.append(Instruction("attend_backward", inputs, outputs))
+    inputs = _projected(settings) | _same("g.k", "g.v", *_numbered("g.q", len(chunks)))
+    inputs, outputs = inputs | {"sum.x": Operand("g.x")}, {"g.x": "g"}
     for target in settings.attention_targets:
-        inputs |= _linear(settings, target, bias=False) | _h(settings, target)
         outputs |= _trained(settings, target)
-    listed += [
-        Instruction("project_backward", inputs, outputs),
-        *_updates(settings, *settings.attention_targets),
-    ]
-    inputs = _same("x", "gm", "gn") | _norm(settings, "before_attention")
-    return [*listed, Instruction("norm_backward", inputs, _named("g"))]
+    project = Instruction("project_backward", inputs, outputs)
+    return [*listed, project, *_updates(settings, *settings.attention_targets)]
+
+
+def update(target: str) -> Instruction:
+    """Return the instruction that uses the gradients of one layer's A and B, and drops them."""
+    gradients = {side: Operand(f"{target}.{side}") for side in ("dA", "dB")}
+    return Instruction("update", gradients, {"target": target})
 
 
 def _updates(settings: Settings, *targets: str) -> list[Instruction]:
-    """Gradients of A and B are used and dropped."""
-    return [
-        Instruction(
-            "update",
-            {side: Operand(f"{target}.{side}") for side in ("dA", "dB")},
-            {"target": target},
-        )
-        for target in targets
-        if target in settings.target_modules
-    ]
+    return [update(target) for target in targets if target in settings.target_modules]
 
 
 def _trained(settings: Settings, target: str) -> dict[str, str]:
-    return _gradients(target) if target in settings.target_modules else {}
-
-
-def _gradients(target: str) -> dict[str, str]:
-    return _named(f"{target}.dA", f"{target}.dB")
-
-
-def _h(settings: Settings, target: str) -> dict[str, Operand]:
-    return _same(f"{target}.h") if settings.store_h and target in settings.target_modules else {}
-
-
-def _linear(settings: Settings, target: str, bias: bool = True) -> dict[str, Operand]:
-    """All arrays of a linear layer, whole."""
-    operands = _matrix(settings, target) | (_bias(settings, target) if bias else {})
-    return operands | (
-        _same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {}
-    )
-
-
-def _lora(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
-    """A's columns of a tile of the inputs, and B."""
     if target not in settings.target_modules:
         return {}
-    return {
-        f"{target}.A": Operand(f"{target}.A", 1, low, high),
-        f"{target}.B": Operand(f"{target}.B"),
-    }
+    return {f"g.{target}.{side}": f"{target}.d{side}" for side in "AB"}
+
+
+def _linear(settings: Settings, target: str) -> dict[str, Operand]:
+    """All arrays of a linear layer."""
+    operands = _matrix(settings, target) | _bias(settings, target)
+    trained = target in settings.target_modules
+    return operands | (_same(f"{target}.A", f"{target}.B") if trained else {})
 
 
 def _bias(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
     own, first = settings.place(target)
     if not settings.dims.linear_bias(own):
         return {}
-    return {
-        f"{target}.bias": Operand(f"{own}.bias", 0, first + low, first + high)
-        if high
-        else Operand(f"{own}.bias")
-    }
-
-
-def _b_rows(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
-    """B's rows of a tile of gate or up."""
-    own, first = settings.place(target)
-    return {f"{target}.B": Operand(f"{own}.B", 0, first + low, first + high)}
+    part = Operand(f"{own}.bias", 0, first + low, first + high)
+    return {f"{target}.bias": part if high else Operand(f"{own}.bias")}
 
 
 def _matrix(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
@@ -372,13 +294,17 @@ def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}@{i}" for i in range(count)]
 
 
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".A", ".B")) and not name.startswith("g.")
+
+
 def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Instruction]:
     """Return `listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
     annotated, needed = [], set(results)
     for instruction in reversed(listed):
         outputs = set() if instruction.stage == "update" else set(instruction.outputs.values())
         used = {operand.name for operand in instruction.inputs.values()}
-        free = {name for name in used | outputs if name not in needed and not name.endswith(KEPT)}
+        free = {name for name in used | outputs if name not in needed and not _is_adapter(name)}
         annotated.append(replace(instruction, free=tuple(sorted(free - (outputs & needed)))))
         needed = (needed - outputs) | used
     return annotated[::-1]
@@ -397,11 +323,9 @@ def final_norm() -> list[Instruction]:
 
 
 def final_norm_backward() -> list[Instruction]:
-    """List those of that norm's backward pass: x and ghn -> g."""
-    instruction = Instruction(
-        "final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g")
-    )
-    return with_frees([instruction], ("g",))
+    """List the instructions of that norm's backward pass: x and ghn -> g."""
+    inputs = _same("x", "final_norm.weight") | {"g.hn": Operand("ghn")}
+    return with_frees([Instruction("final_norm_backward", inputs, {"g.x": "g"})], ("g",))
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:
@@ -427,16 +351,11 @@ def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> li
     )
     if not gradient:
         return with_frees(listed, ("nll",))
-    listed.append(
-        Instruction("loss_begin_backward", _rows(settings) | _same("weight"), _named("gh"))
-    )
+    begin = _same("hn") | _rows(settings) | {"g.target": Operand("weight")}
+    listed.append(Instruction("loss_begin_backward", begin, {"g.hn": "gh"}))
     for low, high in tiles:
-        head = _head(settings, low, high)
-        listed.append(
-            Instruction(
-                "loss_tile_backward", _same("hn", "logsumexp", "weight", "gh") | head, _named("gh")
-            )
-        )
+        inputs = _same("hn", "logsumexp", "weight", "gh") | _head(settings, low, high)
+        listed.append(Instruction("loss_tile_backward", inputs, _named("gh")))
     return with_frees(listed, ("nll", "gh"))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
 from ondevice.methods.mesp.mlx.settings import Settings, bounds
-from ondevice.methods.mesp.mlx.stages import Arrays, Stages
+from ondevice.methods.mesp.mlx.stages import Arrays, Stages, row_tiles
 from ondevice.methods.mesp.mlx.weights import Weights, select
 
 Update = Callable[[str, Any, Any], None]
@@ -113,36 +113,22 @@ class ModelStages(Stages):
 
     def embed(self, a: Arrays) -> Arrays:
         """Compute the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
-        x, scale = self._rows(a, "rows", self.dtype), self.traits.embedding_scale
+        x, scale = self.rows(a, "rows", self.dtype), self.traits.embedding_scale
         return {"x": x if scale == 1.0 else x * scale}
-
-    def _rows(self, a: Arrays, name: str, dtype: Any) -> Any:
-        return (
-            self._dense(a, name, dtype)
-            if f"{name}.scales" in a
-            else a[f"{name}.weight"].astype(dtype)
-        )
 
     def final_norm(self, a: Arrays) -> Arrays:
         """Compute x [B, T, D] -> hn."""
         return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
 
-    def final_norm_backward(self, a: Arrays) -> Arrays:
-        """Return the gradient of hn [B, T, D], float32 -> g, that of the last block's output."""
-        return {
-            "g": self.rms_norm_backward(a["x"], a["final_norm.weight"], a["ghn"]).astype(self.dtype)
-        }
-
     def loss_begin(self, a: Arrays) -> Arrays:
-        """Compute hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32
-        [N]."""
-        hn = a["hn"].astype(self.sums)
-        target = mx.sum(hn * self._rows(a, "rows", self.dtype).astype(self.sums), axis=-1)
-        return {
-            "target": target,
-            "maximum": mx.full(target.shape, -mx.inf, dtype=self.sums),
-            "total": mx.zeros(target.shape, dtype=self.sums),
-        }
+        """Begin the loss: hn [N, D] and the head's rows of the labels -> float32 [N] each.
+
+        `target` is minus the label's logit; `maximum` and `total` are an empty log-sum-exp.
+        """
+        rows = self.rows(a, "rows", self.dtype).astype(self.sums)
+        target = -mx.sum(a["hn"].astype(self.sums) * rows, axis=-1)
+        empty = mx.zeros(target.shape, dtype=self.sums)
+        return {"target": target, "maximum": empty - mx.inf, "total": empty}
 
     def loss_tile(self, a: Arrays) -> Arrays:
         """Return the running maximum, and the sum of exponentials below it, after the tile's V logits: float32 sums, as
@@ -157,18 +143,25 @@ class ModelStages(Stages):
     def loss_end(self, a: Arrays) -> Arrays:
         """Return nll, the negative log likelihood of each label, and the log-sum-exp."""
         logsumexp = a["maximum"] + mx.log(a["total"])
-        return {"nll": logsumexp - a["target"], "logsumexp": logsumexp}
-
-    def loss_begin_backward(self, a: Arrays) -> Arrays:
-        """Compute weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
-        return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(self.sums)}
+        return {"nll": logsumexp + a["target"], "logsumexp": logsumexp}
 
     def loss_tile_backward(self, a: Arrays) -> Arrays:
-        """Compute gh with the tile's part: weight softmax(logits) W."""
-        logits = self.product(a["hn"].astype(self.sums), a, "head")
-        share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
-        gh = self.product_backward(share.astype(self.dtype), a, "head")
-        return {"gh": a["gh"] + gh.astype(self.sums)}
+        """Add weight softmax(logits) W of the tile to gh, float32 [N, D]; `weight` [N] is nll's.
+
+        With the log-sum-exp known, this is the gradient of sum weight exp(logits - logsumexp).
+        """
+        gh = a["gh"]
+        for low, high in row_tiles(a["head.weight"]):
+            rows = {key: value[low:high] for key, value in a.items() if key.startswith("head.")}
+
+            def run(hn: Any, rows: Arrays = rows) -> Any:
+                logits = self.product(hn.astype(self.sums), rows, "head")
+                return mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
+
+            hn = mx.depends([a["hn"]], [gh])[0]
+            _, (part,) = mx.vjp(run, [hn], [mx.ones((hn.shape[0], high - low))])
+            gh = gh + part.astype(self.sums)
+        return {"gh": gh}
 
     def gather_rows(self, a: Arrays) -> Arrays:
         """Return rows `place` int32 [N] of hidden states [B T, D]."""
@@ -204,6 +197,7 @@ class Model:
         loss_tiles: of the vocabulary.
         loss_chunk_tokens: labelled tokens whose logits exist at once; None is all.
         functions: the stages, if not Python's.
+        written: an artifact's instructions by name and length; else they follow from `settings`.
         fixed_chunks: pad each chunk of labelled tokens to `loss_chunk_tokens`.
         clear: give back what MLX's allocator keeps after every evaluation.
 
@@ -219,10 +213,11 @@ class Model:
         loss_tiles: int = 8,
         loss_chunk_tokens: int | None = None,
         functions: Functions | None = None,
+        written: dict[tuple[str, int], list[Instruction]] | None = None,
         fixed_chunks: bool = False,
         clear: bool = True,
     ) -> None:
-        self.settings, self.weights = settings, weights
+        self.settings, self.weights, self.written = settings, weights, written
         self.interpreter = Interpreter(functions or stages_of(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
         self.chunk_tokens, self.fixed_chunks = loss_chunk_tokens, fixed_chunks
@@ -232,18 +227,22 @@ class Model:
     def layers(self) -> int:
         return self.settings.dims.layers
 
+    def listed(self, name: str, length_tokens: int = 0) -> list[Instruction]:
+        """Return the instructions of that name, for sequences of that length."""
+        if self.written is not None:
+            return self.written[name, length_tokens]
+        return instructions.of(name, self.settings, self.tiles, length_tokens)
+
     def embed(self, ids: np.ndarray) -> Any:
         """Embed tokens: int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.embedding_rows(ids.reshape(-1))
-        x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})[
-            "x"
-        ]
+        x = self.interpreter.run(self.listed("embed"), rows, self.weights.table, {})["x"]
         return x.reshape(*ids.shape, -1)
 
     def forward(self, layer: int, x: Any) -> Any:
         """Run one block; `x` may be kept."""
         self.weights.announce(layer + 1)
-        listed = instructions.forward(self.settings, x.shape[1])
+        listed = self.listed("forward", x.shape[1])
         return self.interpreter.run(
             listed, {"x": x}, self.weights.blocks[layer], self.adapter[layer]
         )["x"]
@@ -251,7 +250,7 @@ class Model:
     def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
         """Return the gradient of a block's input from that of its output; those of A and B are called back."""
         self.weights.announce(layer - 1)
-        listed = instructions.backward(self.settings, x.shape[1])
+        listed = self.listed("backward", x.shape[1])
         inputs = {"x": x, "g": g}
         del x, g
         run = self.interpreter.run(
@@ -297,9 +296,8 @@ class Model:
         del hn
         inputs = {"x": x, "ghn": ghn.reshape(x.shape)}
         del ghn, x
-        return total, self.interpreter.run(
-            instructions.final_norm_backward(), inputs, self.weights.final, {}
-        )["g"]
+        listed = self.listed("final_norm_backward")
+        return total, self.interpreter.run(listed, inputs, self.weights.final, {})["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
@@ -324,7 +322,7 @@ class Model:
         return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)
 
     def _final_norm(self, x: Any) -> Any:
-        hn = self.interpreter.run(instructions.final_norm(), {"x": x}, self.weights.final, {})["hn"]
+        hn = self.interpreter.run(self.listed("final_norm"), {"x": x}, self.weights.final, {})["hn"]
         return hn.reshape(-1, hn.shape[-1])
 
     def _gather(self, hn: Any, where: np.ndarray) -> tuple[Any, dict[str, Any]]:
@@ -341,9 +339,8 @@ class Model:
     def _loss(self, inputs: dict[str, Any], wanted: np.ndarray, gradient: bool) -> dict[str, Any]:
         mx.eval(inputs)
         inputs |= self.weights.head_rows(self._padded(wanted))
-        return self.interpreter.run(
-            instructions.loss(self.settings, self.tiles, gradient), inputs, self.weights.head, {}
-        )
+        listed = self.listed("loss" if gradient else "loss_only")
+        return self.interpreter.run(listed, inputs, self.weights.head, {})
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         size = self.chunk_tokens or count

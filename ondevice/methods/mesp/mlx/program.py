@@ -26,8 +26,13 @@ from ondevice.methods.mesp.lora import (
     lora_parameters,
 )
 from ondevice.methods.mesp.mlx import functions as recorded
-from ondevice.methods.mesp.mlx import instructions
-from ondevice.methods.mesp.mlx.instructions import Instruction
+from ondevice.methods.mesp.mlx.instructions import (
+    ANY_LENGTH,
+    BY_LENGTH,
+    Instruction,
+    Operand,
+    update,
+)
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings_of
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
@@ -73,18 +78,11 @@ def program(
             for lora in parameters
         ],
         "functions": functions,
-        "instructions": {
-            "embed": listed(instructions.embed(settings)),
-            "final_norm": listed(instructions.final_norm()),
-            "final_norm_backward": listed(instructions.final_norm_backward()),
-            "loss": listed(instructions.loss(settings, model.tiles, True)),
-            "loss_only": listed(instructions.loss(settings, model.tiles, False)),
-        },
+        "instructions": {name: listed(model.listed(name)) for name in ANY_LENGTH},
         "lengths": {
             str(length): {
                 "loss_rows": recorded.chunk_tokens(config, batch_size, length),
-                "forward": listed(instructions.forward(settings, length)),
-                "backward": listed(instructions.backward(settings, length)),
+                **{name: listed(model.listed(name, length)) for name in BY_LENGTH},
             }
             for length in lengths_tokens
         },
@@ -107,6 +105,22 @@ def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
         entries.append({"function": instruction.stage, "inputs": inputs, "outputs": outputs,
                         "evaluate": instruction.evaluate, "free": list(instruction.free)})  # fmt: skip
     return entries
+
+
+def written(program: dict[str, Any]) -> dict[tuple[str, int], list[Instruction]]:
+    """Return what `listed` wrote, by name and length."""
+    by_name = {(name, 0): program["instructions"][name] for name in ANY_LENGTH}
+    for length, one in program["lengths"].items():
+        by_name |= {(name, int(length)): one[name] for name in BY_LENGTH}
+    return {key: [_instruction(entry) for entry in entries] for key, entries in by_name.items()}
+
+
+def _instruction(entry: dict[str, Any]) -> Instruction:
+    if "update" in entry:
+        return update(entry["update"])
+    inputs = {name: Operand(*operand) for name, *operand in entry["inputs"]}
+    outputs = dict(entry["outputs"])
+    return Instruction(entry["function"], inputs, outputs, entry["evaluate"], tuple(entry["free"]))
 
 
 def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
@@ -177,6 +191,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         with well_formed(path, ArtifactError, hint="copy the artifact again"):
             settings = _settings(self.program["settings"], dims)
             tiles = [(int(low), int(high)) for low, high in self.program["loss_tiles"]]
+            lists = written(self.program)
             self.loss_rows = {
                 int(length): int(one["loss_rows"])
                 for length, one in self.program["lengths"].items()
@@ -184,7 +199,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         streamed = config.weight_placement == "streamed" if streamed is None else streamed
         read = open_weights if streamed else load_weights
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
-        model = Model(settings, weights, functions=functions, fixed_chunks=True)
+        model = Model(settings, weights, functions=functions, written=lists, fixed_chunks=True)
         model.tiles = tiles
         parameters = lora_parameters(dims, family_classes()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
@@ -218,7 +233,9 @@ class MlxProgramSession(ProgramSession, MlxSession):
 
 def _settings(listed: dict[str, Any], dims: ModelDims) -> Settings:
     """Read what `program` wrote of the settings."""
-    rest = {name: value for name, value in listed.items() if name not in ("rope", "target_modules")}
+    # Older programs have `store_h`; their own instructions say what is stored.
+    others = ("rope", "target_modules", "store_h")
+    rest = {name: value for name, value in listed.items() if name not in others}
     rope: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in listed["rope"].items()

@@ -181,7 +181,6 @@ class Settings:
             which is faster with a good BLAS.
         mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
         query_chunk_tokens: queries whose attention scores exist at once.
-        store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).
         active_experts: of a mixture of experts, those that a token passes through; `normalised`: their weights add up
             to 1; `shared`: there is an expert for all tokens.
     """
@@ -196,7 +195,6 @@ class Settings:
     product: Product = "quantized"
     mlp_tiles: int = 8
     query_chunk_tokens: int = 128
-    store_h: bool = False
     active_experts: int = 0
     normalised: bool = False
     shared: bool = False
