@@ -262,7 +262,6 @@ def check_config(config: MespConfig) -> None:
         ("activations", "device"),
         ("kernels", "auto"),
         ("mlp_chunk_tokens", None),
-        ("store_h", False),
         ("answers", ()),
     ):
         if getattr(config, name) != only:
