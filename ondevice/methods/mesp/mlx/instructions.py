@@ -110,21 +110,33 @@ def _experts(settings: Settings) -> dict[str, Operand]:
 
 def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
     """x -> m, and q, k, v and o."""
-    listed = [Instruction("project", _projected(settings), _named("q", "k", "v"))]
+    outputs = _named("q", "k", "v")
+    listed = [
+        _attention_norm(settings),
+        Instruction("project", _projected(settings), outputs, evaluate=False),
+        Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")),
+    ]
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
     return [*listed, Instruction("out", _out(settings, len(chunks)), _named("m"))]
 
 
+def _attention_norm(settings: Settings) -> Instruction:
+    inputs = _same("x") | _norm(settings, "before_attention")
+    return Instruction("norm", inputs, _named("n"), evaluate=False)
+
+
 def _projected(settings: Settings) -> dict[str, Operand]:
-    """x and all weights on the way to q, k and v."""
-    inputs = _same("x")
-    for position in ("before_attention", "q", "k"):
-        inputs |= _norm(settings, position)
+    """n and all weights on the way to q, k and v."""
+    inputs = _same("n") | _norm(settings, "q") | _norm(settings, "k")
     for target in settings.attention_targets:
         inputs |= _linear(settings, target)
-    return inputs | (_same("rope.weight") if settings.rope_by_layer else {})
+    return inputs
+
+
+def _rope(settings: Settings) -> dict[str, Operand]:
+    return _same("rope.weight") if settings.rope_by_layer else {}
 
 
 def _seen(settings: Settings, low: int, high: int) -> dict[str, Operand]:
@@ -226,12 +238,18 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
             inputs |= {"sum.k": Operand("g.k"), "sum.v": Operand("g.v")}
         outputs = {"g.q": f"g.q@{i}"} | _named("g.k", "g.v")
         listed.append(Instruction("attend_backward", inputs, outputs))
-    inputs = _projected(settings) | _same("g.k", "g.v", *_numbered("g.q", len(chunks)))
-    inputs, outputs = inputs | {"sum.x": Operand("g.x")}, {"g.x": "g"}
+    # A rotation is linear: at any q and k of this shape it has the same gradient.
+    inputs = _same("q", "k", "g.k", *_numbered("g.q", len(chunks))) | _rope(settings)
+    listed.append(Instruction("rope_backward", inputs, _named("g.q", "g.k")))
+    inputs = _projected(settings) | _same("g.q", "g.k", "g.v")
+    outputs = _named("g.n")
     for target in settings.attention_targets:
         outputs |= _trained(settings, target)
-    project = Instruction("project_backward", inputs, outputs)
-    return [*listed, project, *_updates(settings, *settings.attention_targets)]
+    # n is computed again here, so that it takes no memory while attention's gradients are computed.
+    listed += [_attention_norm(settings), Instruction("project_backward", inputs, outputs)]
+    listed += _updates(settings, *settings.attention_targets)
+    inputs = _same("x", "g.n") | _norm(settings, "before_attention") | {"sum.x": Operand("g.x")}
+    return [*listed, Instruction("norm_backward", inputs, {"g.x": "g"})]
 
 
 def update(target: str) -> Instruction:

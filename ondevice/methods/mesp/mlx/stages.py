@@ -134,16 +134,23 @@ class Stages:
 
     # Attention.
 
+    def norm(self, a: Arrays) -> Arrays:
+        """Compute x -> its norm n."""
+        return {"n": self.normed(a, "before_attention", a["x"])}
+
     def project(self, a: Arrays) -> Arrays:
-        """Compute x -> q, k and v of its norm by head, q and k rotated."""
-        n, heads = self.normed(a, "before_attention", a["x"]), {}
+        """Compute n -> q, k and v by head, not yet rotated."""
+        heads = {}
         for target in self.settings.attention_targets:
-            heads |= self._named_heads(target, self.linear(n, a, target))
+            heads |= self._named_heads(target, self.linear(a["n"], a, target))
         for name in "qkv":
             y = heads[name] if name == "v" else self.normed(a, name, heads[name])
-            y = y.reshape(*y.shape[:2], -1, self.dims.head_dim).transpose(0, 2, 1, 3)
-            heads[name] = y if name == "v" else self._rotate(y, a)
+            heads[name] = y.reshape(*y.shape[:2], -1, self.dims.head_dim).transpose(0, 2, 1, 3)
         return heads
+
+    def rope(self, a: Arrays) -> Arrays:
+        """Rotate q and k by their positions."""
+        return {name: self._rotate(a[name], a) for name in "qk"}
 
     def _named_heads(self, target: str, y: Any) -> Arrays:
         """Split a linear layer's output into q, k and v, [B, T, heads h] each."""
