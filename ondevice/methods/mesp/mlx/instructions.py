@@ -6,6 +6,7 @@ host all interpret this list. Imports no MLX.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, SHARED, Settings, matrix_parts
@@ -110,12 +111,10 @@ def _experts(settings: Settings) -> dict[str, Operand]:
 
 def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
     """x -> m, and q, k, v and o."""
-    outputs = _named("q", "k", "v")
-    listed = [
-        _attention_norm(settings),
-        Instruction("project", _projected(settings), outputs, evaluate=False),
-        Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")),
-    ]
+    listed = [_attention_norm(settings)]
+    for inputs, outputs, _ in _projections(settings):
+        listed.append(Instruction("project", inputs, outputs, evaluate=False))
+    listed.append(Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")))
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
@@ -127,12 +126,17 @@ def _attention_norm(settings: Settings) -> Instruction:
     return Instruction("norm", inputs, _named("n"), evaluate=False)
 
 
-def _projected(settings: Settings) -> dict[str, Operand]:
-    """n and all weights on the way to q, k and v."""
-    inputs = _same("n") | _norm(settings, "q") | _norm(settings, "k")
+def _projections(settings: Settings) -> Iterator[tuple[dict[str, Operand], dict[str, str], str]]:
+    """Yield inputs, outputs and name of each linear layer from n to q, k and v, or to all three."""
     for target in settings.attention_targets:
-        inputs |= _linear(settings, target)
-    return inputs
+        names = {"q": "q", "k": "k", "v": "v"} if settings.dims.traits.fused else {"y": target[0]}
+        inputs = _same("n")
+        for name, operand in _linear(settings, target).items():
+            inputs["linear" + name.removeprefix(target)] = operand
+        for name, head in names.items():
+            if head != "v" and settings.norm(head):
+                inputs[f"{name}.norm.weight"] = Operand(f"{NORMS[head]}.weight")
+        yield inputs, names, target
 
 
 def _rope(settings: Settings) -> dict[str, Operand]:
@@ -229,7 +233,7 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     g_m = ["g.m"] if not settings.active_experts else _numbered("g.m", len(chunks))
     inputs, outputs = _out(settings, len(chunks)) | _same(*g_m), _named("g.x")
     outputs |= _named(*(f"g.{name}" for name in _numbered("o", len(chunks))))
-    listed = [Instruction("out_backward", inputs, outputs | _trained(settings, "o_proj"))]
+    listed = [Instruction("out_backward", inputs, outputs | _trained(settings, "o_proj", "o_proj"))]
     listed += _updates(settings, "o_proj")
     # The last chunk sees all keys, so it comes first and makes g.k and g.v in full length.
     for i, (low, high) in reversed(list(enumerate(chunks))):
@@ -241,13 +245,14 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     # A rotation is linear: at any q and k of this shape it has the same gradient.
     inputs = _same("q", "k", "g.k", *_numbered("g.q", len(chunks))) | _rope(settings)
     listed.append(Instruction("rope_backward", inputs, _named("g.q", "g.k")))
-    inputs = _projected(settings) | _same("g.q", "g.k", "g.v")
-    outputs = _named("g.n")
-    for target in settings.attention_targets:
-        outputs |= _trained(settings, target)
     # n is computed again here, so that it takes no memory while attention's gradients are computed.
-    listed += [_attention_norm(settings), Instruction("project_backward", inputs, outputs)]
-    listed += _updates(settings, *settings.attention_targets)
+    listed.append(_attention_norm(settings))
+    for number, (inputs, names, target) in enumerate(_projections(settings)):
+        inputs |= {f"g.{name}": Operand(f"g.{head}") for name, head in names.items()}
+        inputs |= {"sum.n": Operand("g.n")} if number else {}
+        outputs = _named("g.n") | _trained(settings, target, "linear")
+        listed.append(Instruction("project_backward", inputs, outputs))
+        listed += _updates(settings, target)
     inputs = _same("x", "g.n") | _norm(settings, "before_attention") | {"sum.x": Operand("g.x")}
     return [*listed, Instruction("norm_backward", inputs, {"g.x": "g"})]
 
@@ -262,10 +267,11 @@ def _updates(settings: Settings, *targets: str) -> list[Instruction]:
     return [update(target) for target in targets if target in settings.target_modules]
 
 
-def _trained(settings: Settings, target: str) -> dict[str, str]:
+def _trained(settings: Settings, target: str, name: str) -> dict[str, str]:
+    """The gradients of A and B of `target`, which a stage calls `name`."""
     if target not in settings.target_modules:
         return {}
-    return {f"g.{target}.{side}": f"{target}.d{side}" for side in "AB"}
+    return {f"g.{name}.{side}": f"{target}.d{side}" for side in "AB"}
 
 
 def _linear(settings: Settings, target: str) -> dict[str, Operand]:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ondevice.methods.mesp.mlx.model import ModelStages
+from ondevice.methods.mesp.mlx.settings import NORMS
 from ondevice.methods.mesp.mlx.stages import Arrays, joined
 
 
@@ -22,7 +23,7 @@ class MixtureStages(ModelStages):
 
     def mixture(self, a: Arrays) -> Arrays:
         """Compute a chunk of m -> the next block's input: m + the weighted sum of its experts."""
-        n = self.normed(a, "before_mlp", a["m"])
+        n = self.normed(a, NORMS["before_mlp"], a["m"])
         n = n.reshape(-1, n.shape[-1])
         logits = (n @ a["router.weight"].astype(n.dtype).T).astype(self.sums)
         p = mx.softmax(logits, axis=-1, precise=True)

@@ -109,7 +109,7 @@ class Stages:
         y = self.product(x, a, target)
         if f"{target}.bias" in a:
             y = y + a[f"{target}.bias"].astype(y.dtype)
-        return y + self.lora(x, a, target) if self.settings.has(target) else y
+        return y + self.lora(x, a, target) if f"{target}.A" in a else y
 
     def lora(self, x: Any, a: Arrays, target: str) -> Any:
         """Compute s (x A^T) B^T."""
@@ -120,9 +120,9 @@ class Stages:
         """Compute appendix A.3's RMSNorm in the weight's precision; it is x's, or float32."""
         return mx.fast.rms_norm(x.astype(weight.dtype), weight, self.dims.norm_eps).astype(x.dtype)
 
-    def normed(self, a: Arrays, position: str, x: Any) -> Any:
-        """Return x after the norm at that position, if there is one; q's and k's is by head."""
-        weight = a.get(f"{NORMS[position]}.weight")
+    def normed(self, a: Arrays, name: str, x: Any) -> Any:
+        """Return x after that norm, if there is one; by head, if its weight is of a head's width."""
+        weight = a.get(f"{name}.weight")
         if weight is None:
             return x
         by_head = x.reshape(*x.shape[:-1], -1, weight.shape[0])
@@ -136,28 +136,23 @@ class Stages:
 
     def norm(self, a: Arrays) -> Arrays:
         """Compute x -> its norm n."""
-        return {"n": self.normed(a, "before_attention", a["x"])}
+        return {"n": self.normed(a, NORMS["before_attention"], a["x"])}
 
     def project(self, a: Arrays) -> Arrays:
-        """Compute n -> q, k and v by head, not yet rotated."""
-        heads = {}
-        for target in self.settings.attention_targets:
-            heads |= self._named_heads(target, self.linear(a["n"], a, target))
-        for name in "qkv":
-            y = heads[name] if name == "v" else self.normed(a, name, heads[name])
-            heads[name] = y.reshape(*y.shape[:2], -1, self.dims.head_dim).transpose(0, 2, 1, 3)
+        """Compute n -> y, a linear layer's output by head; or q, k and v of a fused layer."""
+        y = self.linear(a["n"], a, "linear")
+        heads = {"y": y}
+        if self.traits.fused:
+            q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim
+            heads = dict(zip("qkv", mx.split(y, [q, q + kv], axis=-1), strict=True))
+        for name, y in heads.items():
+            y, shape = self.normed(a, f"{name}.norm", y), (*y.shape[:2], -1, self.dims.head_dim)
+            heads[name] = y.reshape(shape).transpose(0, 2, 1, 3)
         return heads
 
     def rope(self, a: Arrays) -> Arrays:
         """Rotate q and k by their positions."""
         return {name: self._rotate(a[name], a) for name in "qk"}
-
-    def _named_heads(self, target: str, y: Any) -> Arrays:
-        """Split a linear layer's output into q, k and v, [B, T, heads h] each."""
-        if not self.traits.fused:
-            return {target[0]: y}
-        q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim
-        return dict(zip("qkv", mx.split(y, [q, q + kv], axis=-1), strict=True))
 
     def _rotate(self, x: Any, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions."""
@@ -199,14 +194,14 @@ class Stages:
 
     def out(self, a: Arrays) -> Arrays:
         """Compute x, all chunks of o -> m = x + o Wo^T."""
-        y = self.normed(a, "after_attention", self.linear(joined(a, "o", 1), a, "o_proj"))
+        y = self.normed(a, NORMS["after_attention"], self.linear(joined(a, "o", 1), a, "o_proj"))
         return {"m": a["x"] + self.scaled(y)}
 
     # MLP.
 
     def mlp_norm(self, a: Arrays) -> Arrays:
         """Compute m -> its norm n, and y, to which the tiles are added: m, or zeros."""
-        n, y = self.normed(a, "before_mlp", a["m"]), a["m"].astype(self.sums)
+        n, y = self.normed(a, NORMS["before_mlp"], a["m"]), a["m"].astype(self.sums)
         y = mx.zeros_like(y) if self.settings.branch_apart else y
         if "down_proj.bias" in a:
             y = y + a["down_proj.bias"].astype(self.sums)
@@ -250,7 +245,7 @@ class Stages:
         """
         y = a["y"]
         if self.settings.branch_apart:
-            y = a["m"].astype(self.sums) + self.scaled(self.normed(a, "after_mlp", y))
+            y = a["m"].astype(self.sums) + self.scaled(self.normed(a, NORMS["after_mlp"], y))
         return {"x": y.astype(self.dtype)}
 
 
