@@ -149,7 +149,7 @@ class ExecutorchSession(ProgramSession):
     @cached_property
     def _preparing(self) -> Preparing | None:
         program = method(self.manifest.method["name"]).program(target(self.manifest.target).kind)
-        return None if program is None or program.renewal is None else program.renewal(self)
+        return None if program is None or program.refresh is None else program.refresh(self)
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
         """Let the method prepare the state; see `Preparing.before_step`."""

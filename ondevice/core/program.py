@@ -169,7 +169,7 @@ class GraphProgram(Generic[M]):
         uses_ops: (export) whether the program needs kernels of this project in the runtime.
         calibrate: (loaded, config, rows, seed) to the settings of a program that begins with what the exported model's
             rows say, and the first values of its state; None if the settings ask for nothing of the kind.
-        renewal: (session) to what prepares its steps and its replay, for a method that now and then changes the state
+        refresh: (session) to what prepares its steps and its replay, for a method that now and then changes the state
             from outside the program.
     """
 
@@ -188,7 +188,7 @@ class GraphProgram(Generic[M]):
     calibrate: Callable[[M, Any, Any, int], tuple[Any, Mapping[str, np.ndarray]] | None] | None = (
         None
     )
-    renewal: Callable[[ProgramSession], Preparing] | None = None
+    refresh: Callable[[ProgramSession], Preparing] | None = None
 
 
 @dataclass(frozen=True)

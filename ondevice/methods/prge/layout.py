@@ -45,6 +45,11 @@ class Entry:
     """True where a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B."""
 
     @property
+    def name(self) -> str:
+        """Name in files: layer and target."""
+        return f"{self.layer}.{self.target}"
+
+    @property
     def width(self) -> int:
         """Columns of what is trained."""
         return 1 if self.diagonal else self.outputs

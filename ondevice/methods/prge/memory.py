@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction
-from ondevice.methods.prge.informed import Places
 from ondevice.methods.prge.layout import KEPT_BLOCKS, AdapterLayout
+from ondevice.methods.prge.subspace_program import SubspaceLayout
 from ondevice.methods.step_model import backward_bytes, forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def memory(
     if (
         config.factors is not None
     ):  # a program: the adapter with A, C and the moments, going in and coming out
-        places = Places(dims, config.for_program(), 0)
-        adapter, frozen_a = 8 * (places.size + places.c_size + 2 * places.small.size), 0
+        spans = SubspaceLayout(dims, config.for_program(), 0)
+        adapter, frozen_a = 8 * (spans.size + spans.c_size + 2 * spans.small.size), 0
     if config.subspace == "gradient":
         # An exact gradient is of one row at a time, between two steps: its activations take the step's place.
         activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))

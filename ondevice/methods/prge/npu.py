@@ -22,7 +22,7 @@ from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, Program
 from ondevice.methods.prge.modules import ApplyUpdate
 from ondevice.methods.prge.program import build_program, built, ports, state_of
 from ondevice.methods.prge.program import problems as graph_problems
-from ondevice.methods.prge.renewal import Renewal, calibrate
+from ondevice.methods.prge.subspace_program import ProgramSubspace, at_export
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -222,4 +222,4 @@ def compare(
     return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
 
 
-QNN = GraphProgram(problems, build, compare, calibrate=calibrate, renewal=Renewal)
+QNN = GraphProgram(problems, build, compare, calibrate=at_export, refresh=ProgramSubspace)

@@ -22,7 +22,6 @@ from ondevice.core.manifest import (
 )
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.core.traits import check_traits
-from ondevice.methods.prge.informed import InformedProgram, Places
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.modules import (
     ApplyUpdate,
@@ -36,9 +35,14 @@ from ondevice.methods.prge.modules import (
     StatefulTrainStep,
     TrainStep,
 )
-from ondevice.methods.prge.renewal import Renewal, calibrate
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import read_factors
+from ondevice.methods.prge.subspace_program import (
+    ProgramSubspace,
+    SubspaceLayout,
+    SubspaceProgram,
+    at_export,
+)
 from ondevice.nn.program_loss import quantize_model
 from ondevice.runtime_ops import graph
 
@@ -107,8 +111,8 @@ def build_program(
     noise: Any = noise_op(config, export.generator)
     config = config.for_program()
     if config.factors is not None:
-        program: PrgeProgram = InformedProgram(
-            loaded.family, Places(loaded.dims, config, seed), config, noise, token_loss
+        program: PrgeProgram = SubspaceProgram(
+            loaded.family, SubspaceLayout(loaded.dims, config, seed), config, noise, token_loss
         )
     else:
         layout = AdapterLayout.build(loaded.dims, config, seed)
@@ -192,18 +196,18 @@ def built(
         )
         for number, (name, size) in enumerate(program.state_shapes.items())
     )
-    rank, places = config.rank, program.places if isinstance(program, InformedProgram) else None
-    if places is None:
+    rank, spans = config.rank, program.spans if isinstance(program, SubspaceProgram) else None
+    if spans is None:
         more["frozen"] = {
             f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T)
             for entry in layout.entries
         }
     else:
-        rank = places.rank
+        rank = spans.rank
         if (
             config.factors is not None and config.factors.is_file()
         ):  # else the state has it: an artifact's, or that of a calibration
-            more["first"] = places.begun(read_factors(config.factors, places.small.entries))
+            more["first"] = spans.begun(read_factors(config.factors, spans.small.entries))
     return BuiltProgram(
         eager=program,
         loaded=loaded,
@@ -213,8 +217,8 @@ def built(
         layout=tuple(
             AdapterEntry(
                 linear=names[entry], layer=entry.layer, target=entry.target, offset=entry.offset,
-                rank=entry.rank if places is None else rank, inputs=entry.inputs, outputs=entry.outputs,
-                a_offset=None if places is None else places.a_offsets[entry],
+                rank=entry.rank if spans is None else rank, inputs=entry.inputs, outputs=entry.outputs,
+                a_offset=None if spans is None else spans.a_offsets[entry],
             )
             for entry in layout.entries
         ),
@@ -362,6 +366,12 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
 
 
 EXECUTORCH = GraphProgram(
-    problems, build, compare, rounding, rounded=("8da4w",), calibrate=calibrate, renewal=Renewal
+    problems,
+    build,
+    compare,
+    rounding,
+    rounded=("8da4w",),
+    calibrate=at_export,
+    refresh=ProgramSubspace,
 )
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)

@@ -13,7 +13,7 @@ from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram, flat_adapter
-from ondevice.methods.prge.subspaces import Subspaces
+from ondevice.methods.prge.subspace_refresh import SessionSubspace
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class PrgeSession(PackingSession):
         self.program = program(loaded.family, layout, config, noise)
         self.seed = torch.tensor([seed], device=self.device)
         self._adapter = flat_adapter(layout, self.device, self.program.state_size)
-        self.subspace = Subspaces(self.program, config) if config.subspace == "gradient" else None
+        self.subspace = (
+            SessionSubspace(self.program, config) if config.subspace == "gradient" else None
+        )
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]

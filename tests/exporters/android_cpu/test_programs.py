@@ -19,8 +19,8 @@ from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.data.batching import Batch
 from ondevice.exporters.base import random_batches
 from ondevice.methods.prge.program import build_program
-from ondevice.methods.prge.renewal import Renewal
 from ondevice.methods.prge.subspace import read_factors
+from ondevice.methods.prge.subspace_program import ProgramSubspace
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model
 from tests.programs import PROGRAMS, config, model, program, report
@@ -199,13 +199,13 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
         update={"method": {**session.manifest.method, "refresh_every": None}}
     )
     without = SimpleNamespace(manifest=alone, seed=session.seed, state=lambda: state)
-    renewal = Renewal(without)  # type: ignore[arg-type]
+    subspace = ProgramSubspace(without)  # type: ignore[arg-type]
     given = ours / "subspace-00000004.safetensors"
-    state = renewal.places.begun(read_factors(given, renewal.places.small.entries))
+    state = subspace.layout.begun(read_factors(given, subspace.layout.small.entries))
     state["adapter"] += 1
     given.replace(ours / "subspace-next.safetensors")
     with pytest.raises(CheckpointError, match="no room"):
-        renewal.before_step(1, batch_at, ours)
+        subspace.before_step(1, batch_at, ours)
 
 
 @pytest.mark.parametrize(

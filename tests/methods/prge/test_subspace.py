@@ -20,11 +20,10 @@ from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
 from ondevice.data.examples import Example  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
-from ondevice.methods.prge.informed import InformedProgram  # noqa: E402
 from ondevice.methods.prge.layout import AdapterLayout  # noqa: E402
 from ondevice.methods.prge.program import build_program  # noqa: E402
-from ondevice.methods.prge.renewal import calibrate  # noqa: E402
 from ondevice.methods.prge.subspace import gradient_factors, joined, leading_vectors, read_factors  # noqa: E402
+from ondevice.methods.prge.subspace_program import SubspaceProgram, at_export  # noqa: E402
 from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
@@ -234,10 +233,10 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
         tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
     )
     assert (
-        isinstance(program, InformedProgram) and path is not None and session.subspace is not None
+        isinstance(program, SubspaceProgram) and path is not None and session.subspace is not None
     )
-    places = program.places
-    begun = places.begun(read_factors(path, places.small.entries))
+    spans = program.spans
+    begun = spans.begun(read_factors(path, spans.small.entries))
     first = [torch.from_numpy(begun[name]) for name in ("adapter", "subspace")]
     state = (*first, torch.zeros(program.state_shapes["moments"]))
     seed, rate = torch.tensor([SEED]), torch.tensor([0.05])
@@ -254,15 +253,15 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3
         )
-    size = places.small.size
+    size = spans.small.size
     np.testing.assert_allclose(session.flat()[size:], state[2][:-1].numpy(), rtol=2e-2, atol=1e-4)
     assert state[2][-1] == 2
     adapter = session.adapter()
-    for of_r, entry in zip(places.small.entries, places.trained.entries, strict=True):
+    for of_r, entry in zip(spans.small.entries, spans.trained.entries, strict=True):
         name = session.names[(entry.layer, entry.target)]
         a, b = (adapter.tensors[f"{name}.lora_{x}.weight"] for x in "AB")
-        np.testing.assert_array_equal(places.a(state[0], entry).numpy(), a)
-        np.testing.assert_allclose(places.b(state[0], entry).numpy().T, b, rtol=5e-3, atol=1e-5)
+        np.testing.assert_array_equal(spans.a(state[0], entry).numpy(), a)
+        np.testing.assert_allclose(spans.b(state[0], entry).numpy().T, b, rtol=5e-3, atol=1e-5)
         assert np.abs(b).max() > 1e-2 and of_r.rank == entry.rank == 4
     small = settings(rank=1, target_modules=("q_proj",))
     wide = PrgeSession(tiny_model(), settings(rank=2, target_modules=("q_proj",)), SEED)
@@ -285,7 +284,7 @@ def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
     dataset = SimpleNamespace(items=[SimpleNamespace(example=row) for row in rows])
     config, loaded = settings(subspace="auto", calibration_rows=4), tiny_model()
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    found = calibrate(loaded, config, dataset, SEED)  # type: ignore[arg-type]
+    found = at_export(loaded, config, dataset, SEED)  # type: ignore[arg-type]
     assert found is not None
     after = loaded.model.state_dict()
     assert before.keys() == after.keys() and all(
@@ -295,19 +294,19 @@ def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
     program = build_program(
         loaded, recorded, ExportConfig(lengths_tokens=(12,), generator="op"), SEED
     )
-    assert isinstance(program, InformedProgram) and program.config.optimizer == "adam"
+    assert isinstance(program, SubspaceProgram) and program.config.optimizer == "adam"
     exact = gradient_factors(
         PrgeSession(tiny_model(), settings(), SEED).program,
         ((torch.tensor([row.ids]), torch.tensor([row.labels])) for row in rows),
     )
-    for value, entry in zip(exact.values(), program.places.trained.entries, strict=True):
-        a = program.places.a(torch.from_numpy(state["adapter"]), entry)[: entry.rank].t()
+    for value, entry in zip(exact.values(), program.spans.trained.entries, strict=True):
+        a = program.spans.a(torch.from_numpy(state["adapter"]), entry)[: entry.rank].t()
         cosines = (a * value.a).sum(0).abs() / (a.norm(dim=0) * value.a.norm(dim=0))
         assert (
             cosines[0] > 0.999
-            and not program.places.b(torch.from_numpy(state["adapter"]), entry).any()
+            and not program.spans.b(torch.from_numpy(state["adapter"]), entry).any()
         )
-    assert calibrate(tiny_model(), settings(subspace="random"), dataset, SEED) is None  # type: ignore[arg-type]
+    assert at_export(tiny_model(), settings(subspace="random"), dataset, SEED) is None  # type: ignore[arg-type]
 
 
 def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:

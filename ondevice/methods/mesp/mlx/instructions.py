@@ -163,9 +163,16 @@ def _norm(settings: Settings, position: str) -> dict[str, Operand]:
 
 
 def _mlp_norm(settings: Settings) -> Instruction:
-    inputs = _same("m") | _norm(settings, "before_mlp")
+    inputs, outputs = _same("m") | _norm(settings, "before_mlp"), _named("n", "y")
     inputs |= _same("down_proj.bias") if settings.dims.linear_bias("down_proj") else {}
-    return Instruction("mlp_norm", inputs, _named("n", "y"))
+    for target in _trained_gate_up(settings):
+        inputs |= _same(f"{target}.A")
+        outputs |= _named(f"{target}.h")
+    return Instruction("mlp_norm", inputs, outputs)
+
+
+def _trained_gate_up(settings: Settings) -> list[str]:
+    return [t for t in settings.gate_up_targets if t in settings.target_modules]
 
 
 def _mlp_tiles(settings: Settings) -> list[Instruction]:
@@ -178,19 +185,17 @@ def _mlp_tiles(settings: Settings) -> list[Instruction]:
 
 
 def _mlp(settings: Settings, low: int, high: int) -> dict[str, Operand]:
-    """n and a tile of gate, up and down."""
-    inputs = _same("n")
+    """n, h of gate and up, and a tile of gate, up and down."""
+    inputs = _same("n", *(f"{target}.h" for target in _trained_gate_up(settings)))
     for target in (*GATE_UP, "down_proj"):
         inputs |= _matrix(settings, target, low, high)
         own, first = settings.place(target)
-        a, b = Operand(f"{own}.A"), Operand(f"{own}.B")
-        if target == "down_proj":
-            a = replace(a, axis=1, start=low, stop=high)
-        else:
+        if target != "down_proj":
             inputs |= _bias(settings, target, low, high)
-            b = replace(b, axis=0, start=first + low, stop=first + high)
-        if settings.has(target):
-            inputs |= {f"{target}.A": a, f"{target}.B": b}
+            b = Operand(f"{own}.B", 0, first + low, first + high)
+            inputs |= {f"{target}.B": b} if settings.has(target) else {}
+        elif settings.has(target):
+            inputs |= {f"{target}.A": Operand(f"{target}.A", 1, low, high)} | _same(f"{target}.B")
     return inputs
 
 
@@ -204,28 +209,33 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
         inputs = _same("m", "y") | _norm(settings, "after_mlp") | {"g.x": Operand("g")}
         listed.append(Instruction("end_backward", inputs, _named("g.m", "g.y")))
         g_y, rest = Operand("g.y"), {"sum.m": Operand("g.m")}
-    # A tile has a range of the columns of down's A and of the rows of gate's and up's B.
-    parts = [f"{t}.{side}" for t in (*GATE_UP, "down_proj") if settings.has(t) for side in "AB"]
-    tiled = [part for part in parts if part in ("gate_proj.B", "up_proj.B", "down_proj.A")]
+    # A tile has a range of the columns of down's A and of the rows of gate's and up's B: these are
+    # joined. All other gradients are sums over the tiles.
+    gate_up = _trained_gate_up(settings)
+    added = ["n", *(f"{target}.h" for target in gate_up)]
+    tiled = [f"{target}.B" for target in GATE_UP if settings.has(target)]
+    gradients = [f"{target}.dB" for target in gate_up]
+    if settings.has("down_proj"):
+        added.append("down_proj.B")
+        tiled.append("down_proj.A")
+        gradients += ["down_proj.dA", "down_proj.dB"]
     for i, (low, high) in enumerate(tiles):
-        inputs, outputs = _mlp(settings, low, high) | {"g.y": g_y}, {}
-        for name in ("n", *parts):
-            outputs[f"g.{name}"] = f"g.{name}@{i}" if name in tiled else f"g.{name}"
-            if i and name not in tiled:
-                inputs[f"sum.{name}"] = Operand(f"g.{name}")
+        inputs = _mlp(settings, low, high) | {"g.y": g_y}
+        inputs |= {f"sum.{name}": Operand(f"g.{name}") for name in added} if i else {}
+        outputs = {f"g.{name}": f"g.{name}" for name in added}
+        outputs |= {f"g.{name}": f"g.{name}@{i}" for name in tiled}
         listed.append(Instruction("mlp_backward", inputs, outputs))
-    if parts:
-        inputs = {part: Operand(f"g.{part}") for part in parts if part not in tiled}
-        inputs |= {
-            f"{part}@{i}": Operand(f"g.{part}@{i}") for part in tiled for i in range(len(tiles))
-        }
-        targets = [
-            t for t in (*settings.gate_up_targets, "down_proj") if t in settings.target_modules
-        ]
-        names = [f"{target}.{side}" for target in targets for side in ("dA", "dB")]
-        listed += [Instruction("mlp_join", inputs, _named(*names)), *_updates(settings, *targets)]
-    inputs = _mlp_norm(settings).inputs | {"g.n": Operand("g.n")} | rest
-    return [*listed, Instruction("mlp_norm_backward", inputs, _named("g.m"))]
+    if gradients:
+        inputs = {name: Operand(f"g.{name}") for name in added if name.endswith(".B")}
+        for name in tiled:
+            inputs |= {f"{name}@{i}": Operand(f"g.{name}@{i}") for i in range(len(tiles))}
+        listed.append(Instruction("mlp_join", inputs, _named(*gradients)))
+    inputs, outputs = _mlp_norm(settings).inputs | rest, _named("g.m")
+    for target in gate_up:
+        inputs |= _same(f"g.{target}.h")
+        outputs[f"g.{target}.A"] = f"{target}.dA"
+    listed.append(Instruction("mlp_norm_backward", inputs | _same("g.n"), outputs))
+    return [*listed, *_updates(settings, *settings.gate_up_targets, "down_proj")]
 
 
 def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruction]:

@@ -29,7 +29,7 @@ DENSE_ROWS = 512
 FROZEN = (".weight", ".scales", ".biases", ".bias")
 """Ends of the names of inputs that have no gradient."""
 GELU = math.sqrt(2 / math.pi)
-SUMMED = ("n", "k", "v", "hn")
+SUMMED = ("n", "k", "v", "hn", "gate_proj.h", "up_proj.h", "gate_up_proj.h")
 """Inputs whose gradients several tiles or chunks add up, in float32."""
 
 
@@ -104,17 +104,21 @@ class Stages:
         parts = (a[f"{name}.{part}"][low:high] for part in ("weight", "scales", "biases"))
         return mx.dequantize(*parts, **self.packing).astype(dtype)
 
-    def linear(self, x: Any, a: Arrays, target: str) -> Any:
-        """Compute a linear layer with its adapter, if it has one."""
+    def linear(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
+        """Compute a linear layer with its adapter, if it has one; `h` is x A^T if it is known."""
         y = self.product(x, a, target)
         if f"{target}.bias" in a:
             y = y + a[f"{target}.bias"].astype(y.dtype)
-        return y + self.lora(x, a, target) if f"{target}.A" in a else y
+        return y + self.lora(x, a, target, h) if f"{target}.B" in a else y
 
-    def lora(self, x: Any, a: Arrays, target: str) -> Any:
+    def lora(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
         """Compute s (x A^T) B^T."""
-        h = x @ a[f"{target}.A"].astype(x.dtype).T
+        h = self.h(x, a, target) if h is None else h
         return self.settings.scale * (h @ a[f"{target}.B"].astype(h.dtype).T)
+
+    def h(self, x: Any, a: Arrays, target: str) -> Any:
+        """Compute x A^T."""
+        return x @ a[f"{target}.A"].astype(x.dtype).T
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """Compute appendix A.3's RMSNorm in the weight's precision; it is x's, or float32."""
@@ -200,16 +204,18 @@ class Stages:
     # MLP.
 
     def mlp_norm(self, a: Arrays) -> Arrays:
-        """Compute m -> its norm n, and y, to which the tiles are added: m, or zeros."""
+        """Compute m -> its norm n, h of gate and up, and y, to which tiles are added: m, or 0."""
         n, y = self.normed(a, NORMS["before_mlp"], a["m"]), a["m"].astype(self.sums)
         y = mx.zeros_like(y) if self.settings.branch_apart else y
         if "down_proj.bias" in a:
             y = y + a["down_proj.bias"].astype(self.sums)
-        return {"n": n, "y": y}
+        trained = [own for own in self.settings.gate_up_targets if f"{own}.A" in a]
+        return {"n": n, "y": y, **{f"{own}.h": self.h(n, a, own) for own in trained}}
 
     def mlp(self, a: Arrays) -> Arrays:
         """Compute n -> a tile's part of the MLP's output, added to y if there is one."""
-        gate, up = (self.linear(a["n"], a, target) for target in GATE_UP)
+        h = (a.get(f"{self.settings.place(target)[0]}.h") for target in GATE_UP)
+        gate, up = (self.linear(a["n"], a, *pair) for pair in zip(GATE_UP, h, strict=True))
         act = self.activated(gate) * up
         y = self.product(act, a, "down_proj").astype(self.sums)
         if self.settings.has("down_proj"):
@@ -227,12 +233,11 @@ class Stages:
         return 0.5 * gate * (1 + tanh)
 
     def mlp_join(self, a: Arrays) -> Arrays:
-        """Join the gradients of gate's, up's and down's A and B from those of their tiles."""
+        """Join the gradients of tiles: of gate's and up's B, and of down's A and B."""
         out = {}
         for own in self.settings.gate_up_targets:
             if own in self.settings.target_modules:
                 rows = GATE_UP if self.traits.fused else (own,)
-                out[f"{own}.dA"] = sum((a[f"{row}.A"] for row in rows[1:]), a[f"{rows[0]}.A"])
                 out[f"{own}.dB"] = _concatenated([joined(a, f"{row}.B", 0) for row in rows], 0)
         if self.settings.has("down_proj"):
             out |= {"down_proj.dA": joined(a, "down_proj.A", 1), "down_proj.dB": a["down_proj.B"]}
