@@ -1,4 +1,5 @@
-"""The exporter's contract: list every problem first, then write the whole artifact or nothing; open it; verify it."""
+"""The exporter's contract: list every problem first, then write the whole artifact or nothing; open
+it; verify it."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class VerifyRequest:
 
     Attributes:
         steps: training steps to compare; `DEFAULT_STEPS` unless given.
-        directions: projected gradients to compare at least, for targets that are checked by directions.
+        directions: projected gradients to compare at least, for targets that are checked by
+            directions.
         perturbation_scales: scales to compare at, for the same targets.
         model: where the model is now, if not where the manifest says.
         rows: (session, tokenizer, steps) to batches of a user's rows; None: a text of ours.
@@ -113,7 +115,8 @@ class Exporter(ABC):
 
     @abstractmethod
     def check(self, job: ExportJob) -> list[str]:
-        """Return every reason why `job` cannot be exported, found without loading weights; empty if it can."""
+        """Return every reason why `job` cannot be exported, found without loading weights; empty if
+        it can."""
 
     @abstractmethod
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -129,7 +132,8 @@ class Exporter(ABC):
 
     @abstractmethod
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Run training steps of the artifact and of eager, and compare; `ok` by the tolerances of the export.
+        """Run training steps of the artifact and of eager, and compare; `ok` by the tolerances of
+        the export.
 
         Raises:
             ArtifactError: if the model is not the one that was exported.
@@ -137,7 +141,8 @@ class Exporter(ABC):
         """
 
     def program(self, method: Any) -> Any:
-        """Return a method's step for this kind of target, from its settings; None where it has none."""
+        """Return a method's step for this kind of target, from its settings; None where it has
+        none."""
         return spec_of(method).program(self.spec.kind)
 
     def no_program(self, method: Any) -> str:
@@ -188,8 +193,8 @@ def name_state(spec: ProgramSpec, session: Session, first: str | None = None) ->
     """Return `spec` with the state tensors and the counter of a session that has made a step.
 
     Args:
-        first: the safetensors file of the artifact that holds the adapter's first value; None where the session draws
-            it from the seed.
+        first: the safetensors file of the artifact that holds the adapter's first value; None where
+            the session draws it from the seed.
     """
     arrays = session.state()
     vectors = {name: array for name, array in arrays.items() if array.dtype == np.float32}
@@ -262,8 +267,9 @@ def random_batches(
 def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterator[Batch]:
     """Yield rows of `TEXT` in every bucket, each from another place, with some labels masked.
 
-    A model that was trained on text is far from its data with random tokens, and float32's own rounding is in the way
-    there: on SmolLM2, random tokens moved autograd's gradients by 4e-3 of float64's, these rows by 1e-5.
+    A model that was trained on text is far from its data with random tokens, and float32's own
+    rounding is in the way there: on SmolLM2, random tokens moved autograd's gradients by 4e-3 of
+    float64's, these rows by 1e-5.
     """
     vocabulary = session.manifest.model.dims["vocab"]
     tokens = np.array(tokenizer(TEXT)["input_ids"], np.int64)

@@ -1,4 +1,5 @@
-"""The random generator and the other ops that exported programs need. Reached as `ondevice.runtime_ops` only."""
+"""The random generator and the other ops that exported programs need. Reached as
+`ondevice.runtime_ops` only."""
 
 if __name__ != "ondevice.runtime_ops":
     raise ImportError(

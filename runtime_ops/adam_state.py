@@ -1,7 +1,8 @@
-"""The state of an AdamW step on the CPU (layer_adam.py): the master parameter and the moments of a flat array.
+"""The state of an AdamW step on the CPU (layer_adam.py): the master parameter and the moments of a
+flat array.
 
-The master is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits beside it
-(`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
+The master is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits
+beside it (`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ HALVES = (torch.bfloat16, torch.uint16, torch.int16)
 
 
 class Traffic(NamedTuple):
-    """Bytes a parameter: `stored` in host memory (without the gradient), `moved` by a step (reads and writes)."""
+    """Bytes a parameter: `stored` in host memory (without the gradient), `moved` by a step (reads
+    and writes)."""
 
     stored: float
     moved: float
@@ -43,18 +45,19 @@ BYTES = {
     ("split", "bfloat16"): Traffic(8, 18),
     ("split", "int8"): Traffic(6 + 8 / TILE, 14 + 16 / TILE),
 }
-"""(master layout, kind of moments) to bytes, with bfloat16 gradients and, for `plain`, the bfloat16 copy."""
+"""(master layout, kind of moments) to bytes, with bfloat16 gradients and, for `plain`, the bfloat16
+copy."""
 
 
 @dataclass
 class Moments:
     """Both moments of an array of n elements.
 
-    `float32`: m and v float32 [n]. `bfloat16`: both bfloat16 [n], rounded stochastically (a step changes v by
-    less than half a unit of its last place). `int8`: m and v uint8 [n] and float32 scales [ceil(n / 128)]: codes are
-    floating-point numbers with 4 bits of mantissa, 3 bits of exponent and a sign for m, 4 of exponent for v
-    (csrc/adam_storage.h), rounded stochastically. With a split master, v's sign bit belongs to the master, if v has
-    one.
+    `float32`: m and v float32 [n]. `bfloat16`: both bfloat16 [n], rounded stochastically (a step
+    changes v by less than half a unit of its last place). `int8`: m and v uint8 [n] and float32
+    scales [ceil(n / 128)]: codes are floating-point numbers with 4 bits of mantissa, 3 bits of
+    exponent and a sign for m, 4 of exponent for v (csrc/adam_storage.h), rounded stochastically.
+    With a split master, v's sign bit belongs to the master, if v has one.
     """
 
     kind: str
@@ -95,7 +98,8 @@ class HostState:
 
     Args:
         master: float32 [n] for `plain`; None for `split`.
-        high: the bfloat16 parameters [n], bfloat16 or a 16-bit integer type; may be None for `plain`.
+        high: the bfloat16 parameters [n], bfloat16 or a 16-bit integer type; may be None for
+            `plain`.
         low: the lower 16 bits [n] for `split`, uint16 or int16; None for `plain`.
         moments: of the same n.
         seed: of stochastic rounding; give every array its own.
@@ -109,9 +113,11 @@ class HostState:
 
 
 def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
-    """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's sign bits.
+    """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's
+    sign bits.
 
-    A NaN becomes the usual quiet one. With int8 moments, whose v has no sign, ties round away from zero instead.
+    A NaN becomes the usual quiet one. With int8 moments, whose v has no sign, ties round away from
+    zero instead.
 
     Args:
         master: float32 [n].

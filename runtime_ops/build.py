@@ -31,7 +31,8 @@ OPTIMISE = (
     "-fno-trapping-math",
 )
 CONTRACTION = {"generator.cpp": "-ffp-contract=off", "layer_adam.cpp": "-ffp-contract=off"}
-"""The bits of the generator and of AdamW must not depend on fused multiply-adds; the other ops want them."""
+"""The bits of the generator and of AdamW must not depend on fused multiply-adds; the other ops want
+them."""
 
 
 def cache_folder() -> Path:
@@ -59,7 +60,8 @@ def find_compiler() -> str:
 
 
 def build_library(*, portable: bool = False) -> Path:
-    """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) unless it is in the cache, and return its path.
+    """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) unless it is in the cache,
+    and return its path.
 
     Args:
         portable: for any processor of this architecture instead of this very one.
@@ -80,8 +82,8 @@ def build_library(*, portable: bool = False) -> Path:
 def build_executorch_library(*, portable: bool = False) -> Path:
     """Compile the ExecuTorch kernels (`csrc/executorch_ops.cpp`) against the installed runtime.
 
-    The library names the runtime's own extension module as a dependency, so that it registers its kernels
-    there and shares its thread pool.
+    The library names the runtime's own extension module as a dependency, so that it registers its
+    kernels there and shares its thread pool.
 
     Raises:
         MissingPackageError: no compiler, no executorch, or the compiler fails.
@@ -106,7 +108,8 @@ def build_executorch_library(*, portable: bool = False) -> Path:
 
 @functools.cache
 def load_executorch_ops(*, portable: bool = False) -> str:
-    """Register the ops' kernels with the ExecuTorch runtime of this process; returns the library's path.
+    """Register the ops' kernels with the ExecuTorch runtime of this process; returns the library's
+    path.
 
     Call it before a program that uses them is loaded. Calling it again does nothing.
 
@@ -198,8 +201,8 @@ def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> st
 
 
 def _processor() -> str:
-    """Describe the processor as far as `-march=native` depends on it, so that a cache shared by two machines serves
-    both."""
+    """Describe the processor as far as `-march=native` depends on it, so that a cache shared by two
+    machines serves both."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,9 +1,10 @@
 """The one random generator, in numpy: the reference that every other form reproduces.
 
-A counter-based generator: each number is a pure function of (seed, step, query, tensor, element). It is the
-finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) applied to a chain of counters; all arithmetic is
-uint64 with wraparound. Words and Rademacher signs are bit-identical in every form; Gaussians (Box-Muller in
-float32) agree to 1e-6, because `log`, `cos` and `sin` may differ by an ulp.
+A counter-based generator: each number is a pure function of (seed, step, query, tensor, element).
+It is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) applied to a chain of
+counters; all arithmetic is uint64 with wraparound. Words and Rademacher signs are bit-identical in
+every form; Gaussians (Box-Muller in float32) agree to 1e-6, because `log`, `cos` and `sin` may
+differ by an ulp.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ GOLDEN_PATH = Path(__file__).with_name("golden.json")
 
 
 def noise_kind(name: str) -> str:
-    """Return the op that a name of a noise means: "normal" for "gaussian" or "normal", or "rademacher".
+    """Return the op that a name of a noise means: "normal" for "gaussian" or "normal", or
+    "rademacher".
 
     Raises:
         ConfigError: another name.
@@ -40,7 +42,8 @@ def noise_kind(name: str) -> str:
 
 
 def mix_int(value: int) -> int:
-    """Apply the SplitMix64 finaliser to one Python integer, taken modulo 2^64; a bijection of 64-bit words."""
+    """Apply the SplitMix64 finaliser to one Python integer, taken modulo 2^64; a bijection of
+    64-bit words."""
     value &= MASK64
     value = ((value ^ (value >> SHIFTS[0])) * MULTIPLIER_1) & MASK64
     value = ((value ^ (value >> SHIFTS[1])) * MULTIPLIER_2) & MASK64
@@ -71,8 +74,8 @@ def words(key: int, start: int, count: int) -> np.ndarray:
 def normal(seed: int, step: int, tensor: int, queries: int, start: int, count: int) -> np.ndarray:
     """Draw standard normals, elements `start` to `start + count - 1` of queries 0 to `queries - 1`.
 
-    Box-Muller: word e >> 1 gives elements e (cosine) and e + 1 (sine), the radius from its upper 32 bits and
-    the angle, in [-pi, pi), from its lower 24.
+    Box-Muller: word e >> 1 gives elements e (cosine) and e + 1 (sine), the radius from its upper 32
+    bits and the angle, in [-pi, pi), from its lower 24.
 
     Args:
         seed, step: integers that fit int64.
@@ -119,7 +122,8 @@ def rademacher(
 
 
 def golden() -> list[dict[str, Any]]:
-    """Compute the generator's cases in `golden.json`: arguments, the last query's key, its first words, its values."""
+    """Compute the generator's cases in `golden.json`: arguments, the last query's key, its first
+    words, its values."""
     cases = []
     arguments = [
         (0, 0, 0, 1, 0, 8),

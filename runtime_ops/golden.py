@@ -1,9 +1,9 @@
 """The golden values that every form of every op reproduces: `golden.json`, written and read here.
 
-The generator's cases are `generator.golden()`. A case of another op gives sizes, ids or labels, and the result;
-its tensors are drawn from the generator, so that the file stays small: `arguments` says how, and
-`csrc/golden_check.cpp` draws the same. Results are computed here in float64, from the formats' definitions and
-from no form of the op.
+The generator's cases are `generator.golden()`. A case of another op gives sizes, ids or labels, and
+the result; its tensors are drawn from the generator, so that the file stays small: `arguments` says
+how, and `csrc/golden_check.cpp` draws the same. Results are computed here in float64, from the
+formats' definitions and from no form of the op.
 
 Run as a program (`python -m ondevice.runtime_ops.golden`), it prints what `golden.json` must hold.
 """
@@ -19,7 +19,8 @@ from ondevice.core.session import IGNORE
 from ondevice.runtime_ops import generator
 
 TOLERANCE = 1e-5
-"""Of an op's result, relative to the larger of 1 and the golden value; the generator's normals: 1e-6."""
+"""Of an op's result, relative to the larger of 1 and the golden value; the generator's normals:
+1e-6."""
 PANEL = 32
 
 
@@ -40,7 +41,8 @@ def some_bytes(stream: int, *shape: int) -> np.ndarray:
 
 
 def halves(stream: int, base: int, *shape: int) -> np.ndarray:
-    """Return float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word each."""
+    """Return float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word
+    each."""
     bits = (words(stream, int(np.prod(shape))) & np.uint64(0x3FF)).astype(np.uint16) | np.uint16(
         base
     )
@@ -50,8 +52,8 @@ def halves(stream: int, base: int, *shape: int) -> np.ndarray:
 def arguments(case: dict[str, Any]) -> list[Any]:
     """Draw the op's arguments, in the order of its schema: numpy arrays and integers.
 
-    Streams are numbered from 1 in that order. Scales lie in [1/32, 1/16), minima in (-1/2, -1/4], int8 weights
-    in [-64, 63]; float32 tensors are standard normals.
+    Streams are numbered from 1 in that order. Scales lie in [1/32, 1/16), minima in (-1/2, -1/4],
+    int8 weights in [-64, 63]; float32 tensors are standard normals.
     """
     op = case["op"]
     if op == "q4_linear":
@@ -74,7 +76,8 @@ def arguments(case: dict[str, Any]) -> list[Any]:
 
 
 def ops() -> list[dict[str, Any]]:
-    """Compute the cases of the ops other than the generator; `out` is the flat result, rounded to float32."""
+    """Compute the cases of the ops other than the generator; `out` is the flat result, rounded to
+    float32."""
     labels = [2050, IGNORE, 0, 2047, 2048, IGNORE, 7, 1024, 1999]
     cases: list[dict[str, Any]] = [
         {"op": "q4_linear", "rows": 7, "inputs": 64, "outputs": 33, "group": 32},
@@ -109,7 +112,8 @@ def _result(op: str, *values: Any) -> np.ndarray:
 
 
 def _q4(packed: np.ndarray, scales: np.ndarray, mins: np.ndarray, group: int) -> np.ndarray:
-    """float64 [outputs, inputs]: byte [panel, input, j] holds outputs 32 panel + j (low) and + 16 + j (high)."""
+    """float64 [outputs, inputs]: byte [panel, input, j] holds outputs 32 panel + j (low) and + 16 +
+    j (high)."""
     outputs, inputs = scales.shape[0], 2 * packed.shape[1]
     panels = packed.reshape(-1, inputs, PANEL // 2)
     levels = np.concatenate([panels & 15, panels >> 4], axis=2)  # [panel, input, 32]

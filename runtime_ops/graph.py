@@ -1,8 +1,9 @@
 """The generator as plain ATen ops on int64 tensors: a program that uses it needs no custom op.
 
-The forms here trace under `torch.export` and lower to ExecuTorch's portable kernels, so they run in an
-unmodified runtime, such as the one in the Android archive. Integer arithmetic wraps around in int64 exactly
-as in uint64; a logical right shift is an arithmetic shift and a mask. Constants are folded in Python.
+The forms here trace under `torch.export` and lower to ExecuTorch's portable kernels, so they run in
+an unmodified runtime, such as the one in the Android archive. Integer arithmetic wraps around in
+int64 exactly as in uint64; a logical right shift is an arithmetic shift and a mask. Constants are
+folded in Python.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 CORE_ATEN_EXCEPTIONS = ("bitwise_right_shift.Tensor_Scalar",)
-"""ATen overloads that these forms use, that ExecuTorch 1.4 has a portable kernel for, and that its check for
-core ATen ops does not list: all that lowering needs beyond the defaults."""
+"""ATen overloads that these forms use, that ExecuTorch 1.4 has a portable kernel for, and that its
+check for core ATen ops does not list: all that lowering needs beyond the defaults."""
 
 
 _POWERS = torch.from_numpy(
     np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64)).view(np.int64)
 )
-"""2^j for j in 0..63 with wraparound, int64 [64]: one object, so that a program holds it once; a tensor made
-inside a trace would be one constant and one copy for each use."""
+"""2^j for j in 0..63 with wraparound, int64 [64]: one object, so that a program holds it once; a
+tensor made inside a trace would be one constant and one copy for each use."""
 
 
 def edge_compile_config(**options: Any) -> EdgeCompileConfig:
-    """Return ExecuTorch's `EdgeCompileConfig` that lets the ops of this file through; `options` are passed on.
+    """Return ExecuTorch's `EdgeCompileConfig` that lets the ops of this file through; `options` are
+    passed on.
 
     IR validity stays checked. Needs executorch.
     """
@@ -47,11 +49,13 @@ def edge_compile_config(**options: Any) -> EdgeCompileConfig:
 
 
 def deduplicate(program: ExportedProgram) -> ExportedProgram:
-    """Do every repeated pure computation of a program once (common subexpressions), and return the program.
+    """Do every repeated pure computation of a program once (common subexpressions), and return the
+    program.
 
-    Two layers that draw from one stream both compute its keys: with this, a program of many layers has less
-    than half of the generator's instructions and lowers in half the time. Run it between `torch.export` and
-    lowering; it makes the program functional first, so that buffers updated in place stay right.
+    Two layers that draw from one stream both compute its keys: with this, a program of many layers
+    has less than half of the generator's instructions and lowers in half the time. Run it between
+    `torch.export` and lowering; it makes the program functional first, so that buffers updated in
+    place stay right.
     """
     program = program.run_decompositions({})
     graph = program.graph_module.graph
@@ -82,8 +86,8 @@ def signed(value: int) -> int:
 def aten_keys(seed: Tensor, step: Tensor, tensor: int, queries: int) -> Tensor:
     """Return keys of the streams of queries 0 to `queries - 1`.
 
-    They are the same for every range of a stream: a program that draws several ranges of one tensor may
-    compute them once and pass them on.
+    They are the same for every range of a stream: a program that draws several ranges of one tensor
+    may compute them once and pass them on.
 
     Args:
         seed, step: int64 [1]; may be inputs of the program.
@@ -110,7 +114,8 @@ def aten_normal(
 
     Args:
         seed, step: int64 [1]; may be inputs of the program.
-        keys: what `aten_keys` returned for the same seed, step, tensor and queries, to compute them once.
+        keys: what `aten_keys` returned for the same seed, step, tensor and queries, to compute them
+            once.
     """
     keys = aten_keys(seed, step, tensor, queries) if keys is None else keys
     first, last = start >> 1, (start + count + 1) >> 1
@@ -134,8 +139,8 @@ def aten_rademacher(
 ) -> Tensor:
     """Return `generator.rademacher` in ATen ops: float32 [queries, count], bit-identical to it.
 
-    One word holds 64 signs: multiplying it by 2^j moves bit 63 - j to the sign bit. Ranges whose start and
-    count are multiples of 64 need no slice. Arguments as for `aten_normal`.
+    One word holds 64 signs: multiplying it by 2^j moves bit 63 - j to the sign bit. Ranges whose
+    start and count are multiples of 64 need no slice. Arguments as for `aten_normal`.
     """
     keys = aten_keys(seed, step, tensor, queries) if keys is None else keys
     first, last = start >> 6, (start + count + 63) >> 6

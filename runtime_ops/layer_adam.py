@@ -1,9 +1,9 @@
 """One AdamW step of a layer's flat arrays on the CPU, in one pass over memory (csrc/layer_adam.h).
 
-This is "Layer-Adam" of SlideFormer (section 3): bfloat16 gradients come in, float32 state is updated, bfloat16
-parameters go out. The arithmetic is that of `torch.optim.AdamW`. The master parameter is one float32 array
-(`plain`), or the bfloat16 parameter itself and the lower 16 bits beside it (`split`), the same float32 bits in
-fewer bytes moved. The call releases the GIL.
+This is "Layer-Adam" of SlideFormer (section 3): bfloat16 gradients come in, float32 state is
+updated, bfloat16 parameters go out. The arithmetic is that of `torch.optim.AdamW`. The master
+parameter is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits
+beside it (`split`), the same float32 bits in fewer bytes moved. The call releases the GIL.
 """
 
 from __future__ import annotations
@@ -103,14 +103,17 @@ def layer_adam(
     width: int = 0,
     threads: int | None = None,
 ) -> None:
-    """Run one AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut into calls.
+    """Run one AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut
+    into calls.
 
     Args:
         grad: bfloat16 or float32, n contiguous elements.
         state: a master of n elements and its moments.
         adam: the step's numbers.
-        rows: int64 [k], strictly ascending: only these rows of the table [n / width, width] are updated.
-        width: elements of a row; with int8 moments a multiple of 128, so that no scale spans two rows.
+        rows: int64 [k], strictly ascending: only these rows of the table [n / width, width] are
+            updated.
+        width: elements of a row; with int8 moments a multiple of 128, so that no scale spans two
+            rows.
         threads: None for `torch.get_num_threads()`.
 
     Raises:
@@ -188,7 +191,8 @@ def numbers_of(adam: AdamStep) -> dict[str, float]:
 
 
 def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) -> None:
-    """Run the same step by `torch._fused_adamw_`, for a plain master and float32 moments: three passes and more.
+    """Run the same step by `torch._fused_adamw_`, for a plain master and float32 moments: three
+    passes and more.
 
     Args:
         grad, state, adam: as for `layer_adam`.

@@ -1,12 +1,12 @@
 """The generator in MLX, for its CPU and Metal devices alike: plain array ops, no kernel of its own.
 
-Words and signs have the bits of `generator`; Gaussians agree with it to 1e-6. Integer arithmetic is MLX's
-uint64, which wraps around and exists on Metal. Nothing is evaluated here: a draw is a part of the graph it is
-used in, and of an exported function (`.mlxfn`), where seed and step may be inputs. Importing this file imports
-MLX and not torch.
+Words and signs have the bits of `generator`; Gaussians agree with it to 1e-6. Integer arithmetic is
+MLX's uint64, which wraps around and exists on Metal. Nothing is evaluated here: a draw is a part of
+the graph it is used in, and of an exported function (`.mlxfn`), where seed and step may be inputs.
+Importing this file imports MLX and not torch.
 
-The other ops of this folder have no MLX form: MLX's own `quantized_matmul` reads 4-bit weights of the same kind
-(q * scale + minimum), and its embedding and losses are array ops.
+The other ops of this folder have no MLX form: MLX's own `quantized_matmul` reads 4-bit weights of
+the same kind (q * scale + minimum), and its embedding and losses are array ops.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def draw(
     start: int,
     count: int,
 ) -> mx.array:
-    """Draw `normal` or `rademacher` by the name that configurations use: "gaussian" (or "normal") or "rademacher".
+    """Draw `normal` or `rademacher` by the name that configurations use: "gaussian" (or "normal")
+    or "rademacher".
 
     Raises:
         ConfigError: another name, a negative counter, or an array that is no 64-bit integer.

@@ -18,7 +18,8 @@ _POINTER, _INT, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Load the compiled library, built at the first call; None without a compiler or with `ONDEVICE_NATIVE=0`."""
+    """Load the compiled library, built at the first call; None without a compiler or with
+    `ONDEVICE_NATIVE=0`."""
     if os.environ.get("ONDEVICE_NATIVE") == "0":
         return None
     try:

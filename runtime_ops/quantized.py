@@ -1,9 +1,11 @@
-"""Weights in 4 and 8 bits with float32 activations: formats, their references, and the ops that read them.
+"""Weights in 4 and 8 bits with float32 activations: formats, their references, and the ops that
+read them.
 
-Q4: weight = q * scale + min, q in 0..15, a float16 scale and minimum for each group of inputs of each output.
-Packed in panels of 32 outputs, as the kernel reads them: byte [panel, input, j] with j in 0..15 holds output
-32 panel + j in its low nibble and output 32 panel + 16 + j in its high nibble; outputs are padded to a
-multiple of 32. Q8: weight = q * scale, q in -127..127, a float32 scale for each row.
+Q4: weight = q * scale + min, q in 0..15, a float16 scale and minimum for each group of inputs of
+each output. Packed in panels of 32 outputs, as the kernel reads them: byte [panel, input, j] with j
+in 0..15 holds output 32 panel + j in its low nibble and output 32 panel + 16 + j in its high
+nibble; outputs are padded to a multiple of 32. Q8: weight = q * scale, q in -127..127, a float32
+scale for each row.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ TILE_ROWS = 4096
 def quantize_q4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor]:
     """Return asymmetric min-max quantisation to 4 bits.
 
-    A weight that already lies on such a grid with float16 scales and minima (Q4_1) is recovered: a group that
-    uses its first and last level has exactly its scale and minimum again.
+    A weight that already lies on such a grid with float16 scales and minima (Q4_1) is recovered: a
+    group that uses its first and last level has exactly its scale and minimum again.
 
     Args:
         weight: float [out, in].
@@ -82,7 +84,8 @@ def dequantize_q4(packed: Tensor, scales: Tensor, mins: Tensor, group: int = 32)
 
 
 def quantize_q8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return symmetric quantisation of each row: float [V, d] to int8 [V, d] and scales float32 [V]."""
+    """Return symmetric quantisation of each row: float [V, d] to int8 [V, d] and scales float32
+    [V]."""
     weight = weight.detach().float()
     scales = weight.abs().amax(-1) / 127
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -1,4 +1,5 @@
-"""Declaration of the ops of the `ondevice` namespace to PyTorch; every op of this folder goes through here."""
+"""Declaration of the ops of the `ondevice` namespace to PyTorch; every op of this folder goes
+through here."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ def define(
     cuda: Callable[..., Tensor] | None = None,
     gradient: Callable[..., Tensor] | None = None,
 ) -> None:
-    """Define `ondevice::name(arguments) -> Tensor` and the `.out` form that ExecuTorch lowers it to.
+    """Define `ondevice::name(arguments) -> Tensor` and the `.out` form that ExecuTorch lowers it
+    to.
 
     Args:
         arguments: the schema's arguments, such as `Tensor x, int group`.
         fake: the result's shape and dtype, computed without data; also checks the arguments.
         reference: the op in PyTorch, for any device.
         cpu, cuda: faster forms.
-        gradient: (gradient of the result, *arguments) -> gradient of the first argument, the only one that has
-            one; without it, a backward pass through the op raises ModelError.
+        gradient: (gradient of the result, *arguments) -> gradient of the first argument, the only
+            one that has one; without it, a backward pass through the op raises ModelError.
     """
     _LIBRARY.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
@@ -84,7 +86,8 @@ def _register_backward(name: str, gradient: Callable[..., Tensor] | None) -> Non
 def expect(
     op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[Any, ...]
 ) -> None:
-    """Check one argument of an op; None in `shape` is any size, and a leading `...` any number of dimensions.
+    """Check one argument of an op; None in `shape` is any size, and a leading `...` any number of
+    dimensions.
 
     Raises:
         ModelError: another dtype or shape.

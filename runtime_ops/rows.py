@@ -1,4 +1,5 @@
-"""Rows of a table by number, on the CPU: torch's indexing takes ten times as long beside other busy threads.
+"""Rows of a table by number, on the CPU: torch's indexing takes ten times as long beside other busy
+threads.
 
 Without a compiler, torch's indexing.
 """
@@ -57,8 +58,8 @@ def scatter(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = N
 
 
 def add(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None) -> None:
-    """Compute `table[rows[i]] += source[i]`, bfloat16 or float32; arguments and errors as for `gather`, no row
-    twice."""
+    """Compute `table[rows[i]] += source[i]`, bfloat16 or float32; arguments and errors as for
+    `gather`, no row twice."""
     _check(table, rows, source)
     if (library := native.library()) is None or table.dtype not in (torch.bfloat16, torch.float32):
         table[rows] += source

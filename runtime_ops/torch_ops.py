@@ -1,7 +1,8 @@
 """All ops of the `ondevice` namespace in PyTorch; importing this file registers them.
 
-`torch.ops.ondevice.normal` and `.rademacher` are the generator; the quantised ops are in `quantized`. On CPU
-an op runs the compiled library where there is one, else PyTorch; on CUDA the generator runs in Triton.
+`torch.ops.ondevice.normal` and `.rademacher` are the generator; the quantised ops are in
+`quantized`. On CPU an op runs the compiled library where there is one, else PyTorch; on CUDA the
+generator runs in Triton.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def native_available() -> bool:
 def generator_backend(device: torch.device | str = "cpu") -> str:
     """Name the form of the generator that a device runs: "native", "triton" or "aten".
 
-    "native" and "triton" give the same bits. Gaussians of "aten" may differ from them by 1e-6 (signs never do),
-    so a run that must be replayed to the bit must not change between the two.
+    "native" and "triton" give the same bits. Gaussians of "aten" may differ from them by 1e-6
+    (signs never do), so a run that must be replayed to the bit must not change between the two.
     """
     if torch.device(device).type == "cuda":
         return "triton" if _triton_available() else "aten"
@@ -40,7 +41,8 @@ def generator_backend(device: torch.device | str = "cpu") -> str:
 
 
 def noise(kind: str) -> torch._ops.OpOverloadPacket:
-    """Return the generator's op by the name that configurations use: "gaussian" (or "normal") or "rademacher".
+    """Return the generator's op by the name that configurations use: "gaussian" (or "normal") or
+    "rademacher".
 
     Raises:
         ConfigError: another name.

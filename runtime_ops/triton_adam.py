@@ -1,7 +1,9 @@
-"""The AdamW step of layer_adam.py on a GPU, in one pass over the same storage: operation by operation that of
-csrc/layer_adam.h, compiled without fused multiply-adds, so that both give the same bits.
+"""The AdamW step of layer_adam.py on a GPU, in one pass over the same storage: operation by
+operation that of csrc/layer_adam.h, compiled without fused multiply-adds, so that both give the
+same bits.
 
-A state may lie on the host or on the accelerator, whatever suits the run: nothing else about it changes.
+A state may lie on the host or on the accelerator, whatever suits the run: nothing else about it
+changes.
 """
 
 # Inside a kernel values are tensors of Triton, which its stubs do not say.
@@ -86,7 +88,8 @@ def _mix64(x):
 
 @triton.jit
 def _words(key, tile, TILES: tl.constexpr, SHARED: tl.constexpr):
-    """`random_words`, with SHARED `shared_word`, of csrc/adam_storage.h for tiles [TILES, 1]: uint32 [TILES, 128]."""
+    """`random_words`, with SHARED `shared_word`, of csrc/adam_storage.h for tiles [TILES, 1]:
+    uint32 [TILES, 128]."""
     mixed = _mix64(key + tile.to(tl.uint64) * 0x9E3779B97F4A7C15)
     element = tl.arange(0, 128)[None, :]
     odd = element % 2

@@ -1,9 +1,9 @@
 """The generator on CUDA, and the two kernels of a zeroth-order step that never store noise.
 
-Importing this file imports Triton; `torch_ops` does so only for CUDA tensors. The arithmetic is that of
-`csrc/generator.cpp`, operation by operation, and kernels are compiled without fused multiply-adds, so that
-Gaussians have the same bits as the compiled CPU form. Every function may be captured in a CUDA graph: seed and
-step are read on the device.
+Importing this file imports Triton; `torch_ops` does so only for CUDA tensors. The arithmetic is
+that of `csrc/generator.cpp`, operation by operation, and kernels are compiled without fused
+multiply-adds, so that Gaussians have the same bits as the compiled CPU form. Every function may be
+captured in a CUDA graph: seed and step are read on the device.
 """
 
 # Inside a kernel values are tensors of Triton, which its stubs do not say.
@@ -56,7 +56,8 @@ def perturb(
         seed, step: int64 [1] on the device.
         eps: the perturbation scale.
         kind: "gaussian" or "rademacher".
-        one_sided: the unperturbed copy first, then flat + eps z_i; else flat + eps z_i, then flat - eps z_i.
+        one_sided: the unperturbed copy first, then flat + eps z_i; else flat + eps z_i, then flat -
+            eps z_i.
         tensor: the stream.
 
     Returns:

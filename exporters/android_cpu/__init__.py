@@ -1,4 +1,5 @@
-"""Target `android-cpu`: ExecuTorch with XNNPACK, and nothing that a stock runtime lacks unless asked."""
+"""Target `android-cpu`: ExecuTorch with XNNPACK, and nothing that a stock runtime lacks unless
+asked."""
 
 from __future__ import annotations
 

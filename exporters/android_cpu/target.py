@@ -30,17 +30,19 @@ TOLERANCE = {
     "int8": {"loss_free": 1e-4, "gradient": 1e-4},
     "8da8w": {"loss_free": 5e-2},
 }
-"""Largest errors against eager over the same rounded weights, relative but for the update's, by quantisation; see
-`core.program.Agreement`. Measured in float32: 6e-7 of a loss from the same state, 5.3e-7 free-running. A gradient's:
-XNNPACK adds the terms of a product one after the other. Over 30 layers and 8 rows of 32 tokens the worst tensor is
-1.1e-4 from float64 (the median 2e-5) where the runtime's own kernels are 2e-5 and eager PyTorch 6e-6."""
+"""Largest errors against eager over the same rounded weights, relative but for the update's, by
+quantisation; see `core.program.Agreement`. Measured in float32: 6e-7 of a loss from the same state,
+5.3e-7 free-running. A gradient's: XNNPACK adds the terms of a product one after the other. Over 30
+layers and 8 rows of 32 tokens the worst tensor is 1.1e-4 from float64 (the median 2e-5) where the
+runtime's own kernels are 2e-5 and eager PyTorch 6e-6."""
 LEAST = {"8da8w": {"gradient_cosine": 0.9}}
-"""Of what must be large against the same eager PyTorch, whose activations and gradients are not rounded."""
+"""Of what must be large against the same eager PyTorch, whose activations and gradients are not
+rounded."""
 PACKED_FROM_ROWS = 16
 """Hidden states from which XNNPACK takes the products of a block program in float32."""
 LEAST_COSINE_FLOAT32 = 0.5
-"""Of the gradient of rounded weights with float32's, where a method measures it; 4 bits have 0.63 on a model that was
-not published in 4 bits."""
+"""Of the gradient of rounded weights with float32's, where a method measures it; 4 bits have 0.63
+on a model that was not published in 4 bits."""
 
 
 class AndroidCpu(ExecutorchTarget):
@@ -186,9 +188,9 @@ class AndroidCpu(ExecutorchTarget):
 def placement(
     dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
 ) -> WeightPlacement:
-    """Place the weights as ExecuTorch does: it maps the file. XNNPACK packs each linear it runs into anonymous memory,
-    once for each loaded method, and does not read the file's copy again; this project's q4 op reads the mapped file
-    itself."""
+    """Place the weights as ExecuTorch does: it maps the file. XNNPACK packs each linear it runs
+    into anonymous memory, once for each loaded method, and does not read the file's copy again;
+    this project's q4 op reads the mapped file itself."""
     if export.quantize == "q4":
         return WeightPlacement(sum(weights), 0, 0, sum(weights))
     loaded = len(export.lengths_tokens) * (2 if evaluates else 1)

@@ -1,4 +1,5 @@
-"""Target `android-npu`: the blocks on a Qualcomm NPU through QNN, everything else in float32 on the CPU."""
+"""Target `android-npu`: the blocks on a Qualcomm NPU through QNN, everything else in float32 on the
+CPU."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ SOCS = {
 }
 """Phone chips whose NPU computes in float16."""
 PERTURBATION_SCALE = 3e-2
-"""The default here, three times the method's: float16 leaves an error of some 0.01 in the difference of two losses,
-which a larger step makes small beside it (docs/android.md has the curve)."""
+"""The default here, three times the method's: float16 leaves an error of some 0.01 in the
+difference of two losses, which a larger step makes small beside it (docs/android.md has the curve).
+"""
 
 
 def exporter() -> type[AndroidNpu]:

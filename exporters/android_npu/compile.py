@@ -28,8 +28,8 @@ from ondevice.exporters.executorch.shortcuts import shortcuts
 
 
 class Delegate(nn.Module):
-    """A delegate behind the inputs and outputs of the module that it was made of: its own are in the order in which
-    its graph uses and makes them."""
+    """A delegate behind the inputs and outputs of the module that it was made of: its own are in
+    the order in which its graph uses and makes them."""
 
     def __init__(self, lowered: Any, inputs: list[int], outputs: list[int]) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class Compiled:
     def code_for(self, body: nn.Module) -> bytes:
         """Compile `body`, the same module with other weights.
 
-        ExecuTorch's passes over the graph are 9 parts in 10 of a compilation, and are the same for every layer of a
-        model; so they are not run again.
+        ExecuTorch's passes over the graph are 9 parts in 10 of a compilation, and are the same for
+        every layer of a model; so they are not run again.
 
         Raises:
             VerificationError: a weight is not in the program as it is, or QNN's compiler failed.
@@ -97,7 +97,8 @@ def compile_blocks(
     Args:
         blocks: a module of nothing else.
         inputs: example inputs, of the shapes that the program will use.
-        method: name of the program's method that will call it: the runtime looks the compiled graph up by that.
+        method: name of the program's method that will call it: the runtime looks the compiled graph
+            up by that.
         soc: a name of `QcomChipset`, such as SM8650.
         int8: frozen linear weights as int8 with a scale for each output; activations stay float16.
 

@@ -1,7 +1,9 @@
-"""Functions of one block for the NPU: each layer's are compiled with its weights, into a program file of its own.
+"""Functions of one block for the NPU: each layer's are compiled with its weights, into a program
+file of its own.
 
-ExecuTorch's passes run for the first layer alone: the others' weights take the place of its weights in what the passes
-gave (`Compiled.code_for`), and their compiled code that of its code in the finished program.
+ExecuTorch's passes run for the first layer alone: the others' weights take the place of its weights
+in what the passes gave (`Compiled.code_for`), and their compiled code that of its code in the
+finished program.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
     One layer at a time, so that memory holds one layer's compiled code, whatever the depth.
 
     Returns:
-        The program with the functions of the first layer among its modules, as all layers' have the same ports.
+        The program with the functions of the first layer among its modules, as all layers' have the
+        same ports.
     """
     from ondevice.exporters.android_npu.compile import compile_blocks
     from ondevice.exporters.executorch.lower import lower_portable

@@ -1,8 +1,9 @@
 """Qualcomm's QNN libraries from the `qnn` extra, found and loaded here: nobody sets a variable.
 
-The wheel `onnxruntime-qnn` carries the compiler for Hexagon and its simulator for x86 Linux. Only one version of
-it takes what ExecuTorch 1.4 asks for, so the version is checked. Nothing is ever downloaded: ExecuTorch's own
-package would fetch an SDK when it is imported, unless `QNN_SDK_ROOT` is there, so it is set before.
+The wheel `onnxruntime-qnn` carries the compiler for Hexagon and its simulator for x86 Linux. Only
+one version of it takes what ExecuTorch 1.4 asks for, so the version is checked. Nothing is ever
+downloaded: ExecuTorch's own package would fetch an SDK when it is imported, unless `QNN_SDK_ROOT`
+is there, so it is set before.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def package_folder() -> Path:
     """Find the folder with QNN's libraries.
 
     Raises:
-        MissingPackageError: the extra is not installed, is of another version, or cannot run on this machine.
+        MissingPackageError: the extra is not installed, is of another version, or cannot run on
+            this machine.
     """
     if reason := problem():
         raise MissingPackageError("the NPU's tools cannot be used: " + reason, hint=INSTALL)
@@ -66,7 +68,8 @@ def package_folder() -> Path:
 
 
 def sdk_root() -> Path:
-    """Make a folder in the cache that has the shape of Qualcomm's SDK; a link in it points to the package."""
+    """Make a folder in the cache that has the shape of Qualcomm's SDK; a link in it points to the
+    package."""
     package = package_folder()
     root = cache_root() / "qnn" / VERSION
     link = root / "lib" / HOST
@@ -82,8 +85,8 @@ def sdk_root() -> Path:
 def load() -> None:
     """Make the simulator usable in this process; does nothing the second time.
 
-    The libraries are loaded by path, and after PyTorch (before it they crash), so that the later look-up by name
-    finds them without `LD_LIBRARY_PATH`.
+    The libraries are loaded by path, and after PyTorch (before it they crash), so that the later
+    look-up by name finds them without `LD_LIBRARY_PATH`.
 
     Raises:
         MissingPackageError: as `package_folder`.
@@ -95,9 +98,9 @@ def load() -> None:
 
     with quiet():
         _loaded.extend(ctypes.CDLL(str(folder / name)) for name in LIBRARIES)
-    # ExecuTorch opens them again for all to see, with the C++ runtime of another compiler that they bring: whatever is
-    # loaded later would call that one, and crash at its first exception. The system's own goes first; QNN's libraries
-    # are bound already.
+    # ExecuTorch opens them again for all to see, with the C++ runtime of another compiler that they
+    # bring: whatever is loaded later would call that one, and crash at its first exception. The
+    # system's own goes first; QNN's libraries are bound already.
     _loaded.extend(ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in CPP_RUNTIME)
 
 
@@ -111,7 +114,8 @@ def load_compiler() -> None:
     load()
     import torch
 
-    # The import turns oneDNN off for the whole process: a run after an export would have other bits than one before.
+    # The import turns oneDNN off for the whole process: a run after an export would have other bits
+    # than one before.
     before = torch.backends.mkldnn.enabled
     with quiet(), redirect_stdout(io.StringIO()):
         import executorch.backends.qualcomm.utils.utils  # noqa: F401
@@ -120,7 +124,8 @@ def load_compiler() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block, QNN's and ExecuTorch's chatter is dropped, and no log handler of theirs stays."""
+    """Within the block, QNN's and ExecuTorch's chatter is dropped, and no log handler of theirs
+    stays."""
     root = logging.getLogger()
     handlers, disabled = list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -48,8 +48,8 @@ class NpuSession(_Simulated):
 
 
 class NpuBlocksSession(_Simulated, BlocksSession):
-    """Runs functions of one block; see `BlocksSession`. Each layer's stay loaded: their weights are in the NPU's form
-    and to load them takes as long as to run them."""
+    """Runs functions of one block; see `BlocksSession`. Each layer's stay loaded: their weights are
+    in the NPU's form and to load them takes as long as to run them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._of_layers: dict[tuple[str, int], Any] = {}
@@ -77,7 +77,7 @@ class NpuBlocksSession(_Simulated, BlocksSession):
 
 @contextmanager
 def _first_words(loaded: bool) -> Iterator[None]:
-    """Within the block nothing is printed; ExecuTorch sends what its libraries print at their first use through
-    Python's own streams."""
+    """Within the block nothing is printed; ExecuTorch sends what its libraries print at their first
+    use through Python's own streams."""
     with qnn.quiet(), nullcontext() if loaded else redirect_stderr(io.StringIO()):
         yield

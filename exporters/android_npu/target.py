@@ -1,7 +1,9 @@
-"""An export for a Qualcomm NPU: blocks in its delegates; embedding, head, loss and update around them on the CPU.
+"""An export for a Qualcomm NPU: blocks in its delegates; embedding, head, loss and update around
+them on the CPU.
 
-P-RGE's step is one program with one delegate of all blocks, and is checked by directions. MeSP's has functions of one
-block, compiled for each layer (`layers`), and is checked by the gradient of every tensor.
+P-RGE's step is one program with one delegate of all blocks, and is checked by directions. MeSP's
+has functions of one block, compiled for each layer (`layers`), and is checked by the gradient of
+every tensor.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ if TYPE_CHECKING:
     from ondevice.exporters.executorch.session import ExecutorchSession
 
 SMALLEST_WIDTH = 64
-"""Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing (seen at 32)."""
+"""Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing
+(seen at 32)."""
 TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "update": 1e-5}}
-"""Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit weights; of the
-update, absolute, given the program's own projected gradients: float32 on the CPU."""
+"""Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit
+weights; of the update, absolute, given the program's own projected gradients: float32 on the CPU.
+"""
 LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
-"""Agreement that eight directions must reach: one of them may be so close to zero that its sign is chance."""
+"""Agreement that eight directions must reach: one of them may be so close to zero that its sign is
+chance."""
 LEAST_COSINE, GRADIENT_LOSS = 0.999, 1e-2
 """Of each tensor's exact gradient with float32's, and the largest relative error of a loss."""
 LOGIT_ERROR = 2e-2
@@ -89,7 +94,8 @@ class AndroidNpu(ExecutorchTarget):
     def lower(
         self, job: ExportJob, built: BuiltProgram, folder: Path
     ) -> tuple[BuiltProgram, Lowered]:
-        """Compile the blocks for the chip, and lower the rest in XNNPACK's and the runtime's own kernels."""
+        """Compile the blocks for the chip, and lower the rest in XNNPACK's and the runtime's own
+        kernels."""
         qnn.load_compiler()
         if built.parts is not None:
             from ondevice.exporters.android_npu.layers import lower_layers
@@ -122,7 +128,8 @@ class AndroidNpu(ExecutorchTarget):
     def check_program(
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
-        """Check one step in the simulator, where it takes minutes, against float32 eager, and its update."""
+        """Check one step in the simulator, where it takes minutes, against float32 eager, and its
+        update."""
         batches = text_batches(session, built.loaded.tokenizer, 1)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
         if wrong := self._wrong(agreement, session.manifest.quantize):
@@ -154,8 +161,8 @@ class AndroidNpu(ExecutorchTarget):
         return form(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Gradients in the simulator and in float32 eager: projected ones, with several scales `scales` lists them all;
-        or exact ones, by tensor."""
+        """Gradients in the simulator and in float32 eager: projected ones, with several scales
+        `scales` lists them all; or exact ones, by tensor."""
         if manifest.program_spec.shape == "blocks":
             return self._verify_blocks(folder, manifest, request)
         if request.steps is not None:
@@ -223,8 +230,9 @@ class AndroidNpu(ExecutorchTarget):
 def placement(
     dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
 ) -> WeightPlacement:
-    """Say where weights are: the blocks' linears are unpacked from the file into the NPU's memory, in float16 or
-    int8, once, as there is one method. Embedding and head stay in the mapped file, in float32."""
+    """Say where weights are: the blocks' linears are unpacked from the file into the NPU's memory,
+    in float16 or int8, once, as there is one method. Embedding and head stay in the mapped file, in
+    float32."""
     linears = weights.linears if export.quantize == "w8" else weights.linears // 2
     rest = sum(weights) - weights.linears
     notes = ("packed weights are the NPU's own copy; its scratch memory is not counted",)

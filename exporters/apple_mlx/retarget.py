@@ -1,9 +1,10 @@
-"""The device that each operation of a `.mlxfn` names, changed: a file that was exported on a CPU, for Metal.
+"""The device that each operation of a `.mlxfn` names, changed: a file that was exported on a CPU,
+for Metal.
 
-MLX writes before every operation the index of its stream, the type and the index of its device, and its name. A file
-from Linux says CPU everywhere, and an app on a phone would compute there. With the stream index -1 and the type GPU
-an importer takes its own default stream of the GPU. That was read in MLX, and could not be run here: where a Mac is
-at hand, export there.
+MLX writes before every operation the index of its stream, the type and the index of its device, and
+its name. A file from Linux says CPU everywhere, and an app on a phone would compute there. With the
+stream index -1 and the type GPU an importer takes its own default stream of the GPU. That was read
+in MLX, and could not be run here: where a Mac is at hand, export there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _TAG = re.compile(
     re.DOTALL,
 )
 SHORTEST = 3
-"""Letters of MLX's shortest names (Abs, Add). The number of an array, of which a process counts all, may look like two:
-0x6D50 lies in the file as `Pm`."""
+"""Letters of MLX's shortest names (Abs, Add). The number of an array, of which a process counts
+all, may look like two: 0x6D50 lies in the file as `Pm`."""
 
 
 def tags(data: bytes) -> list[tuple[int, int, int, str]]:

@@ -1,4 +1,5 @@
-"""An export for MLX: stage functions, their order as data, weights a block a file, and the check through them."""
+"""An export for MLX: stage functions, their order as data, weights a block a file, and the check
+through them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ondevice.exporters")
 LOSS_TOLERANCE, ADAPTER_TOLERANCE = 1e-5, 1e-4
-"""Relative error of a loss, and largest error of a trained number in units of the learning rate's steps."""
+"""Relative error of a loss, and largest error of a trained number in units of the learning rate's
+steps."""
 
 
 class AppleMlx(Exporter):
@@ -100,7 +102,8 @@ class AppleMlx(Exporter):
             seconds = time.monotonic() - began
             write_manifest(manifest, folder)
             log.info("exported in %.0f s; checking the functions against Python", seconds)
-            # Through the files, as a host reads them: what MLX exports but cannot import again shows here.
+            # Through the files, as a host reads them: what MLX exports but cannot import again
+            # shows here.
             program = self.open(folder, manifest)
             rate = job.method.learning_rate
             check = compare(program, session, files.dims.vocab, job.export.check_steps, rate)
@@ -125,7 +128,8 @@ class AppleMlx(Exporter):
     def _write(
         self, job: ExportJob, files: Any, session: Any, folder: Path
     ) -> tuple[Manifest, str]:
-        """Everything but `manifest.json`; gives the folder of the functions for this machine's device, too."""
+        """Everything but `manifest.json`; gives the folder of the functions for this machine's
+        device, too."""
         from ondevice.exporters.apple_mlx import retarget
         from ondevice.exporters.apple_mlx.functions import FUNCTIONS, device
         from ondevice.models import save_tokenizer
@@ -220,7 +224,8 @@ class AppleMlx(Exporter):
 
 
 def random_batch(session: Any, vocab: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a batch of the program's shape, buckets in turn; prompts are not trained on, rows end early."""
+    """Return a batch of the program's shape, buckets in turn; prompts are not trained on, rows end
+    early."""
     random = np.random.default_rng([session.seed, step])
     length = session.lengths_tokens[step % len(session.lengths_tokens)]
     ids = random.integers(0, vocab, (session.batch_size, length))
@@ -237,8 +242,8 @@ def compare(
     """Run the same steps on both sides.
 
     Returns:
-        `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: nothing is replayed),
-        `max_abs_adapter_error`, `evaluation_error`, and `ok`.
+        `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: nothing is
+        replayed), `max_abs_adapter_error`, `evaluation_error`, and `ok`.
     """
     errors, batches = [], batches or (random_batch(session, vocab, step) for step in range(steps))
     batch = None
@@ -276,7 +281,8 @@ def _step_bytes(job: ExportJob, dims: Any) -> int:
 
 
 def readme(manifest: Manifest, functions_folder: str) -> str:
-    """Return the artifact's README; `functions_folder` is the folder of the functions that MLX exported."""
+    """Return the artifact's README; `functions_folder` is the folder of the functions that MLX
+    exported."""
     places = {
         "functions": "the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.",
         "functions-gpu": "Metal, shared by all layers, weights are inputs; for the CPU there is none.",

@@ -1,4 +1,5 @@
-"""Targets `jetson` and `cuda-server`: PyTorch on an NVIDIA GPU, with weights packed beforehand, pins and a launcher."""
+"""Targets `jetson` and `cuda-server`: PyTorch on an NVIDIA GPU, with weights packed beforehand,
+pins and a launcher."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The platforms of the two targets, and the versions that an artifact asks for on each.
 
-PYTHON are the versions this artifact's check ran with, so that the same numbers come out, and those of the daemon
-(the extra `serve`), as the package itself is installed without its dependencies. What a platform installs in its own
-way (torch and bitsandbytes on JetPack 6) is said in its file instead.
+PYTHON are the versions this artifact's check ran with, so that the same numbers come out, and those
+of the daemon (the extra `serve`), as the package itself is installed without its dependencies. What
+a platform installs in its own way (torch and bitsandbytes on JetPack 6) is said in its file
+instead.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ SERVER = """# Linux with an NVIDIA GPU and a driver for CUDA 13.
 
 
 def requirements(head: str, wheels: bool = True) -> str:
-    """Return a requirements file under its instructions; without `wheels` torch and bitsandbytes are installed
-    apart."""
+    """Return a requirements file under its instructions; without `wheels` torch and bitsandbytes
+    are installed apart."""
     pins = ({"torch": TORCH, "bitsandbytes": BITSANDBYTES} if wheels else {}) | PYTHON
     return head + "".join(f"{name}=={version}\n" for name, version in pins.items())

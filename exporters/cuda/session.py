@@ -1,4 +1,5 @@
-"""A session of an artifact for CUDA: its packed weights and its method in PyTorch, on a GPU or on the CPU."""
+"""A session of an artifact for CUDA: its packed weights and its method in PyTorch, on a GPU or on
+the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ FORMAT = 1
 
 
 class TorchProgramSession(ProgramSession):
-    """Runs an artifact; batches are int64 [batch_size, one of lengths_tokens], evaluations any number of rows.
+    """Runs an artifact; batches are int64 [batch_size, one of lengths_tokens], evaluations any
+    number of rows.
 
     Args:
         folder: the artifact.

@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ondevice.exporters")
 QUANTIZE = ("none", "nf4", "int8")
 TOLERANCE = {"cpu": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-"""Largest relative error of a loss: on a CPU both sides compute the same, on a GPU in another order."""
+"""Largest relative error of a loss: on a CPU both sides compute the same, on a GPU in another
+order."""
 UPDATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
-"""Largest part of an update that may be wrong; an update that is missing is 1, one of the wrong sign 2. Measured on an
-H200 over the four methods, three weights and five steps: 2.3e-5 in float32, 0.04 in 16 bits, where AdamW's first steps
-have another sign for gradients near zero."""
+"""Largest part of an update that may be wrong; an update that is missing is 1, one of the wrong
+sign 2. Measured on an H200 over the four methods, three weights and five steps: 2.3e-5 in float32,
+0.04 in 16 bits, where AdamW's first steps have another sign for gradients near zero."""
 
 
 class Cuda(Exporter):
@@ -77,7 +78,8 @@ class Cuda(Exporter):
             return [*problems, str(error)]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
-        """Pack, write, and check against the rounded weights in plain layers; see `Exporter.export`."""
+        """Pack, write, and check against the rounded weights in plain layers; see
+        `Exporter.export`."""
         if problems := self.check(job):
             raise ConfigError("cannot export: " + "; ".join(problems))
         out, platform = Path(out), self.spec.data
@@ -111,7 +113,8 @@ class Cuda(Exporter):
                 (folder / name).write_text(text, encoding="utf-8")
             (folder / "run.sh").chmod(0o755)
             seconds = time.monotonic() - began
-            # Before the check, which opens the folder as a user would; an error there discards all of it.
+            # Before the check, which opens the folder as a user would; an error there discards all
+            # of it.
             write_manifest(manifest, folder)
             log.info("written in %.0f s; checking it against plain layers", seconds)
             check, program_spec = self._hold(folder, manifest, loaded, job, dtype)
@@ -129,8 +132,8 @@ class Cuda(Exporter):
     def _hold(
         self, folder: Path, manifest: Manifest, loaded: Any, job: ExportJob, dtype: str
     ) -> tuple[dict[str, Any], ProgramSpec]:
-        """Return the check, and the program with its state's names; raises where the written session is not the method
-        over the same weights."""
+        """Return the check, and the program with its state's names; raises where the written
+        session is not the method over the same weights."""
         from ondevice.nn.packed import unpack_model
 
         session = self._open(folder, manifest, "cpu")
@@ -157,8 +160,8 @@ class Cuda(Exporter):
         return TorchProgramSession(folder, manifest, device)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Return packed weights against the original model's, rounded in the same way, in plain layers on the same
-        device."""
+        """Return packed weights against the original model's, rounded in the same way, in plain
+        layers on the same device."""
         from ondevice.models import load_model
         from ondevice.nn.packed import pack_model, unpack_model
 
@@ -184,9 +187,10 @@ def compare(
 ) -> dict[str, Any]:
     """Run the same steps on both sides; before each step the reference takes the session's state.
 
-    So errors do not add up, and a wrong update must show in its own step: `update_error` is how far the two adapters
-    are apart after it, as a part of how far the reference's moved. A zeroth-order reference moves by the session's
-    projected gradients, because the difference of two nearly equal losses is mostly rounding in 16 bits.
+    So errors do not add up, and a wrong update must show in its own step: `update_error` is how far
+    the two adapters are apart after it, as a part of how far the reference's moved. A zeroth-order
+    reference moves by the session's projected gradients, because the difference of two nearly equal
+    losses is mostly rounding in 16 bits.
 
     Returns:
         `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: states are shared),

@@ -1,1 +1,2 @@
-"""Code that the ExecuTorch targets share: lowering, the runtime session, and the order of an export."""
+"""Code that the ExecuTorch targets share: lowering, the runtime session, and the order of an
+export."""

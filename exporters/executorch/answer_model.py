@@ -1,8 +1,8 @@
 """A whole decoder that answers: keys and values are its own buffers, and the adapter is an input.
 
-The form is ExecuTorch's: norms and rotations are products, which XNNPACK takes, and attention reads the cache up to
-the present token alone, in the operator that ExecuTorch's own language models call. Weights stay constants, so that a
-backend packs them once, when the program is loaded.
+The form is ExecuTorch's: norms and rotations are products, which XNNPACK takes, and attention reads
+the cache up to the present token alone, in the operator that ExecuTorch's own language models call.
+Weights stay constants, so that a backend packs them once, when the program is loaded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KNOWN = ("norms", "rotary", "score_scale", "embedding_scale", "residual_scale", 
 
 @dataclass(frozen=True)
 class LoraPlace:
-    """Where one linear layer's adapter lies in the input: Aᵀ float32 [inputs, rank] at `a`, then Bᵀ times alpha / rank,
-    [rank, outputs], at `b`."""
+    """Where one linear layer's adapter lies in the input: Aᵀ float32 [inputs, rank] at `a`, then Bᵀ
+    times alpha / rank, [rank, outputs], at `b`."""
 
     linear: str
     a: int
@@ -109,7 +109,8 @@ class Norm(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer, and beside it the adapter's pair where it has one: [1, T, inputs] -> [1, T, outputs]."""
+    """A linear layer, and beside it the adapter's pair where it has one: [1, T, inputs] -> [1, T,
+    outputs]."""
 
     def __init__(self, layer: Any, pair: LoraPlace | None, rank: int) -> None:
         super().__init__()
@@ -135,7 +136,8 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 class AnswerBlock(nn.Module):
-    """One block over new tokens, [1, T, D] -> [1, T, D]; `keys` and `values` are [1, context, kv_heads, head_dim]."""
+    """One block over new tokens, [1, T, D] -> [1, T, D]; `keys` and `values` are [1, context,
+    kv_heads, head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -197,12 +199,14 @@ class AnswerBlock(nn.Module):
 
 
 class AnswerModel(nn.Module):
-    """New token ids int64 [1, T] behind `start` int64 [1] tokens -> logits float32 [1, vocab] of the next one.
+    """New token ids int64 [1, T] behind `start` int64 [1] tokens -> logits float32 [1, vocab] of
+    the next one.
 
     Args:
         loaded: a model in float32.
         context_tokens: most tokens of a conversation.
-        linears: full names of the layers that an adapter stands beside; then `forward` takes its vector, see `layout`.
+        linears: full names of the layers that an adapter stands beside; then `forward` takes its
+            vector, see `layout`.
         rank: of the adapter.
 
     Raises:

@@ -1,8 +1,10 @@
-"""A program that answers, with weights of its own as constants: XNNPACK packs them once, and multiplies what is packed.
+"""A program that answers, with weights of its own as constants: XNNPACK packs them once, and
+multiplies what is packed.
 
-One method takes a prompt's next tokens, or one token; `answer_model` is the module. Matrices are float32, or 8 or 4
-bits (groups of 32) with activations that are rounded to 8 bits as they come; with either the head has 8 bits, and the
-embedding, too. Nothing of a training program is shared, so this is as good without one.
+One method takes a prompt's next tokens, or one token; `answer_model` is the module. Matrices are
+float32, or 8 or 4 bits (groups of 32) with activations that are rounded to 8 bits as they come;
+with either the head has 8 bits, and the embedding, too. Nothing of a training program is shared, so
+this is as good without one.
 """
 
 from __future__ import annotations
@@ -53,10 +55,11 @@ CHUNK_TOKENS = 128
 """Most tokens of a call. Memory for activations is planned for so many."""
 GROUP = 32
 LOGIT_ERROR = {"none": 1e-4, "8da8w": 5e-2, "8da4w": 5e-2}
-"""Largest error against eager PyTorch over the same rounded weights: in float32 of any logit, as a part of the largest;
-else the root mean square, as a part of the logits' standard deviation. Where activations are rounded, the last bit of a
-sum decides to which level, and blocks pass that on: so it may also be `NUDGED` times what eager's own logits move by
-when every norm's weight is changed by `NUDGE`, relative."""
+"""Largest error against eager PyTorch over the same rounded weights: in float32 of any logit, as a
+part of the largest; else the root mean square, as a part of the logits' standard deviation. Where
+activations are rounded, the last bit of a sum decides to which level, and blocks pass that on: so
+it may also be `NUDGED` times what eager's own logits move by when every norm's weight is changed by
+`NUDGE`, relative."""
 NUDGE, NUDGED = 1e-5, 1.25
 
 
@@ -68,7 +71,8 @@ def write_answers(
     linears: Sequence[str] = (),
     rank: int = 0,
 ) -> tuple[AnswerModel, dict[str, Any]]:
-    """Write `model.pte` and `answers.json` into `folder`; return what was lowered, in eager, and its description.
+    """Write `model.pte` and `answers.json` into `folder`; return what was lowered, in eager, and
+    its description.
 
     Args:
         form: `none`, `8da8w` or `8da4w`.
@@ -121,8 +125,8 @@ def check_answers(
 
     Returns:
         As parts of the largest logit: `max_rel_logit_error` against the same rounded weights,
-        `max_rel_logit_error_float32` against the float32 model. Where weights are rounded, `rel_logit_error` as
-        `LOGIT_ERROR` has it.
+            `max_rel_logit_error_float32` against the float32 model. Where weights are rounded,
+            `rel_logit_error` as `LOGIT_ERROR` has it.
 
     Raises:
         VerificationError: the program is further off than `LOGIT_ERROR` says.
@@ -196,7 +200,8 @@ def _nudged(model: AnswerModel) -> Iterator[None]:
 
 
 def trial_adapter(described: dict[str, Any]) -> Adapter:
-    """Return random pairs for every layer that a program takes an adapter for; they change its answers."""
+    """Return random pairs for every layer that a program takes an adapter for; they change its
+    answers."""
     from ondevice.artifact.adapter import Adapter
 
     random, tensors, rank = np.random.default_rng(0), {}, described["rank"]
@@ -272,7 +277,8 @@ def _quantize(module: nn.Module, config: Any, kind: type[nn.Module] = nn.Linear)
 
 
 def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:
-    """Export for 1 to `chunk` tokens; XNNPACK takes all but the cache, attention and the embedding's rows."""
+    """Export for 1 to `chunk` tokens; XNNPACK takes all but the cache, attention and the
+    embedding's rows."""
     import executorch.kernels.quantized  # noqa: F401 - registers the kernel that looks packed rows up
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import (

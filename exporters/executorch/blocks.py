@@ -1,7 +1,9 @@
-"""A session over functions of one block: the host walks the layers, and hands in weights where the file is mapped.
+"""A session over functions of one block: the host walks the layers, and hands in weights where the
+file is mapped.
 
-A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
-its update (MeSP, section 4.2). Only block inputs, the adapter and the optimizer's vectors are this session's memory.
+A step is embedding, every block forward, the head tile by tile over labelled positions, and every
+block backward with its update (MeSP, section 4.2). Only block inputs, the adapter and the
+optimizer's vectors are this session's memory.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class BlocksSession(ExecutorchSession):
         tile = self.spec.methods["head_sums"].inputs[-1].shape[0]
         starts = range(0, self.spec.vocab, tile)
         self.tiles = [(min(start, self.spec.vocab - tile), start) for start in starts]
-        """(first row, first row that no tile before had) of each tile; all have the same number of rows."""
+        """(first row, first row that no tile before had) of each tile; all have the same number of
+        rows."""
         self.head_rows = self.spec.methods["head_sums"].inputs[0].shape[0]
 
     def restart(self) -> None:
@@ -89,8 +92,9 @@ class BlocksSession(ExecutorchSession):
         """Run one training step; see `Session.step`.
 
         Raises:
-            TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss or the head's, or if
-                the loss is scaled. There the step is left out, and the scale halved, as long as it can be.
+            TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss
+                or the head's, or if the loss is scaled. There the step is left out, and the scale
+                halved, as long as it can be.
         """
         self._check_whole()
         size = self._size(self.batch_size, ids)
@@ -135,7 +139,8 @@ class BlocksSession(ExecutorchSession):
     def _backward(
         self, inputs: list[Tensor], g: Tensor, size: str, scalars: dict[str, np.ndarray]
     ) -> int | None:
-        """Every block's backward pass and update, from the last; the layer at which a number was not finite."""
+        """Every block's backward pass and update, from the last; the layer at which a number was
+        not finite."""
         given = {key: _tensor(value) for key, value in scalars.items()}
         if self.loss_scale:
             given[LOSS_SCALE] = _tensor(np.array([self.loss_scale], np.float32))
@@ -235,11 +240,11 @@ class BlocksSession(ExecutorchSession):
     def _head(
         self, x: Tensor, labels: np.ndarray, gradient: bool
     ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of x, times the
-        loss scale.
+        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's
+        gradient of x, times the loss scale.
 
-        Only positions with a label go through the head, `head_rows` at a time; the last of them are filled up with
-        rows of weight 0.
+        Only positions with a label go through the head, `head_rows` at a time; the last of them are
+        filled up with rows of weight 0.
         """
         import torch
 
@@ -267,7 +272,8 @@ class BlocksSession(ExecutorchSession):
             for tile in self.tiles:
                 sums = list(self._tile("head_sums", given, sums, tile).values())
             maximum, total, logit = (value.numpy() for value in sums)
-            # In float64, so that every host rounds it alike: numpy's float32 logarithm differs between processors.
+            # In float64, so that every host rounds it alike: numpy's float32 logarithm differs
+            # between processors.
             logarithm = np.log(total.astype(np.float64)).astype(np.float32)
             rows = (maximum + logarithm - logit)[: places.size]
             np.add.at(nll, places // labels.shape[1], rows)
@@ -296,7 +302,8 @@ class BlocksSession(ExecutorchSession):
     def _call_block(
         self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
     ) -> dict[str, Tensor]:
-        """Run a function with inputs by role; gives outputs by role, and by name where a role has several.
+        """Run a function with inputs by role; gives outputs by role, and by name where a role has
+        several.
 
         Args:
             layer: whose weights and ranges of the state go in.
@@ -317,7 +324,8 @@ class BlocksSession(ExecutorchSession):
         return dict(zip(map(_key, method.outputs), outputs, strict=True))
 
     def _largest_product(self) -> int:
-        """Multiplications of the largest product with a matrix that a block is given; 0 where it has its own."""
+        """Multiplications of the largest product with a matrix that a block is given; 0 where it
+        has its own."""
         products = [0]
         for name, method in self.spec.methods.items():
             if name.startswith("block_backward"):
@@ -333,8 +341,9 @@ class BlocksSession(ExecutorchSession):
     def threads(self) -> Iterator[None]:
         """Let what follows compute in one thread, unless the products are large.
 
-        The runtime's own kernels share a product among PyTorch's threads, which wait for each other by spinning. Small
-        products gain nothing by that, and where another process has one of the cores a step took eight times as long.
+        The runtime's own kernels share a product among PyTorch's threads, which wait for each other
+        by spinning. Small products gain nothing by that, and where another process has one of the
+        cores a step took eight times as long.
         """
         import torch
 
@@ -349,8 +358,8 @@ class BlocksSession(ExecutorchSession):
             torch.set_num_threads(threads)
 
     def _method(self, name: str, layer: int) -> Any:
-        """A method to execute. One that every layer has its own of is not kept, because its weights were packed into
-        memory when it was loaded."""
+        """A method to execute. One that every layer has its own of is not kept, because its weights
+        were packed into memory when it was loaded."""
         file = self.spec.methods[name].program
         if file is None:
             if name not in self._methods:

@@ -1,4 +1,5 @@
-"""A block program that predicts the next token: the host keeps keys and values, and walks the layers."""
+"""A block program that predicts the next token: the host keeps keys and values, and walks the
+layers."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class BlocksModel:
         return logits
 
     def _pass(self, ids: Sequence[int], size: int) -> Tensor:
-        """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding, and not kept."""
+        """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding,
+        and not kept."""
         import torch
 
         name, session = "prefill" if size == self.chunk else "decode", self.session
@@ -134,9 +136,11 @@ def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
 def check_tokens(
     loaded: LoadedModel, context_tokens: int, chunk_tokens: int
 ) -> tuple[list[int], int]:
-    """Return what a check reads: a prompt of more than one chunk, where the context has room, and two tokens behind it.
+    """Return what a check reads: a prompt of more than one chunk, where the context has room, and
+    two tokens behind it.
 
-    It is a text, because rounding moves the logits of a trained model less there than on tokens that were drawn.
+    It is a text, because rounding moves the logits of a trained model less there than on tokens
+    that were drawn.
 
     Returns:
         All ids, and the length of the prompt.
@@ -147,7 +151,8 @@ def check_tokens(
 
 
 def check_blocks_model(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
-    """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's adapter.
+    """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's
+    adapter.
 
     Args:
         loaded: the model with the weights that the program has, rounded as they are.

@@ -1,5 +1,5 @@
-"""A program for each layer, where a backend multiplies with constants alone: one is lowered over markers, and a layer's
-has its weights where the markers are."""
+"""A program for each layer, where a backend multiplies with constants alone: one is lowered over
+markers, and a layer's has its weights where the markers are."""
 
 from __future__ import annotations
 

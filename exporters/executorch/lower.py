@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from ondevice.core.program import ProgramModule
 
 ACCESS = ("get_", "set_")
-"""Methods that only copy a buffer: XNNPACK would take the copy alone and then refuse an output that is its input."""
+"""Methods that only copy a buffer: XNNPACK would take the copy alone and then refuse an output that
+is its input."""
 
 
 class SharedWeightLinearConfig(LinearConfig):
-    """Also takes a linear whose weight is computed, such as a vocabulary tile of the tied embedding.
+    """Also takes a linear whose weight is computed, such as a vocabulary tile of the tied
+    embedding.
 
-    The weight then stays outside the delegate and goes in as an input: a tied embedding is stored once, where
-    XNNPACK's own rule would copy it into the delegate (measured: 538 MB against 654 MB for SmolLM2-135M, and a
-    head that is a third faster because its tiles are packed one at a time).
+    The weight then stays outside the delegate and goes in as an input: a tied embedding is stored
+    once, where XNNPACK's own rule would copy it into the delegate (measured: 538 MB against 654 MB
+    for SmolLM2-135M, and a head that is a third faster because its tiles are packed one at a time).
     """
 
     def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
@@ -49,7 +51,8 @@ class SharedWeightLinearConfig(LinearConfig):
 
 
 class ComputedProductConfig(MMConfig):
-    """Also takes a product whose second matrix is computed or goes in, as `g W` does in a backward pass."""
+    """Also takes a product whose second matrix is computed or goes in, as `g W` does in a backward
+    pass."""
 
     def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
         if precision == ConfigPrecisionType.FP32 and not is_param_node(
@@ -75,7 +78,8 @@ class Lowered:
     """Shares of each method by backend."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
     of_layers: bytes | None = None
-    """The program of the methods that every layer has its own of, with markers in the place of its weights."""
+    """The program of the methods that every layer has its own of, with markers in the place of its
+    weights."""
 
     def with_layers(self, layers: Lowered) -> Lowered:
         """Join this program and that of the layers' methods as one artifact's."""
@@ -91,7 +95,8 @@ class Lowered:
 def xnnpack_partitioner(products: bool = False) -> XnnpackPartitioner:
     """Return all of XNNPACK's ops, with the shared-weight rule for linears.
 
-    But for GELU: the lowering drops its `approximate`, so that the tanh form would come out as the exact one.
+    But for GELU: the lowering drops its `approximate`, so that the tanh form would come out as the
+    exact one.
 
     Args:
         products: also products of two matrices that are both computed or go in.
@@ -157,20 +162,21 @@ def lower_portable(
     integers: bool = False,
     packed_from_rows: int | None = None,
 ) -> Lowered:
-    """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
+    """Export and serialise `methods` into one program of the runtime's own kernels; weights are
+    stored once.
 
-    Nothing is delegated, unless it is asked for: products read the frozen weights in the mapped file, so that all the
-    memory a step takes is the planned arena. Inputs stay where a caller has them.
-    Common subexpressions are not merged: a block that is computed again in its backward pass is one,
-    and merging the two would keep everything of the forward pass.
+    Nothing is delegated, unless it is asked for: products read the frozen weights in the mapped
+    file, so that all the memory a step takes is the planned arena. Inputs stay where a caller has
+    them. Common subexpressions are not merged: a block that is computed again in its backward pass
+    is one, and merging the two would keep everything of the forward pass.
 
     Args:
         methods: modules with example inputs.
-        integers: products of constants in 8 bits with activations that are rounded as they come are XNNPACK's, and
-            nothing else is.
-        packed_from_rows: XNNPACK takes what it can of a method that is given so many hidden states or more. A weight
-            that goes in is packed at each call, into memory that all calls share: with one row that costs more than
-            the product, and from some ten rows on it saves time.
+        integers: products of constants in 8 bits with activations that are rounded as they come are
+            XNNPACK's, and nothing else is.
+        packed_from_rows: XNNPACK takes what it can of a method that is given so many hidden states
+            or more. A weight that goes in is packed at each call, into memory that all calls share:
+            with one row that costs more than the product, and from some ten rows on it saves time.
     """
     import executorch.kernels.quantized  # noqa: F401 - registers the kernels that make packed weights dense
 

@@ -1,4 +1,5 @@
-"""A program with packed weights that predicts the next token (`answers.py` writes it): one method, with its cache."""
+"""A program with packed weights that predicts the next token (`answers.py` writes it): one method,
+with its cache."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ANSWERS_FILE, PROGRAM_FILE, FORMAT = "answers.json", "model.pte", 1
 
 
 def load_operators() -> None:
-    """Register the cache's operators, those of ExecuTorch's own language models, and the quantised kernels.
+    """Register the cache's operators, those of ExecuTorch's own language models, and the quantised
+    kernels.
 
     Raises:
         MissingPackageError: ExecuTorch is not installed.
@@ -92,7 +94,8 @@ class PackedModel:
         """Change the adapter, and forget what was read.
 
         Raises:
-            ArtifactError: it is of another rank, or changes layers for which the program takes none.
+            ArtifactError: it is of another rank, or changes layers for which the program takes
+                none.
         """
         from ondevice.exporters.executorch.answer_model import LoraPlace, flatten
 

@@ -1,9 +1,9 @@
 """The same blocks in operators that a backend takes whole, while a program is lowered.
 
-Transformers' RMSNorm means over the last dimension and its grouped attention copies keys and values; XNNPACK
-takes neither, so each would cut a layer into several delegates (measured on SmolLM2: six a layer, one with the
-forms here). Mathematically nothing changes: a mean is a product with a column of 1/d, and grouped queries are
-rows of one larger product.
+Transformers' RMSNorm means over the last dimension and its grouped attention copies keys and
+values; XNNPACK takes neither, so each would cut a layer into several delegates (measured on
+SmolLM2: six a layer, one with the forms here). Mathematically nothing changes: a mean is a product
+with a column of 1/d, and grouped queries are rows of one larger product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A session that trains with the ExecuTorch runtime: the program does everything, this file only hands it tensors.
+"""A session that trains with the ExecuTorch runtime: the program does everything, this file only
+hands it tensors.
 
-It knows no training method. The manifest's `program_spec` says what goes in and comes out by role, what is kept from
-step to step, and where the trained matrices lie in the flat adapter vector.
+It knows no training method. The manifest's `program_spec` says what goes in and comes out by role,
+what is kept from step to step, and where the trained matrices lie in the flat adapter vector.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def load_runtime() -> Any:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Let the runtime's bindings be imported without ExecuTorch's compiler, which takes seconds and which they import
-    for the class of one warning: an empty package stands for it. Who asks for the compiler later gets the real one."""
+    """Let the runtime's bindings be imported without ExecuTorch's compiler, which takes seconds and
+    which they import for the class of one warning: an empty package stands for it. Who asks for the
+    compiler later gets the real one."""
     if "executorch.exir" in sys.modules:
         yield
         return
@@ -83,7 +85,8 @@ class ExecutorchSession(ProgramSession):
         manifest: its checked manifest.
 
     Raises:
-        ArtifactError: the runtime cannot load the program, or a file of the state does not fit the manifest.
+        ArtifactError: the runtime cannot load the program, or a file of the state does not fit the
+            manifest.
     """
 
     backend = "executorch"
@@ -185,8 +188,8 @@ class ExecutorchSession(ProgramSession):
         return outputs["nll_sum"], outputs["tokens"].astype(np.int64)
 
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
-        """Return logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest
-        bucket].
+        """Return logits float32 [vocab] of the token behind the first `length_tokens` of `ids`,
+        int64 [1, longest bucket].
 
         Raises:
             ArtifactError: the program was exported without `next_token`.
@@ -274,7 +277,8 @@ class ExecutorchSession(ProgramSession):
         return {} if self.spec.frozen is None else read_tensors(self.folder / self.spec.frozen)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from an adapter of the same rank, alpha, linear layers and, where it is not trained, A.
+        """Start from an adapter of the same rank, alpha, linear layers and, where it is not
+        trained, A.
 
         Raises:
             ArtifactError: it does not fit.
@@ -369,8 +373,8 @@ class ExecutorchSession(ProgramSession):
     def _unload_other_kind(self, name: str) -> None:
         """Drop `evaluate` before `train_step`, the other way round, and so for `next_token`.
 
-        XNNPACK packs a copy of its weights for every loaded method (425 MB for SmolLM2-135M in float32), and
-        loading one again takes less than a second. Methods that share a buffer stay.
+        XNNPACK packs a copy of its weights for every loaded method (425 MB for SmolLM2-135M in
+        float32), and loading one again takes less than a second. Methods that share a buffer stay.
         """
         kind = next((kind for kind in KINDS if name.startswith(kind)), None)
         if self.buffers or kind is None:
@@ -387,7 +391,8 @@ class ExecutorchSession(ProgramSession):
             return self.program.load_method(name)
 
     def _load(self, name: str) -> None:
-        """Load a method when it is first needed; loading writes the initial state into the shared buffers again."""
+        """Load a method when it is first needed; loading writes the initial state into the shared
+        buffers again."""
         kept = {buffer: self._tensor(buffer).copy() for buffer in self.buffers}
         self._methods[name] = self._loaded(name)
         for buffer, value in kept.items():

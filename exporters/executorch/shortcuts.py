@@ -1,7 +1,9 @@
-"""Work that lowering a language model repeats or does in vain, left out: the program has the same bytes.
+"""Work that lowering a language model repeats or does in vain, left out: the program has the same
+bytes.
 
-Every pass over a graph copies it, runs it again and writes its code anew, and a lowering has hundreds of passes for
-each of its methods and delegates. These are settings of the libraries' insides, so a test compares the bytes.
+Every pass over a graph copies it, runs it again and writes its code anew, and a lowering has
+hundreds of passes for each of its methods and delegates. These are settings of the libraries'
+insides, so a test compares the bytes.
 """
 
 from __future__ import annotations
@@ -35,34 +37,41 @@ VISION = (
     "PReLUReshapePass",
     "ChannelsLastTaggedReshapePass",
 )
-"""XNNPACK's passes for operations that no program here has. Two of them also export sample networks to compare with."""
+"""XNNPACK's passes for operations that no program here has. Two of them also export sample networks
+to compare with."""
 TRACING = (
     "call_operator", "call_getitem", "call_delegate", "call_sym", "call_cond", "call_map", "call_scan", "call_while",
     "call_submodule", "placeholder", "get_attr", "output", "inputs",
 )  # fmt: skip
 """Methods by which a pass changes a graph while it is traced."""
 VIEWS = ("NormalizeTransposePass", "ReplaceBrokenOpsWithFunctionalOpsPass")
-"""Passes that make copies of views, and do nothing in a graph without any; each would trace the whole graph."""
+"""Passes that make copies of views, and do nothing in a graph without any; each would trace the
+whole graph."""
 COLLECT_AFTER = 100_000
-"""New objects between two collections; a graph is made of so many that the default of 700 looks at it all day."""
+"""New objects between two collections; a graph is made of so many that the default of 700 looks at
+it all day."""
 
 
 @contextmanager
 def shortcuts() -> Iterator[None]:
     """Within the block, lowering takes about half of its time.
 
-    - Copies of a graph share what never changes once it is made: where nodes came from, and finished delegates.
-      torch.fx copies both, deeply, in every pass (measured: the provenance alone is a fifth of the time).
+    - Copies of a graph share what never changes once it is made: where nodes came from, and
+      finished delegates. torch.fx copies both, deeply, in every pass (measured: the provenance
+      alone is a fifth of the time).
     - PyTorch's composite operators are listed once, not at every decomposition.
     - XNNPACK's passes for other kinds of networks are left out.
-    - A program is made functional once: with its decompositions, not in a tracing of its own before them; and it is not
-      decomposed a second time where nothing is left to decompose.
-    - Of PyTorch's composite operators only those of the program are told how to decompose; there are some 550.
+    - A program is made functional once: with its decompositions, not in a tracing of its own before
+      them; and it is not decomposed a second time where nothing is left to decompose.
+    - Of PyTorch's composite operators only those of the program are told how to decompose; there
+      are some 550.
     - A graph is checked where its edge program is finished, not after each of the passes before.
     - Code of a graph is written when the graph is called: passes interpret it.
-    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out. So are
-      passes that replace views in a graph that has none, and symbolic numbers: shapes are fixed here.
-    - Types of the file formats' data classes are resolved once for a class, not for each of its objects.
+    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is
+      left out. So are passes that replace views in a graph that has none, and symbolic numbers:
+      shapes are fixed here.
+    - Types of the file formats' data classes are resolved once for a class, not for each of its
+      objects.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops

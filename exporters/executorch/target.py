@@ -1,4 +1,5 @@
-"""The order of an export to ExecuTorch: look for problems, load, build, lower, write, and check in the runtime."""
+"""The order of an export to ExecuTorch: look for problems, load, build, lower, write, and check in
+the runtime."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ class ExecutorchTarget(Exporter):
     def lower(
         self, job: ExportJob, built: BuiltProgram, folder: Path
     ) -> tuple[BuiltProgram, Lowered]:
-        """Return the built program with all its modules, and what they came to; files beside `program.pte` go into
-        `folder`."""
+        """Return the built program with all its modules, and what they came to; files beside
+        `program.pte` go into `folder`."""
 
     @abstractmethod
     def check_program(
@@ -171,7 +172,8 @@ class ExecutorchTarget(Exporter):
         lowered: Lowered,
         folder: Path,
     ) -> Manifest:
-        """Write program, weights, state and tokenizer; the manifest is not written, as its check is still to come."""
+        """Write program, weights, state and tokenizer; the manifest is not written, as its check is
+        still to come."""
         from ondevice.models import save_tokenizer
 
         (folder / "program.pte").write_bytes(lowered.buffer)
@@ -186,8 +188,9 @@ class ExecutorchTarget(Exporter):
         return manifest
 
     def write_answers(self, job: ExportJob, adapter: Adapter, folder: Path) -> dict[str, float]:
-        """Write the program that answers with packed weights, of the model as it was before anything was rounded, and
-        return what its check found, under an adapter of the run's shape."""
+        """Write the program that answers with packed weights, of the model as it was before
+        anything was rounded, and return what its check found, under an adapter of the run's shape.
+        """
         from ondevice.exporters.executorch.answers import (
             FORMS,
             check_answers,
@@ -252,7 +255,8 @@ class ExecutorchTarget(Exporter):
             rank=built.rank,
             alpha=built.alpha,
         )
-        # A compiled graph has one method's name, so an NPU's training step evaluates too, with its own rows.
+        # A compiled graph has one method's name, so an NPU's training step evaluates too, with its
+        # own rows.
         rows = (
             {"eval_batch_size": step.inputs[0].shape[0]}
             if built.evaluates_with == step.name

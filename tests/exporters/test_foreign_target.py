@@ -1,4 +1,5 @@
-"""A target in another package, found by its entry point: it exports, opens and verifies; no file of ours is touched."""
+"""A target in another package, found by its entry point: it exports, opens and verifies; no file of
+ours is touched."""
 
 from __future__ import annotations
 

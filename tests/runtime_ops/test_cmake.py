@@ -1,4 +1,5 @@
-"""The C++ kernels built with CMake: for this machine, for 64-bit ARM under an emulator, and for phones."""
+"""The C++ kernels built with CMake: for this machine, for 64-bit ARM under an emulator, and for
+phones."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def configure(folder: Path, *options: str, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The build folder for this machine; with ExecuTorch installed, its kernels as a module of its runtime."""
+    """The build folder for this machine; with ExecuTorch installed, its kernels as a module of its
+    runtime."""
     need("cmake")
     folder = tmp_path_factory.mktemp("here")
     runtime = (

@@ -1,4 +1,5 @@
-"""Every op called through a lowered program in the ExecuTorch runtime, against float32 PyTorch, at odd sizes."""
+"""Every op called through a lowered program in the ExecuTorch runtime, against float32 PyTorch, at
+odd sizes."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_generator(run):
 
 
 class Golden(nn.Module):
-    """Every golden case in one program: seed and step of each, then the tensors of the other ops' cases."""
+    """Every golden case in one program: seed and step of each, then the tensors of the other ops'
+    cases."""
 
     def forward(self, *inputs):
         given, results = iter(inputs), []

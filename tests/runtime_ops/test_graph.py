@@ -1,4 +1,5 @@
-"""The op-free form: equal to the reference in eager and in the ExecuTorch runtime, from graph inputs."""
+"""The op-free form: equal to the reference in eager and in the ExecuTorch runtime, from graph
+inputs."""
 
 from __future__ import annotations
 

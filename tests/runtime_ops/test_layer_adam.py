@@ -63,7 +63,8 @@ def same_bits(a: HostState, b: HostState) -> bool:
 
 
 def hard_masters(count: int = 50_000) -> Tensor:
-    """Random bits without NaN: normals, denormals, infinities, both signs, and an exact tie every fourth."""
+    """Random bits without NaN: normals, denormals, infinities, both signs, and an exact tie every
+    fourth."""
     words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(
         torch.int32
     )
@@ -378,7 +379,8 @@ def test_the_second_moment_follows_the_gradient_and_nearest_rounding_does_not(ki
 
 @needs_compiler
 def test_int8_updates_never_explode():
-    """A step of AdamW moves a parameter by at most 3.2 lr; with 8-bit moments by less than 16 lr, whatever comes."""
+    """A step of AdamW moves a parameter by at most 3.2 lr; with 8-bit moments by less than 16 lr,
+    whatever comes."""
     torch.manual_seed(0)
     count = 1 << 16
     state, seen = make(torch.zeros(count), "plain", "int8"), 0.0

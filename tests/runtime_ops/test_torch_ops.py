@@ -1,4 +1,5 @@
-"""The ops in PyTorch: opcheck, the compiled library and the plain form against references, refusals."""
+"""The ops in PyTorch: opcheck, the compiled library and the plain form against references,
+refusals."""
 
 from __future__ import annotations
 
@@ -182,7 +183,8 @@ def test_gradients_reach_the_activations_or_are_refused(form):
         x.detach().double().requires_grad_(),
     )
     (y @ dense.T).square().sum().backward()
-    # The bound of two products in a row: as many roundings as terms, of the sums of absolute values.
+    # The bound of two products in a row: as many roundings as terms, of the sums of absolute
+    # values.
     sizes = 2 * (y.detach().abs() @ dense.abs().T) @ dense.abs()
     bound = (sum(dense.shape) + 4) * 2.0**-24 * sizes
     assert bool(((x.grad.double() - y.grad).abs() <= bound).all())

@@ -1,4 +1,5 @@
-"""AdamW in Triton gives the bits of the compiled step: on a GPU where there is one, else in Triton's interpreter."""
+"""AdamW in Triton gives the bits of the compiled step: on a GPU where there is one, else in
+Triton's interpreter."""
 
 from __future__ import annotations
 

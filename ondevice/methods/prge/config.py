@@ -1,4 +1,5 @@
-"""Settings of P-RGE; rank, targets and scale are the paper's (Table 8, ZO-LoRA-FA), the rest what was found best."""
+"""Settings of P-RGE; rank, targets and scale are the paper's (Table 8, ZO-LoRA-FA), the rest what
+was found best."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
 
 
 class PrgeConfig(AnswerLossConfig):
-    """P-RGE: zeroth-order LoRA-FA with all queries and both signs in one forward pass (sections 3.1 to 3.3)."""
+    """P-RGE: zeroth-order LoRA-FA with all queries and both signs in one forward pass (sections 3.1
+    to 3.3)."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "targets": "target_modules",
@@ -46,8 +48,8 @@ class PrgeConfig(AnswerLossConfig):
     target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
         default=("q_proj", "v_proj"), min_length=1
     )
-    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
-    projections into attention, or into what stands in attention's place."""
+    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the
+    default's, its projections into attention, or into what stands in attention's place."""
 
     queries: Annotated[int, QUERIES] = Field(default=4, ge=1, le=256)
     """q: random directions a step."""
@@ -62,51 +64,54 @@ class PrgeConfig(AnswerLossConfig):
     """The paper's settings: a random subspace, SGD, the loss over the vocabulary."""
 
     subspace: Literal["auto", "gradient", "random"] = "auto"
-    """The parameters that a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C,
-    where A and C are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives
-    it; a hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and
-    in exported programs with `factors`, random in other programs."""
+    """The parameters that a step moves. `random`: B behind a random A (the paper's). `gradient`: a
+    diagonal R of A R C, where A and C are singular vectors of an exact gradient of
+    `calibration_rows` rows, as one backward pass a row gives it; a hundredth of the numbers,
+    learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and in exported
+    programs with `factors`, random in other programs."""
 
     refresh_every: int | None = Field(default=100, ge=2)
     """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
 
     factors: Path | None = None
-    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program begins in its
-    leading directions, four for each unit of `rank`. With `refresh_every` it has room for what earlier subspaces
-    changed, and takes new ones."""
+    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the
+    program begins in its leading directions, four for each unit of `rank`. With `refresh_every` it
+    has room for what earlier subspaces changed, and takes new ones."""
 
     calibration_rows: int = Field(default=64, ge=1)
     """Rows of an exact gradient."""
 
     optimizer: Literal["auto", "sgd", "adam"] = "auto"
-    """The optimizer that takes the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained. `auto`
-    is adam in a gradient's subspace, else sgd."""
+    """The optimizer that takes the estimate: `sgd` (the paper's), or `adam` with two moments of
+    what is trained. `auto` is adam in a gradient's subspace, else sgd."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""
 
     estimator: Literal["central", "one_sided"] = "central"
-    """`central`: (L+ - L-) / 2 epsilon, 2q copies. `one_sided`: (L_i - L_0) over the standard deviation of the
-    losses, q + 1 copies (FZOO, ICLR 2026); the learning rate then has another scale."""
+    """`central`: (L+ - L-) / 2 epsilon, 2q copies. `one_sided`: (L_i - L_0) over the standard
+    deviation of the losses, q + 1 copies (FZOO, ICLR 2026); the learning rate then has another
+    scale."""
 
     top_layers: int | None = Field(default=None, ge=1)
     """Perturb only the last so many layers; the layers below run once for all copies."""
 
     batch_signs: bool = True
-    """Run both signs in one forward pass (the paper's inner-loop parallelization, section 3.2); off runs one after the
-    other, with half the activations (eager only)."""
+    """Run both signs in one forward pass (the paper's inner-loop parallelization, section 3.2); off
+    runs one after the other, with half the activations (eager only)."""
 
     batch_queries: bool = True
-    """Run all queries in one forward pass (the paper's outer-loop parallelization, section 3.1); off runs one after the
-    other, with 1/q of the activations (eager only)."""
+    """Run all queries in one forward pass (the paper's outer-loop parallelization, section 3.1);
+    off runs one after the other, with 1/q of the activations (eager only)."""
 
     loss: LossOver = "auto"
-    """The tokens that the loss is over: all (`vocabulary`, the paper's), or the `answers` of a task whose rows share
-    them, of one token each; `auto` is the answers where there are such."""
+    """The tokens that the loss is over: all (`vocabulary`, the paper's), or the `answers` of a task
+    whose rows share them, of one token each; `auto` is the answers where there are such."""
 
     labelled_tokens: int | None = Field(default=None, ge=1)
-    """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is computed at so many
-    positions instead of all. A batch with more has no loss (not a number). With a loss over answers it is 1."""
+    """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is
+    computed at so many positions instead of all. A batch with more has no loss (not a number). With
+    a loss over answers it is 1."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
@@ -141,7 +146,8 @@ class PrgeConfig(AnswerLossConfig):
         return self
 
     def for_training(self) -> Self:
-        """Return the settings of a run that can compute a gradient: `auto` becomes what was found best."""
+        """Return the settings of a run that can compute a gradient: `auto` becomes what was found
+        best."""
         subspace = "random" if self.top_layers is not None else "gradient"
         subspace = subspace if self.subspace == "auto" else self.subspace
         optimizer = "adam" if subspace == "gradient" else "sgd"
@@ -149,7 +155,8 @@ class PrgeConfig(AnswerLossConfig):
         return self.model_copy(update={"subspace": subspace, "optimizer": optimizer})
 
     def for_program(self) -> Self:
-        """Return the settings of an exported program, which begins in `factors` where there are such."""
+        """Return the settings of an exported program, which begins in `factors` where there are
+        such."""
         if self.factors is not None:
             return self.for_training()
         optimizer = "sgd" if self.optimizer == "auto" else self.optimizer

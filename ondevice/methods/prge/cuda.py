@@ -12,7 +12,8 @@ from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 
 
 class CudaPrgeProgram(PrgeProgram):
-    """All copies of the flat adapter are made by one kernel, in the model's precision; z is never stored."""
+    """All copies of the flat adapter are made by one kernel, in the model's precision; z is never
+    stored."""
 
     def perturbed(
         self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None
@@ -57,10 +58,12 @@ def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GraphedStep:
-    """The whole step captured once and replayed: launch gaps vanish, shapes are fixed. On a CPU it runs as it is.
+    """The whole step captured once and replayed: launch gaps vanish, shapes are fixed. On a CPU it
+    runs as it is.
 
     Args:
-        program: with loss tiles and labels that need no data-dependent shape (`token_loss` of fixed shape).
+        program: with loss tiles and labels that need no data-dependent shape (`token_loss` of fixed
+            shape).
         ids_BT, labels_BT: an example batch on the device, int64 [batch, tokens].
         adapter_P: the state, updated in place by every replay.
         pool: memory that other graphs of which only one runs at a time use too.
@@ -109,7 +112,8 @@ class GraphedStep:
     def __call__(
         self, ids_BT: Tensor, labels_BT: Tensor, step: int, learning_rate: float
     ) -> tuple[Tensor, Tensor]:
-        """Losses [copies] and projected gradients [q] of this step; they are overwritten by the next."""
+        """Losses [copies] and projected gradients [q] of this step; they are overwritten by the
+        next."""
         self.ids.copy_(ids_BT, non_blocking=True)
         self.labels.copy_(labels_BT, non_blocking=True)
         self.step_number.fill_(step)

@@ -1,7 +1,9 @@
-"""P-RGE's session where shapes are fixed: each shape's step is captured once as a CUDA graph and replayed.
+"""P-RGE's session where shapes are fixed: each shape's step is captured once as a CUDA graph and
+replayed.
 
-The launches of a step are then free, which is most of a small batch's time on a board. All shapes share one pool of
-memory, because a step is over before the next begins. The loss has a fixed shape too: it computes all positions.
+The launches of a step are then free, which is most of a small batch's time on a board. All shapes
+share one pool of memory, because a step is over before the next begins. The loss has a fixed shape
+too: it computes all positions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class GraphedPrgeSession(PrgeSession):
-    """As `PrgeSession`; the adapter stays at one place in memory, where the graphs read and write it.
+    """As `PrgeSession`; the adapter stays at one place in memory, where the graphs read and write
+    it.
 
     On a CPU the same steps run without a graph, which proves what surrounds it.
     """
@@ -89,7 +92,8 @@ class GraphedPrgeSession(PrgeSession):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Capture again what a graph has of a subspace: where its tensors lay, and how much earlier ones have kept."""
+        """Capture again what a graph has of a subspace: where its tensors lay, and how much earlier
+        ones have kept."""
         self._keep()
         if self.subspace is not None:
             self.graphs.clear()

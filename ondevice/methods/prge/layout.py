@@ -1,8 +1,8 @@
 """Layout of the LoRA-FA matrices in the flat adapter vector.
 
-All trained B matrices are one float32 vector, layer by layer, so that a program has one state tensor, a
-layer's noise is one range of one stream, and a host needs one buffer. Ranges start at multiples of 64
-elements, because one generator word holds 64 Rademacher signs.
+All trained B matrices are one float32 vector, layer by layer, so that a program has one state
+tensor, a layer's noise is one range of one stream, and a host needs one buffer. Ranges start at
+multiples of 64 elements, because one generator word holds 64 Rademacher signs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALIGNMENT = 64
 DIRECTIONS = 4
 """Directions of a gradient's subspace a unit of rank."""
 KEPT_BLOCKS = 3
-"""Changes of earlier subspaces are kept to so many times their directions, which is exact for so many of them."""
+"""Changes of earlier subspaces are kept to so many times their directions, which is exact for so
+many of them."""
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 FROZEN_A_TENSOR = 1
@@ -42,7 +43,8 @@ class Entry:
     inputs: int
     outputs: int
     diagonal: bool = False
-    """True where a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B."""
+    """True where a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B.
+    """
 
     @property
     def name(self) -> str:
@@ -70,8 +72,8 @@ class AdapterLayout:
 
     @classmethod
     def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
-        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`. A small matrix has
-        no more directions of a gradient's subspace than its sides."""
+        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions
+        `dims`. A small matrix has no more directions of a gradient's subspace than its sides."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
         diagonal = config.subspace == "gradient"
@@ -108,7 +110,8 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
+        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance
+        1/(3 inputs)."""
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]
@@ -118,7 +121,8 @@ class AdapterLayout:
     def to_tensors(
         self, flat: np.ndarray, names: dict[tuple[int, str], str]
     ) -> dict[str, np.ndarray]:
-        """Return PEFT's tensors: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight` [outputs, rank]."""
+        """Return PEFT's tensors: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight`
+        [outputs, rank]."""
         tensors = {}
         for entry in self.entries:
             name = names[(entry.layer, entry.target)]
@@ -130,10 +134,12 @@ class AdapterLayout:
     def from_adapter(
         self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float
     ) -> np.ndarray:
-        """Return the flat vector of `adapter`, which must be of this layout, whole, and scaled as this run scales.
+        """Return the flat vector of `adapter`, which must be of this layout, whole, and scaled as
+        this run scales.
 
         Raises:
-            ArtifactError: as `from_tensors`; or the adapter has another alpha, or linear layers beyond this layout.
+            ArtifactError: as `from_tensors`; or the adapter has another alpha, or linear layers
+                beyond this layout.
         """
         check_fits(adapter, self._shapes(names), self.entries[0].rank, alpha)
         return self.from_tensors(adapter.tensors, names)

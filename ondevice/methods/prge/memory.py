@@ -21,7 +21,8 @@ def memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes of adapter, noise, activations, logits and optimizer; weights are the caller's.
+    """Return peak bytes of adapter, noise, activations, logits and optimizer; weights are the
+    caller's.
 
     Args:
         dims: the model.
@@ -57,7 +58,8 @@ def memory(
         spans = SubspaceLayout(dims, config.for_program(), 0)
         adapter, frozen_a = 8 * (spans.size + spans.c_size + 2 * spans.small.size), 0
     if config.subspace == "gradient":
-        # An exact gradient is of one row at a time, between two steps: its activations take the step's place.
+        # An exact gradient is of one row at a time, between two steps: its activations take the
+        # step's place.
         activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))
         kept = sum(
             entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs)

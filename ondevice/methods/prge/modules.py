@@ -1,7 +1,7 @@
 """The methods of P-RGE's program as modules that torch.export takes.
 
-Functional form: the adapter goes in and comes out, so a stock runtime runs it and a restart needs nothing
-but the adapter. Stateful form: the adapter is a buffer inside the program.
+Functional form: the adapter goes in and comes out, so a stock runtime runs it and a restart needs
+nothing but the adapter. Stateful form: the adapter is a buffer inside the program.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class KeptState(nn.Module):
             self.register_buffer(name, torch.zeros(size))
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the buffers. It writes them back unchanged: in a method that only reads one it would be baked in as a
-        constant."""
+        """Return the buffers. It writes them back unchanged: in a method that only reads one it
+        would be baked in as a constant."""
         return tuple(self.get_buffer(name).add_(0.0) for name in self.names)
 
     def write(self, values: Sequence[Tensor]) -> None:

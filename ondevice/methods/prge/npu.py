@@ -1,11 +1,12 @@
-"""P-RGE's step around an NPU's delegate: embedding, noise, loss, projected gradient and update, on the CPU in float32.
+"""P-RGE's step around an NPU's delegate: embedding, noise, loss, projected gradient and update, on
+the CPU in float32.
 
-One method does everything, because the compiled graph belongs to one method and a second one would store the
-weights again: with perturbation scale 0 all copies are the adapter itself, and the method evaluates as many rows as
-it has copies.
+One method does everything, because the compiled graph belongs to one method and a second one would
+store the weights again: with perturbation scale 0 all copies are the adapter itself, and the method
+evaluates as many rows as it has copies.
 
-The delegate ends at the hidden state. Inside its float16 the difference of two losses would be one rounding step
-(measured: half of the projected gradients were exactly zero).
+The delegate ends at the hidden state. Inside its float16 the difference of two losses would be one
+rounding step (measured: half of the projected gradients were exactly zero).
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
 
 
 class Body(nn.Module):
-    """All blocks: hidden [copies * batch, T, D] and one B [copies, rank, outputs] for each linear, and behind them what
-    else the layers take of the adapter (`PrgeProgram.bindings`), to the new hidden.
+    """All blocks: hidden [copies * batch, T, D] and one B [copies, rank, outputs] for each linear,
+    and behind them what else the layers take of the adapter (`PrgeProgram.bindings`), to the new
+    hidden.
 
     Args:
         program: the training program whose model and layout these are.
@@ -176,12 +178,13 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
 def compare(
     session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
 ) -> Agreement:
-    """Run a step of the program on each batch, and the same in float32 eager from the same adapter, at the session's
-    perturbation scale.
+    """Run a step of the program on each batch, and the same in float32 eager from the same adapter,
+    at the session's perturbation scale.
 
-    Values: `directions`, projected gradients that were compared; `sign_agreement`, the share of them with the same
-    sign; `correlation` of the two lists (NaN below three directions); `loss_error`, the largest relative one;
-    `adapter_error`, the largest absolute one of the update from the program's own projected gradients.
+    Values: `directions`, projected gradients that were compared; `sign_agreement`, the share of
+    them with the same sign; `correlation` of the two lists (NaN below three directions);
+    `loss_error`, the largest relative one; `adapter_error`, the largest absolute one of the update
+    from the program's own projected gradients.
     """
     program: PrgeProgram = built.eager
     scale = session.constants[SCALE]

@@ -1,5 +1,5 @@
-"""P-RGE's step as a program: which settings it takes, its methods (`modules`) and state, and how it compares with
-eager PyTorch."""
+"""P-RGE's step as a program: which settings it takes, its methods (`modules`) and state, and how it
+compares with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ IN_PROGRAM = (
 )  # fmt: skip
 """Traits of a block with which programs were held against eager PyTorch."""
 CORRELATED = 12
-"""Projected gradients at least that a correlation with the model before quantisation is taken over."""
+"""Projected gradients at least that a correlation with the model before quantisation is taken over.
+"""
 ROUGH_SCALE = 3e-2
 """Perturbation scales from here on are large beside 8-bit activations."""
 
@@ -99,8 +100,8 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
 def build_program(
     loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int
 ) -> PrgeProgram:
-    """Return the program to export, which eager runs as reference. Changes `loaded.model` in place (adapters, quantised
-    weights).
+    """Return the program to export, which eager runs as reference. Changes `loaded.model` in place
+    (adapters, quantised weights).
 
     Args:
         loaded: a float32 model.
@@ -142,11 +143,13 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     modules = []
 
     def add(name: str, functional: nn.Module, stateful: Any, inputs: tuple, outputs: tuple) -> None:
-        """Add one method; the functional form takes the state behind the tokens, and gives what changes it last."""
+        """Add one method; the functional form takes the state behind the tokens, and gives what
+        changes it last."""
         module = functional if kept is None else stateful(program, kept)
         modules.append(ProgramModule(name, module, inputs, outputs))
 
-    # Passed in and out unless the program keeps it: Android's API can read and write no buffer of a program.
+    # Passed in and out unless the program keeps it: Android's API can read and write no buffer of a
+    # program.
     passed, adapter = ((), ()) if kept is not None else (state, state[:1])
     for length in export.lengths_tokens:
         suffix = "" if length == max(export.lengths_tokens) else f"_{length}"
@@ -181,7 +184,8 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
 def built(
     program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any
 ) -> BuiltProgram:
-    """Return the state of a program, the run's step number, and the frozen A of every layer where A is no state."""
+    """Return the state of a program, the run's step number, and the frozen A of every layer where A
+    is no state."""
     config, layout, where = program.config, program.layout, more.pop("kept", "host")
     names = {
         entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries
@@ -257,12 +261,13 @@ def state_of(session: ProgramSession, program: PrgeProgram) -> tuple[Tensor, ...
 def compare(
     session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float
 ) -> Agreement:
-    """Run both sides over `batches`, once free-running and once with the runtime's projected gradients.
+    """Run both sides over `batches`, once free-running and once with the runtime's projected
+    gradients.
 
     Values: `max_rel_loss_error` free-running, each side following its own projected gradients;
     `max_rel_loss_error_replayed`, the runtime's fed to both sides; `max_abs_adapter_error` and
-    `max_abs_adapter_error_free` of the adapter after the steps; `gradient_correlation` of the projected gradients at
-    the same adapter (NaN below three directions).
+    `max_abs_adapter_error_free` of the adapter after the steps; `gradient_correlation` of the
+    projected gradients at the same adapter (NaN below three directions).
     """
     program: PrgeProgram = built.eager
     seed = torch.tensor([session.seed])
@@ -328,11 +333,12 @@ def rounding(
 def gradient_correlation(
     session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]
 ) -> float:
-    """Correlate the session's projected gradients with those of `program` in eager: at the adapter zero, or where the
-    session stands if A is a part of it.
+    """Correlate the session's projected gradients with those of `program` in eager: at the adapter
+    zero, or where the session stands if A is a part of it.
 
     Args:
-        program: of the same method and seed; it may be another model, such as the one before quantisation.
+        program: of the same method and seed; it may be another model, such as the one before
+            quantisation.
     """
     seed, rate = torch.tensor([session.seed]), torch.zeros(1)
     if program.config.factors is None:

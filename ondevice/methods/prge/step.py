@@ -1,8 +1,8 @@
 """P-RGE as a PyTorch program: one functional step that runs in eager and exports as it stands.
 
-The state is one flat float32 vector of all B matrices (`layout.py`). A step generates the noise of a layer
-where the layer needs it, and again for the update, so no noise is stored (the master-copy form that
-section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
+The state is one flat float32 vector of all B matrices (`layout.py`). A step generates the noise of
+a layer where the layer needs it, and again for the update, so no noise is stored (the master-copy
+form that section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CopiesOf = Callable[[int, int], Tensor]
 def adam(
     estimate: Tensor, mean: Tensor, square: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Adam's change before the learning rate, and both moments after the `count`-th estimate, [n] each."""
+    """Return Adam's change before the learning rate, and both moments after the `count`-th
+    estimate, [n] each."""
     beta1, beta2, epsilon = ADAM
     mean = beta1 * mean + (1.0 - beta1) * estimate
     square = beta2 * square + (1.0 - beta2) * estimate * estimate
@@ -50,7 +51,8 @@ def adam(
 
 
 class Slot:
-    """Holds the perturbed copies of one B while its layer runs; not a buffer, so that a program stays functional."""
+    """Holds the perturbed copies of one B while its layer runs; not a buffer, so that a program
+    stays functional."""
 
     def __init__(self) -> None:
         self.copies: Tensor | None = None
@@ -59,7 +61,8 @@ class Slot:
 
 
 class DualForwardingLinear(nn.Module):
-    """x W + bmm(x A, B_g) for every group g of rows (Algorithm 1, line 7); A carries the factor alpha / rank."""
+    """x W + bmm(x A, B_g) for every group g of rows (Algorithm 1, line 7); A carries the factor
+    alpha / rank."""
 
     lora_a: Tensor
 
@@ -110,7 +113,8 @@ class DualForwardingLinear(nn.Module):
 
 
 class PrgeProgram(nn.Module):
-    """The training program: `train_step`, `evaluate` and `apply_update`, all functional in the adapter.
+    """The training program: `train_step`, `evaluate` and `apply_update`, all functional in the
+    adapter.
 
     Args:
         family: the model, whose target linears are replaced in place.
@@ -143,7 +147,8 @@ class PrgeProgram(nn.Module):
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
         self.labelled_tokens: int | None = None
-        """Labelled tokens of a row at most, where shapes are fixed; None computes the loss at all positions."""
+        """Labelled tokens of a row at most, where shapes are fixed; None computes the loss at all
+        positions."""
 
     @property
     def state_size(self) -> int:
@@ -152,8 +157,8 @@ class PrgeProgram(nn.Module):
 
     @property
     def state_shapes(self) -> dict[str, int]:
-        """Elements of each tensor of an exported program's state, the adapter first; Adam's moments are followed by the
-        number of updates that they have seen."""
+        """Elements of each tensor of an exported program's state, the adapter first; Adam's moments
+        are followed by the number of updates that they have seen."""
         size = self.layout.size
         return {"adapter": size} | (
             {"moments": 2 * size + 1} if self.config.optimizer == "adam" else {}
@@ -168,7 +173,8 @@ class PrgeProgram(nn.Module):
 
     @contextmanager
     def bound(self, state: Sequence[Tensor]) -> Iterator[None]:
-        """Compute with this state within the block, where more than the copies of B is taken from it."""
+        """Compute with this state within the block, where more than the copies of B is taken from
+        it."""
         yield
 
     def update(
@@ -198,7 +204,8 @@ class PrgeProgram(nn.Module):
         step: Tensor,
         learning_rate: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return losses, projected gradients, and an exported program's state after the step; see `train_step`."""
+        """Return losses, projected gradients, and an exported program's state after the step; see
+        `train_step`."""
         with self.bound(state):
             losses = self.losses(ids, labels, self.perturbed(state[0], seed, step))
         gradients = self.projected_gradients(losses)
@@ -250,7 +257,8 @@ class PrgeProgram(nn.Module):
             position_ids_BT: int64 [batch, tokens], where a sequence has several rows: see `Packing.packed_step`.
 
         Returns:
-            losses float32 [copies], projected gradients float32 [q], the new adapter float32 [layout.size].
+            losses float32 [copies], projected gradients float32 [q], the new adapter float32
+            [layout.size].
         """
         losses = self.losses(
             ids_BT, labels_BT, self.perturbed(adapter_P, seed, step), position_ids_BT
@@ -291,7 +299,8 @@ class PrgeProgram(nn.Module):
         return lambda start, count: copies_of(start, count)[members[0] : members[-1] + 1 : stride]
 
     def projected_gradients(self, losses: Tensor, scale: Tensor | float | None = None) -> Tensor:
-        """Return (L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over their deviation (FZOO).
+        """Return (L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over
+        their deviation (FZOO).
 
         Args:
             losses: float32 [copies], of the copies that `perturbed` gives.
@@ -302,7 +311,8 @@ class PrgeProgram(nn.Module):
             return (losses[:q] - losses[q:]) / (
                 2.0 * (self.config.perturbation_scale if scale is None else scale)
             )
-        # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops out.
+        # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops
+        # out.
         differences = losses[1:] - losses[:1]
         centred = differences - differences.mean(dim=0, keepdim=True)
         deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()
@@ -316,7 +326,8 @@ class PrgeProgram(nn.Module):
         step: Tensor,
         learning_rate: Tensor,
     ) -> Tensor:
-        """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32 [layout.size]."""
+        """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32
+        [layout.size]."""
         if self.config.optimizer == "adam":
             # A new subspace begins with new moments; in a random one they are never new.
             every = self.config.refresh_every if self.config.subspace == "gradient" else None
@@ -340,8 +351,8 @@ class PrgeProgram(nn.Module):
         step: Tensor,
         learning_rate: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return adapter and moments after Adam's `count`-th step with the estimate (1/q) sum_i g_i z_i, float32
-        [layout.size] each; `state` is the three before it."""
+        """Return adapter and moments after Adam's `count`-th step with the estimate (1/q) sum_i g_i
+        z_i, float32 [layout.size] each; `state` is the three before it."""
         size, q, parts = self.layout.size, self.config.queries, ([], [], [])
         for start in range(0, size, UPDATE_CHUNK):
             number = min(UPDATE_CHUNK, size - start)
@@ -365,8 +376,8 @@ class PrgeProgram(nn.Module):
     def evaluate(
         self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return negative log likelihood summed over each row's labelled tokens and their count, float32 [rows]
-        each."""
+        """Return negative log likelihood summed over each row's labelled tokens and their count,
+        float32 [rows] each."""
         hidden = self.hidden(ids_ET, adapter_P)
         return self.row_nll(hidden, labels_ET)
 
@@ -375,7 +386,8 @@ class PrgeProgram(nn.Module):
     ) -> CopiesOf:
         """Return the step's copies, made range by range when a layer asks for them.
 
-        They are moved by `scale` (the config's by default) along the noise both ways, or one way and not at all.
+        They are moved by `scale` (the config's by default) along the noise both ways, or one way
+        and not at all.
         """
         config = self.config
 
@@ -462,5 +474,6 @@ class PrgeProgram(nn.Module):
 def flat_adapter(
     layout: AdapterLayout, device: torch.device | str, size: int | None = None
 ) -> Tensor:
-    """Return B = 0: the adapter that leaves the model as it is; `size` counts the moments behind it too."""
+    """Return B = 0: the adapter that leaves the model as it is; `size` counts the moments behind it
+    too."""
     return torch.from_numpy(np.zeros(size or layout.size, dtype=np.float32)).to(device)

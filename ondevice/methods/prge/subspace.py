@@ -1,11 +1,12 @@
-"""The subspace that an exact gradient spans: Delta W = A R C, of which a step moves only the diagonal R.
+"""The subspace that an exact gradient spans: Delta W = A R C, of which a step moves only the
+diagonal R.
 
-A and C are the leading singular vectors of the gradient of each adapted weight, over some rows of the
-task. Between them that gradient is diagonal, so R has one number for each direction. An estimate from
-q random directions is as good as sqrt(q / numbers) allows, so 3,840 numbers instead of 368,640 are
-learned many times faster, as long as the change lies among them. After about a hundred steps their
-use is exhausted. Then a new gradient gives a new subspace, and the change so far stays as an adapter
-of its own.
+A and C are the leading singular vectors of the gradient of each adapted weight, over some rows of
+the task. Between them that gradient is diagonal, so R has one number for each direction. An
+estimate from q random directions is as good as sqrt(q / numbers) allows, so 3,840 numbers instead
+of 368,640 are learned many times faster, as long as the change lies among them. After about a
+hundred steps their use is exhausted. Then a new gradient gives a new subspace, and the change so
+far stays as an adapter of its own.
 """
 
 from __future__ import annotations

@@ -163,15 +163,16 @@ class SubspaceProgram(PrgeProgram):
 
     @property
     def state_shapes(self) -> dict[str, int]:
-        """See `PrgeProgram.state_shapes`; the moments are followed by the number of updates they have seen."""
+        """See `PrgeProgram.state_shapes`; the moments are followed by the number of updates they
+        have seen."""
         shapes = {"adapter": self.spans.size, "subspace": self.spans.c_size}
         return shapes | (
             {"moments": 2 * self.spans.small.size + 1} if self.config.optimizer == "adam" else {}
         )
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
-        """Return of each linear layer A [inputs, directions] and, where there is room for them, A and B of earlier
-        subspaces."""
+        """Return of each linear layer A [inputs, directions] and, where there is room for them, A
+        and B of earlier subspaces."""
         found = []
         for entry, linear in self.linears.items():
             a, b = self.spans.a(adapter_P, entry), self.spans.b(adapter_P, entry)

@@ -1,4 +1,5 @@
-"""P-RGE's step on a model that runs only as a whole: every layer has its copies before the first layer runs."""
+"""P-RGE's step on a model that runs only as a whole: every layer has its copies before the first
+layer runs."""
 
 from __future__ import annotations
 

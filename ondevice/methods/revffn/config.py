@@ -1,4 +1,5 @@
-"""Settings of RevFFN: how a block is coupled, in which numbers its streams are kept, and how it is trained.
+"""Settings of RevFFN: how a block is coupled, in which numbers its streams are kept, and how it is
+trained.
 
 Sections and equations are the paper's. What goes beyond it says so.
 """
@@ -17,49 +18,58 @@ STAGE1_STEPS = 100
 
 
 class RevffnConfig(StrictConfig):
-    """First-order fine-tuning of all parameters; blocks are reversible: no activation waits for the backward pass."""
+    """First-order fine-tuning of all parameters; blocks are reversible: no activation waits for the
+    backward pass."""
 
     name: Literal["revffn"] = "revffn"
     """Method name."""
 
     coupling: Literal["full", "exact", "paper"] = "full"
-    """`full`: two streams of full width that start at the pretrained function. `exact`: half-width streams with
-    adapters, in an order that inverts in closed form. `paper`: Eqs. (1) and (2), inverted by fixed-point iteration."""
+    """`full`: two streams of full width that start at the pretrained function. `exact`: half-width
+    streams with adapters, in an order that inverts in closed form. `paper`: Eqs. (1) and (2),
+    inverted by fixed-point iteration."""
 
     streams: Literal["int32", "float32", "bfloat16"] = "int32"
-    """Numbers of the residual streams. `int32` (fixed point) inverts without a differing bit at any depth; `float32`
-    is summed in float64, at twice the bytes; `bfloat16` loses the inputs, and is there for comparison."""
+    """Numbers of the residual streams. `int32` (fixed point) inverts without a differing bit at any
+    depth; `float32` is summed in float64, at twice the bytes; `bfloat16` loses the inputs, and is
+    there for comparison."""
 
     fraction_bits: int | None = Field(default=None, ge=1, le=30)
-    """Bits after the point of int32 streams. None: as many as the model's own activations leave room for, found by one
-    pass over tokens that are the same for every run; a step that overflows takes fewer and begins again. A number is
-    kept, and an overflow is an error."""
+    """Bits after the point of int32 streams. None: as many as the model's own activations leave
+    room for, found by one pass over tokens that are the same for every run; a step that overflows
+    takes fewer and begins again. A number is kept, and an overflow is an error."""
 
     gamma_bits: int = Field(default=4, ge=0, le=8)
-    """`full`: the older stream has weight -2^-bits, and as many bits a value and layer are kept for the inversion. With
-    more of them the network is nearer to the pretrained one. 0 is the midpoint rule, far from it."""
+    """`full`: the older stream has weight -2^-bits, and as many bits a value and layer are kept for
+    the inversion. With more of them the network is nearer to the pretrained one. 0 is the midpoint
+    rule, far from it."""
 
     gamma_bits_on: Literal["host", "device"] = "host"
-    """`full`: where those bits wait. On the host, in pinned memory, the accelerator's memory is that of any depth."""
+    """`full`: where those bits wait. On the host, in pinned memory, the accelerator's memory is
+    that of any depth."""
 
     max_iterations: int = Field(default=50, ge=1)
     """`paper`: fixed-point iterations a block, at most; 1 is what the paper does."""
 
     tolerance: float = Field(default=1e-6, gt=0)
-    """`paper`: an iteration has converged where the stream moves by no more than this part of its norm."""
+    """`paper`: an iteration has converged where the stream moves by no more than this part of its
+    norm."""
 
     not_converged: Literal["refuse", "store"] = "refuse"
-    """`paper`: a block whose iteration does not converge is an error that names it, or its input is stored."""
+    """`paper`: a block whose iteration does not converge is an error that names it, or its input is
+    stored."""
 
     recompute: Literal["reversible", "stored"] = "reversible"
-    """`stored` keeps all activations of the same network: the reference, and the faster way where they fit."""
+    """`stored` keeps all activations of the same network: the reference, and the faster way where
+    they fit."""
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
-    """Bytes of state a parameter: `adamw` 8, `adamw8bit` (bitsandbytes) 2, `adafactor` and `sgd` next to none.
-    `sgd` with the fused update is LOMO."""
+    """Bytes of state a parameter: `adamw` 8, `adamw8bit` (bitsandbytes) 2, `adafactor` and `sgd`
+    next to none. `sgd` with the fused update is LOMO."""
 
     fused_update: bool = True
-    """Update a block as soon as its gradients are known, and free them: one block's gradients exist at a time."""
+    """Update a block as soon as its gradients are known, and free them: one block's gradients exist
+    at a time."""
 
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
     """Learning rate of stage 2."""
@@ -77,26 +87,29 @@ class RevffnConfig(StrictConfig):
     """AdamW's epsilon."""
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an updated bfloat16 weight is rounded. To the nearest, steps below 1/256 of a weight vanish; stochastic
-    rounding keeps them on average, with bits that are a function of seed, step and element."""
+    """How an updated bfloat16 weight is rounded. To the nearest, steps below 1/256 of a weight
+    vanish; stochastic rounding keeps them on average, with bits that are a function of seed, step
+    and element."""
 
     max_grad_norm: Annotated[float | None, MAX_GRAD_NORM] = Field(default=None, gt=0)
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["block", "global"] = "block"
-    """`block` clips each block's gradients to the limit alone, in the same backward pass. `global` divides by the norm
-    of the whole gradient: with the fused update it takes two passes, once for the norm and once to update."""
+    """`block` clips each block's gradients to the limit alone, in the same backward pass. `global`
+    divides by the norm of the whole gradient: with the fused update it takes two passes, once for
+    the norm and once to update."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
-    """Rows that pass through a block at once. A batch of more is accumulated block by block: every part of the batch
-    goes back through a block, its gradients are summed in float32, then the block is updated."""
+    """Rows that pass through a block at once. A batch of more is accumulated block by block: every
+    part of the batch goes back through a block, its gradients are summed in float32, then the block
+    is updated."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""
 
     stage1_steps: int | None = Field(default=None, ge=0)
-    """Section 3.3: the first so many steps train the adapters only; None: 100 where the coupling has adapters, 0 with
-    `full`, which has none."""
+    """Section 3.3: the first so many steps train the adapters only; None: 100 where the coupling
+    has adapters, 0 with `full`, which has none."""
 
     stage1_learning_rate: float = Field(default=1e-4, gt=0)
     """Learning rate of stage 1; it follows the same schedule."""

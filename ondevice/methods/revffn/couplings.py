@@ -1,9 +1,10 @@
-"""The couplings: what each step of a network computes, and with which weights (section 3.1; `exact` and `full` go
-beyond it).
+"""The couplings: what each step of a network computes, and with which weights (section 3.1; `exact`
+and `full` go beyond it).
 
-A network is a list of steps, each of which takes the streams (u, v) to (v, w); see `streams`. Half-width streams begin
-as the two halves of the embedding and end as the two halves of what the final norm reads. Streams of full width both
-begin as the embedding, and end as the newer one and what is still on its way to it.
+A network is a list of steps, each of which takes the streams (u, v) to (v, w); see `streams`.
+Half-width streams begin as the two halves of the embedding and end as the two halves of what the
+final norm reads. Streams of full width both begin as the embedding, and end as the newer one and
+what is still on its way to it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Coupling:
         raise NotImplementedError
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
-        """Return the gradient of the embedding's output from those of the streams that begin; None is zero."""
+        """Return the gradient of the embedding's output from those of the streams that begin; None
+        is zero."""
         raise NotImplementedError
 
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -85,7 +87,8 @@ class Coupling:
     def branch(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
     ) -> Tensor:
-        """Return the step's branch, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
+        """Return the step's branch, without the mix's factor: [B, T, width of a stream]; u is read
+        by crossed steps."""
         raise NotImplementedError
 
     def parameters(self, step: Step) -> dict[str, nn.Parameter]:
@@ -98,10 +101,12 @@ class Coupling:
 
 
 class HalfWidth(Coupling):
-    """`exact`: Y1 = X1 + P_down Attn(P_up X2), Y2 = X2 + P_down MLP(P_up Y1), which inverts in closed form.
+    """`exact`: Y1 = X1 + P_down Attn(P_up X2), Y2 = X2 + P_down MLP(P_up Y1), which inverts in
+    closed form.
 
-    `paper`: Eqs. (1) and (2) with the adapters of section 3.2; queries from X1, keys and values from X2. The norms are
-    the pretrained ones, of full width, between P_up and the attention or MLP.
+    `paper`: Eqs. (1) and (2) with the adapters of section 3.2; queries from X1, keys and values
+    from X2. The norms are the pretrained ones, of full width, between P_up and the attention or
+    MLP.
     """
 
     def __init__(self, family: Family, crossed: bool, seed: int = 0) -> None:
@@ -157,12 +162,14 @@ class HalfWidth(Coupling):
 
 
 class FullWidth(Coupling):
-    """`full`: h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]) with g = 2^-bits and f a whole block.
+    """`full`: h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]) with g = 2^-bits and f a whole
+    block.
 
-    Beyond the paper. It is the pretrained network where g is 0, and near it where g is small: of a block's change,
-    1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads the last h with all that is still on
-    its way, g / (1 - g) times its last change: the embedding and the whole change of every block. With 0 bits it is the
-    midpoint rule, h[k+1] = h[k-1] + 2 f(h[k]). docs/methods/revffn.md has what was measured.
+    Beyond the paper. It is the pretrained network where g is 0, and near it where g is small: of a
+    block's change, 1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads
+    the last h with all that is still on its way, g / (1 - g) times its last change: the embedding
+    and the whole change of every block. With 0 bits it is the midpoint rule, h[k+1] = h[k-1] + 2
+    f(h[k]). docs/methods/revffn.md has what was measured.
     """
 
     def __init__(self, family: Family, bits: int) -> None:
@@ -197,10 +204,11 @@ class FullWidth(Coupling):
 def attention_between(
     family: Family, i: int, queries_BTD: Tensor, keys_BTD: Tensor, position: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return causal attention of block `i` (Eq. 1), norm and output projection included: [B, T, hidden].
+    """Return causal attention of block `i` (Eq. 1), norm and output projection included: [B, T,
+    hidden].
 
-    Queries come from one input, keys and values from the other; with both the same it is the family's
-    `attention_branch`.
+    Queries come from one input, keys and values from the other; with both the same it is the
+    family's `attention_branch`.
 
     Raises:
         ModelError: the family has no separate q, k and v.
@@ -243,7 +251,8 @@ def adapter_name(block: int, part: Part) -> str:
 
 
 def orthonormal(width: int, seed: int) -> Tensor:
-    """Return P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its transpose."""
+    """Return P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its
+    transpose."""
     numbers = generator.normal(seed, 0, _STREAM, 1, 0, width * (width // 2)).reshape(
         width, width // 2
     )
@@ -252,7 +261,8 @@ def orthonormal(width: int, seed: int) -> Tensor:
 
 
 def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Parameter]:
-    """Parameters of a block's attention (with its norm), MLP (with its norm), or both, by name in the model."""
+    """Parameters of a block's attention (with its norm), MLP (with its norm), or both, by name in
+    the model."""
     layer: Any = family.layer(block)
     prefix = next(name for name, module in family.model.named_modules() if module is layer)
     named = {f"{prefix}.{name}": p for name, p in layer.named_parameters()}

@@ -1,5 +1,5 @@
-"""The trained network as a Hugging Face folder: weights by transformers' names, adapters beside them, and the modelling
-file that runs them without this package."""
+"""The trained network as a Hugging Face folder: weights by transformers' names, adapters beside
+them, and the modelling file that runs them without this package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def check_family(family: Family, crossed: bool = False) -> None:
 
 
 def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> None:
-    """Write weights, adapters, configuration, modelling file and tokenizer into `folder`, which is made."""
+    """Write weights, adapters, configuration, modelling file and tokenizer into `folder`, which is
+    made."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {**dict(loaded.model.named_parameters()), **network.adapters}
     write_tensors(
@@ -63,7 +64,8 @@ def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> N
 
 
 def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
-    """Return `config.json`: the ordinary model's under `base`, the steps, and the settings that it was trained with."""
+    """Return `config.json`: the ordinary model's under `base`, the steps, and the settings that it
+    was trained with."""
     base = loaded.model.config.to_dict()
     streams, traits = network.config.streams, loaded.dims.traits
     return {
@@ -100,7 +102,8 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
         "num_hidden_layers": loaded.dims.layers,
         "num_attention_heads": loaded.dims.heads,
         "tie_word_embeddings": loaded.dims.tied,
-        # The modelling file runs whole sequences: reversible steps have no place for keys and values of before.
+        # The modelling file runs whole sequences: reversible steps have no place for keys and
+        # values of before.
         "use_cache": False,
         **{name: base.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }

@@ -1,7 +1,8 @@
 """The paper's inverse, an equation in X1, by fixed-point iteration.
 
-Section 3.1 runs one iteration from Y1 and calls the error "below machine epsilon". On pretrained weights it is some
-per cent (docs/methods/revffn.md), so here the iteration goes on, and says what it came to.
+Section 3.1 runs one iteration from Y1 and calls the error "below machine epsilon". On pretrained
+weights it is some per cent (docs/methods/revffn.md), so here the iteration goes on, and says what
+it came to.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from ondevice.methods.revffn.streams import Mix, Streams
 
 SAME_ROOT = 100
-"""Where attention is strong, Eq. (1) has several solutions, and an iteration can end at another than the one that went
-in. So the forward pass keeps the norm of each token's input, and an inverse must have it to so many tolerances."""
+"""Where attention is strong, Eq. (1) has several solutions, and an iteration can end at another
+than the one that went in. So the forward pass keeps the norm of each token's input, and an inverse
+must have it to so many tolerances."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,12 @@ class Iteration:
     Attributes:
         iterations: evaluations of the branch.
         movement: how far the last one moved a token's stream, at most, as a part of its norm.
-        contraction: geometric mean of the factor by which the movement's norm shrank; None after one iteration.
-        norm_error: how far a token's norm is from what it was in the forward pass, at most, as a part of it.
-        converged: `movement` is within the tolerance, and `norm_error` within `SAME_ROOT` times that.
+        contraction: geometric mean of the factor by which the movement's norm shrank; None after
+            one iteration.
+        norm_error: how far a token's norm is from what it was in the forward pass, at most, as a
+            part of it.
+        converged: `movement` is within the tolerance, and `norm_error` within `SAME_ROOT` times
+            that.
     """
 
     iterations: int
@@ -54,12 +59,13 @@ def solve(
 ) -> tuple[Tensor, Iteration]:
     """Solve w = step(u, v, branch(u)) for u, starting from w.
 
-    Goes on to the tolerance, and integers on from there until the movement no longer shrinks: the last bits of a fixed
-    point still move below any tolerance that a float32 norm can tell.
+    Goes on to the tolerance, and integers on from there until the movement no longer shrinks: the
+    last bits of a fixed point still move below any tolerance that a float32 norm can tell.
 
     Args:
         branch: of (u), with v bound.
-        norms: of the tokens of the u that went in, from `token_norms`: they tell one root from another.
+        norms: of the tokens of the u that went in, from `token_norms`: they tell one root from
+            another.
 
     Returns:
         u, and how the iteration went; it may not have converged.

@@ -23,8 +23,10 @@ class LayerError:
 
     Attributes:
         block: number of the block, and `part` of it.
-        error: relative error of u, rebuilt from this step's true outputs; `mismatched` elements differ.
-        chained: relative error of u, rebuilt from the network's end through all later steps; `chained_mismatched`.
+        error: relative error of u, rebuilt from this step's true outputs; `mismatched` elements
+            differ.
+        chained: relative error of u, rebuilt from the network's end through all later steps;
+            `chained_mismatched`.
         iteration: how it went where the inverse is an iteration.
     """
 
@@ -39,10 +41,11 @@ class LayerError:
 
 @torch.no_grad()
 def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
-    """Invert every step for int64 [B, T] ids, once from its true outputs and once from the network's end.
+    """Invert every step for int64 [B, T] ids, once from its true outputs and once from the
+    network's end.
 
-    Nothing is refused here: a step that does not converge is measured as it is. What `not_converged: store` has stored
-    is taken on the way from the end.
+    Nothing is refused here: a step that does not converge is measured as it is. What
+    `not_converged: store` has stored is taken on the way from the end.
     """
     states: list[tuple[Tensor, Tensor]] = []
     saved = network.forward(ids_BT, lambda u, v: states.append((u, v)))

@@ -1,4 +1,5 @@
-"""Bytes of a RevFFN step by part, from dimensions alone: the ends of the streams, and one block of everything else."""
+"""Bytes of a RevFFN step by part, from dimensions alone: the ends of the streams, and one block of
+everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
 CHUNK = 1 << 24
-"""Elements that an update works on at once (`updates.CHUNK`), in four float32 copies where it needs any."""
+"""Elements that an update works on at once (`updates.CHUNK`), in four float32 copies where it needs
+any."""
 STREAM_COPIES = 3
 """Copies of the streams, float32, that a step back holds beside the branch and the ends."""
 
@@ -88,8 +90,8 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return bytes of pinned host memory by part: what `full` keeps beside its streams, where `config.gamma_bits_on`
-    says so.
+    """Return bytes of pinned host memory by part: what `full` keeps beside its streams, where
+    `config.gamma_bits_on` says so.
 
     Args:
         dims, config, batch_size, length_tokens: as in `memory`.
@@ -111,8 +113,8 @@ def _beside(dims: ModelDims, config: RevffnConfig) -> int:
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
-    """Count the numbers of P_up and P_down around the attention and the MLP of every layer, which half-width streams
-    have."""
+    """Count the numbers of P_up and P_down around the attention and the MLP of every layer, which
+    half-width streams have."""
     return 0 if config.coupling == "full" else dims.layers * 4 * dims.hidden * (dims.hidden // 2)
 
 

@@ -1,14 +1,15 @@
 """A model that RevFFN has trained, in transformers alone: load it with `trust_remote_code=True`.
 
-This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Qwen3, Gemma 3 and others) and
-runs its layers in another order: two streams (u, v), and step by step (u, v) becomes (v, w) with
+This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Qwen3, Gemma 3
+and others) and runs its layers in another order: two streams (u, v), and step by step (u, v)
+becomes (v, w) with
 
     w = past * u + (1 - past) * v + scale * branch(v)        (past = 1 leaves the middle term out)
 
-where a branch is a layer's attention or MLP with its norm, or both (`part`), between two small matrices where the
-streams have half the width. `config.json` lists the steps. At the end the final norm reads both halves, or, where both
-streams have the whole width, v + late * (v - u). There is no key-value cache: generation computes the whole
-sequence for every token.
+where a branch is a layer's attention or MLP with its norm, or both (`part`), between two small
+matrices where the streams have half the width. `config.json` lists the steps. At the end the final
+norm reads both halves, or, where both streams have the whole width, v + late * (v - u). There is no
+key-value cache: generation computes the whole sequence for every token.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ class RevffnConfig(PretrainedConfig):
     """The ordinary model's configuration under `base`, and the steps.
 
     Attributes:
-        steps: in order, each with `block`, `part` (attention, mlp or block), `past`, `scale`, and `crossed`: the
-            attention's queries come from u.
-        half_width: the streams are the two halves of the hidden state; else both begin as the whole of it.
+        steps: in order, each with `block`, `part` (attention, mlp or block), `past`, `scale`, and
+            `crossed`: the attention's queries come from u.
+        half_width: the streams are the two halves of the hidden state; else both begin as the whole
+            of it.
         late: how much of its last change the newer stream of whole width is given at the end.
         stream_dtype: in which the streams are added up.
         norms: the module of each norm of a layer, by its place: before or after attention or MLP.
         windows: of each layer, how many tokens a query sees; 0 is all before it.
-        residual_scale, embedding_scale, logit_scale: factors of a branch, of the embedding's rows and of the logits.
+        residual_scale, embedding_scale, logit_scale: factors of a branch, of the embedding's rows
+            and of the logits.
     """
 
     model_type = "revffn"
@@ -123,7 +126,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
+        """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log
+        likelihood."""
         hidden, ids = inputs_embeds, input_ids
         if hidden is None:
             if ids is None:
@@ -241,7 +245,8 @@ def _attention_between(
 
 
 def _windowed(mask: Tensor | None, window: int, hidden: Tensor) -> Tensor | None:
-    """Return `mask` without the keys that are behind a window, bool [B or 1, 1, T, T]; None is the causal mask."""
+    """Return `mask` without the keys that are behind a window, bool [B or 1, 1, T, T]; None is the
+    causal mask."""
     length = hidden.shape[1]
     if not 0 < window < length:
         return mask
@@ -255,7 +260,8 @@ def _windowed(mask: Tensor | None, window: int, hidden: Tensor) -> Tensor | None
 
 
 def _causal(attention_mask: Tensor) -> Tensor:
-    """Mark the keys that each query reads, bool [B, 1, T, T]; a padded query reads itself, so that no row is empty."""
+    """Mark the keys that each query reads, bool [B, 1, T, T]; a padded query reads itself, so that
+    no row is empty."""
     length = attention_mask.shape[1]
     own = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()

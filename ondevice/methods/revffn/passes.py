@@ -1,7 +1,9 @@
-"""Forward and backward of a batch: all micro-batches through each block before the next block is touched.
+"""Forward and backward of a batch: all micro-batches through each block before the next block is
+touched.
 
-`on_unit` gets the gradients of the output head, of each block from the last to the first, and of the embedding, each as
-soon as it is whole, and may change those parameters and free the gradients: nothing computed later reads either.
+`on_unit` gets the gradients of the output head, of each block from the last to the first, and of
+the embedding, each as soon as it is whole, and may change those parameters and free the gradients:
+nothing computed later reads either.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ class Passes:
         }
 
     def run(self, ids_BT: Tensor, labels_BT: Tensor, on_unit: OnUnit) -> Tensor:
-        """Run forward and backward over int64 [B, T]; gives the mean loss a labelled token, float32 [].
+        """Run forward and backward over int64 [B, T]; gives the mean loss a labelled token, float32
+        [].
 
-        A forward pass that overflows makes the streams' scale coarser, and all micro-batches begin again.
+        A forward pass that overflows makes the streams' scale coarser, and all micro-batches begin
+        again.
         """
         size = self.micro_batch_size or ids_BT.shape[0]
         ids, labels = ids_BT.split(size), labels_BT.split(size)
@@ -60,8 +64,8 @@ class Passes:
         return self._rescaled(lambda: run(ids, labels, tokens, on_unit))
 
     def _rescaled(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The value of `compute`, called again with coarser streams until none overflows; its forward passes come
-        before all that cannot be repeated."""
+        """The value of `compute`, called again with coarser streams until none overflows; its
+        forward passes come before all that cannot be repeated."""
         while True:
             try:
                 return compute()
@@ -158,13 +162,15 @@ class Passes:
             on_unit(gradients)
 
     def _loss(self, hidden: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
-        """A micro-batch's share of the mean loss a labelled token; `tokens` are those of the whole batch."""
+        """A micro-batch's share of the mean loss a labelled token; `tokens` are those of the whole
+        batch."""
         states, targets = shift(self.family.final_norm(hidden), labels)
         return token_nll(states, self.family.head_weight, targets, self.loss_tiles).sum() / tokens
 
     @torch.inference_mode()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return negative log likelihood of each row's labelled tokens and their count, [rows] each."""
+        """Return negative log likelihood of each row's labelled tokens and their count, [rows]
+        each."""
         states, targets = shift(self._final_hidden(ids_BT), labels_BT)
         nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
@@ -187,7 +193,8 @@ def accumulate(total: Gradients, gradients: Mapping[str, Tensor | None], several
 
 
 def _returned(backward: BlockGradients) -> Tensor:
-    """The value of a backward pass that has been through all blocks: the gradient of the embedding's output."""
+    """The value of a backward pass that has been through all blocks: the gradient of the
+    embedding's output."""
     try:
         next(backward)
     except StopIteration as end:

@@ -1,9 +1,10 @@
-"""The reversible network: forward without a graph, and a backward pass that rebuilds every block's inputs (section
-3.1).
+"""The reversible network: forward without a graph, and a backward pass that rebuilds every block's
+inputs (section 3.1).
 
-The backward pass goes through the steps in reverse. From (v, w) it evaluates the branch of v once, under autograd: its
-value gives u back, its graph gives the gradients. So an update in between may change the block's parameters at once.
-Gradients of the streams are float32. Rounding to fixed point or bfloat16 has gradient 1.
+The backward pass goes through the steps in reverse. From (v, w) it evaluates the branch of v once,
+under autograd: its value gives u back, its graph gives the gradients. So an update in between may
+change the block's parameters at once. Gradients of the streams are float32. Rounding to fixed point
+or bfloat16 has gradient 1.
 """
 
 from __future__ import annotations
@@ -41,21 +42,24 @@ Gradients = dict[str, Tensor]
 OnStep = Callable[[Tensor, Tensor], None]
 OnBlock = Callable[[int, Gradients], None]
 BlockGradients = Generator[tuple[int, Gradients], None, Tensor]
-"""A block's number and the gradients of its parameters, from the last block to the first; the value at the end is the
-gradient of the embedding's output."""
+"""A block's number and the gradients of its parameters, from the last block to the first; the value
+at the end is the gradient of the embedding's output."""
 
 
 @dataclass
 class Saved:
-    """All that a forward pass saves for the backward pass: the final streams, and what a step's inverse needs besides.
+    """All that a forward pass saves for the backward pass: the final streams, and what a step's
+    inverse needs besides.
 
     Attributes:
         u: older stream, `v`: newer stream, in the streams' own dtype.
         length_tokens: T.
-        side: by step, the packed low bits that its sum does not hold; of a crossed step, its tokens' norms.
+        side: by step, the packed low bits that its sum does not hold; of a crossed step, its
+            tokens' norms.
         stored: by step, its older input, where that was kept instead of rebuilt.
         ids: int64 [B, T], which the streams began with.
-        sums: by step, the sum of the older stream that it reads, int64 []; where the backward pass rebuilds each bit.
+        sums: by step, the sum of the older stream that it reads, int64 []; where the backward pass
+            rebuilds each bit.
     """
 
     u: Tensor
@@ -107,7 +111,8 @@ class Reversible:
 
     @property
     def fraction_bits(self) -> int | None:
-        """Bits after the point of int32 streams, else None. A resumed run sets what its first start chose."""
+        """Bits after the point of int32 streams, else None. A resumed run sets what its first start
+        chose."""
         return self.streams.fraction_bits if isinstance(self.streams, FixedStreams) else None
 
     @fraction_bits.setter
@@ -116,7 +121,8 @@ class Reversible:
 
     @property
     def exact(self) -> bool:
-        """True where the backward pass rebuilds every bit: integers, and no step that an iteration inverts."""
+        """True where the backward pass rebuilds every bit: integers, and no step that an iteration
+        inverts."""
         return isinstance(self.streams, FixedStreams) and not any(
             step.crossed for step in self.steps
         )
@@ -136,15 +142,16 @@ class Reversible:
 
     @torch.no_grad()
     def forward(self, ids_BT: Tensor, on_step: OnStep | None = None) -> Saved:
-        """Run the embedding and all blocks, without a graph; with `not_converged: store`, each block is inverted at
-        once.
+        """Run the embedding and all blocks, without a graph; with `not_converged: store`, each
+        block is inverted at once.
 
         Args:
             ids_BT: int64 [B, T].
             on_step: is given the streams (u, v) that each step reads.
 
         Raises:
-            StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would do.
+            StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would
+                do.
         """
         peaks: list[Tensor] = []
         saved = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
@@ -209,14 +216,16 @@ class Reversible:
         Args:
             saved: from `forward`; its tensors are freed on the way.
             grad_BTD: gradient of `hidden(saved)`.
-            on_block: is called with a block's number, from the last to the first, and the gradients of those of its
-                parameters that require one, in their dtypes. It may change that block's parameters.
+            on_block: is called with a block's number, from the last to the first, and the gradients
+                of those of its parameters that require one, in their dtypes. It may change that
+                block's parameters.
 
         Returns:
             the gradient of the embedding's output, float32 [B, T, hidden].
 
         Raises:
-            TrainingError: the streams that were rebuilt are not those of the forward pass; names the layer.
+            TrainingError: the streams that were rebuilt are not those of the forward pass; names
+                the layer.
         """
         blocks = self.backward_by_block(saved, grad_BTD)
         while True:
@@ -227,7 +236,8 @@ class Reversible:
             on_block(block, gradients)
 
     def backward_by_block(self, saved: Saved, grad_BTD: Tensor) -> BlockGradients:
-        """Yield `backward` one block at a time, so that micro-batches can go back through each block together."""
+        """Yield `backward` one block at a time, so that micro-batches can go back through each
+        block together."""
         position = self.position(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
         v, w = saved.u, saved.v
@@ -265,8 +275,8 @@ class Reversible:
 
     @torch.no_grad()
     def _compare(self, saved: Saved, u: Tensor, v: Tensor, sums: list[Tensor]) -> None:
-        """Refuse streams that are not the embedding's again: their gradients were those of other activations. One
-        comparison of every bit, and sums that say where it began."""
+        """Refuse streams that are not the embedding's again: their gradients were those of other
+        activations. One comparison of every bit, and sums that say where it began."""
         if not self.exact or saved.ids is None:
             return
         first = (
@@ -315,7 +325,8 @@ class Reversible:
             mix.branch_of(dv).to(branch.dtype),
             materialize_grads=True,
         )
-        # The order of the terms is autograd's: the later step's, this step's sum, this step's branch.
+        # The order of the terms is autograd's: the later step's, this step's sum, this step's
+        # branch.
         older, newer = mix.past_of(dv), du
         if mix.present:
             newer = mix.present * dv if newer is None else newer + mix.present * dv
@@ -325,10 +336,12 @@ class Reversible:
         return u, older, newer, dict(zip(parameters, grads[len(inputs) :], strict=True))
 
     def stored_hidden(self, ids_BT: Tensor) -> Tensor:
-        """Return `hidden` of the same network under autograd, every activation stored: the reference, [B, T, hidden].
+        """Return `hidden` of the same network under autograd, every activation stored: the
+        reference, [B, T, hidden].
 
-        Streams are what they are in `forward`, and beside each goes a float32 tensor that only carries its gradient. So
-        branches see the same numbers in the same shapes, and rounding has gradient 1.
+        Streams are what they are in `forward`, and beside each goes a float32 tensor that only
+        carries its gradient. So branches see the same numbers in the same shapes, and rounding has
+        gradient 1.
         """
         streams, coupling = self.streams, self.coupling
         position = self.position(ids_BT.shape[1])
@@ -356,7 +369,8 @@ class Reversible:
     def invert(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
     ) -> tuple[Tensor, Iteration | None]:
-        """Rebuild u from (v, w) without gradients; an iteration is given as it went, converged or not."""
+        """Rebuild u from (v, w) without gradients; an iteration is given as it went, converged or
+        not."""
         side = None if side is None else side.to(v.device)
         if step.crossed and side is not None:
             return self._solve(step, position, v, w, side)
@@ -380,7 +394,8 @@ class Reversible:
         )
 
     def _kept(self, bits: Tensor, step: Step) -> Tensor:
-        """`bits` where they wait for the backward pass: in pinned host memory where the settings say so."""
+        """`bits` where they wait for the backward pass: in pinned host memory where the settings
+        say so."""
         if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
             return bits
         # The copies there and back are in the stream that computes, so neither is read too early.
@@ -399,7 +414,8 @@ class Reversible:
         return self.coupling.branch(step, position, self.streams.to_float(v, self.dtype), older)
 
     def _calibrated(self) -> int:
-        """Choose the scale for this model by a forward pass in float32 streams, which shows how large they become."""
+        """Choose the scale for this model by a forward pass in float32 streams, which shows how
+        large they become."""
         table = self.family.embedding.weight
         ids = calibration_ids(table.shape[0], self.family.dims.max_positions, table.device)
         peaks: list[Tensor] = []

@@ -1,10 +1,13 @@
-"""The two residual streams, in fixed point or floating point, and the arithmetic of a reversible step.
+"""The two residual streams, in fixed point or floating point, and the arithmetic of a reversible
+step.
 
-A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the branch is in it).
-Its inverse gives u from (v, w) and the same branch. In fixed point both are integer arithmetic, so u comes back
-without a differing bit; where `past` is +-2^-bits, the `bits` low bits of u that the shift drops are kept beside.
+A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the
+branch is in it). Its inverse gives u from (v, w) and the same branch. In fixed point both are
+integer arithmetic, so u comes back without a differing bit; where `past` is +-2^-bits, the `bits`
+low bits of u that the shift drops are kept beside.
 
-The scale of fixed-point streams is chosen for a model, and overflows are looked for in every forward pass.
+The scale of fixed-point streams is chosen for a model, and overflows are looked for in every
+forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from ondevice.core.errors import TrainingError
 from ondevice.runtime_ops import generator
 
 ROOM = 2**30
-"""Magnitudes of fixed-point streams and branches stay below it. Three times as much does not come back below it by
-overflow, so a look at what is in the stream finds every overflow."""
+"""Magnitudes of fixed-point streams and branches stay below it. Three times as much does not come
+back below it by overflow, so a look at what is in the stream finds every overflow."""
 SPARE_BITS = 1
 """Left free above the largest number that was seen, for other data and for training."""
 MOST_BITS = 24
@@ -36,7 +39,8 @@ class Mix:
     """Weights of the sum that a step computes.
 
     Attributes:
-        past: weight of the older stream u: 1, +-2^-bits, or 0 where u is v (the first step of `full`).
+        past: weight of the older stream u: 1, +-2^-bits, or 0 where u is v (the first step of
+            `full`).
         branch: factor of the branch.
         bits: low bits of u that the step drops.
     """
@@ -81,8 +85,8 @@ class Streams(Protocol):
         ...
 
     def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        """Return largest magnitudes of what was added and of the sum: float32 [2] on the device, in units of the
-        stream."""
+        """Return largest magnitudes of what was added and of the sum: float32 [2] on the device, in
+        units of the stream."""
         ...
 
 
@@ -90,8 +94,9 @@ class Streams(Protocol):
 class FloatStreams:
     """Streams of a float dtype: every addition rounds to it, and the inverse rounds again.
 
-    float32 sums drift with depth, by 1e-5 to 1e-3 of a gradient over 4 to 48 layers. So `streams: float32` keeps the
-    sums in float64: a float32 value and the error that its roundings have left. Branches read float32.
+    float32 sums drift with depth, by 1e-5 to 1e-3 of a gradient over 4 to 48 layers. So `streams:
+    float32` keeps the sums in float64: a float32 value and the error that its roundings have left.
+    Branches read float32.
     """
 
     dtype: torch.dtype = torch.float64
@@ -129,7 +134,8 @@ class FloatStreams:
 
 @dataclass(frozen=True)
 class FixedStreams:
-    """Streams of int32 with `fraction_bits` bits after the point; a branch is rounded once and added as integers."""
+    """Streams of int32 with `fraction_bits` bits after the point; a branch is rounded once and
+    added as integers."""
 
     fraction_bits: int
 
@@ -174,7 +180,8 @@ class FixedStreams:
 
 
 def pack(stream: Tensor, bits: int) -> Tensor | None:
-    """Return the `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit; None for no bits."""
+    """Return the `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit;
+    None for no bits."""
     if not bits:
         return None
     flat = stream.reshape(-1)

@@ -1,5 +1,5 @@
-"""The session of RevFFN: updates inside the backward pass, the two stages (section 3.3), the trained model, and its
-folder opened again in the numbers that it was trained in."""
+"""The session of RevFFN: updates inside the backward pass, the two stages (section 3.3), the
+trained model, and its folder opened again in the numbers that it was trained in."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class RevffnSession(Session):
         return float(self.passes.run(*self._batch(ids, labels), gradients.update)), gradients
 
     def _train(self, batch: tuple[Tensor, Tensor], step: int, rate: float) -> Tensor:
-        """One backward pass with updates inside; a norm of the whole gradient takes another pass before, or all
-        gradients at once."""
+        """One backward pass with updates inside; a norm of the whole gradient takes another pass
+        before, or all gradients at once."""
         c, run = self.config, self.passes.run
         global_clip = c.max_grad_norm is not None and c.clip == "global"
         if c.fused_update and not global_clip:
@@ -108,7 +108,8 @@ class RevffnSession(Session):
         return loss
 
     def _update(self, unit: Gradients, step: int, rate: float, scale: Tensor | None = None) -> None:
-        """Update a unit's parameters and free its gradients; without a `scale`, they are clipped by themselves."""
+        """Update a unit's parameters and free its gradients; without a `scale`, they are clipped by
+        themselves."""
         limit, later = self.config.max_grad_norm, self.config.stage1 or 0
         if scale is None and limit is not None:
             scale = clip_scale(squared_norm(unit.values()), limit)
@@ -141,8 +142,8 @@ class RevffnSession(Session):
         return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the trained parameters, the optimizer's state and the streams' scale, as they are; bfloat16 as
-        uint16."""
+        """Return the trained parameters, the optimizer's state and the streams' scale, as they are;
+        bfloat16 as uint16."""
         tensors = self.parameters | self.updates.arrays()
         arrays = {name: as_numpy(value.detach().cpu().clone()) for name, value in tensors.items()}
         return (
@@ -171,12 +172,14 @@ class RevffnSession(Session):
             self.network.fraction_bits = int(state[BITS][0])
 
     def save_model(self, folder: Path) -> None:
-        """Write the trained network as a Hugging Face folder with its own modelling file; see `export`."""
+        """Write the trained network as a Hugging Face folder with its own modelling file; see
+        `export`."""
         save_reversible(folder, self.loaded, self.network)
 
     @property
     def ordinary_session(self) -> ModelSession | None:
-        """The same weights in the ordinary architecture; None where adapters and half-width streams forbid it."""
+        """The same weights in the ordinary architecture; None where adapters and half-width streams
+        forbid it."""
         return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
 
 
@@ -188,7 +191,8 @@ def open_session(
 
 
 def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
-    """Open a folder that `export` wrote; the session's `loaded` holds the ordinary model around the network.
+    """Open a folder that `export` wrote; the session's `loaded` holds the ordinary model around the
+    network.
 
     Raises:
         ModelError: the folder is not whole.
@@ -252,8 +256,8 @@ def open_network(folder: Path, device: str) -> OpenedNetwork:
 
 
 def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_tokens: int) -> str:
-    """Return greedy text behind token ids, in the numbers of the training; it computes the whole sequence for each
-    token."""
+    """Return greedy text behind token ids, in the numbers of the training; it computes the whole
+    sequence for each token."""
     loaded = session.loaded
     stops = loaded.model.generation_config.eos_token_id
     stops = loaded.tokenizer.eos_token_id if stops is None else stops

@@ -1,9 +1,10 @@
 """Optimizers that update one tensor at a time, in place, as soon as its gradient is known.
 
-All arithmetic is in float32, chunk by chunk, so that what an update needs beside the weights does not grow with them. A
-bfloat16 weight is rounded once, after the update. SGD has no state (with the fused update that is LOMO, arXiv
-2306.09782); AdamW's and the 8-bit one's arithmetic are torch's and bitsandbytes' own kernels; Adafactor's is
-`torch.optim.Adafactor`'s, which would hold several float32 copies of the largest tensor.
+All arithmetic is in float32, chunk by chunk, so that what an update needs beside the weights does
+not grow with them. A bfloat16 weight is rounded once, after the update. SGD has no state (with the
+fused update that is LOMO, arXiv 2306.09782); AdamW's and the 8-bit one's arithmetic are torch's and
+bitsandbytes' own kernels; Adafactor's is `torch.optim.Adafactor`'s, which would hold several
+float32 copies of the largest tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CHUNK = 1 << 24
 SMALL = 4096
 """Tensors of fewer elements keep float32 moments under `adamw8bit`, as in bitsandbytes."""
 BETA2_DECAY, EPS2 = -0.8, 1e-3
-"""Adafactor's, as `torch.optim.Adafactor` has them by default; its eps1 is the epsilon of float32."""
+"""Adafactor's, as `torch.optim.Adafactor` has them by default; its eps1 is the epsilon of float32.
+"""
 State = dict[str, Tensor]
 
 
@@ -46,14 +48,16 @@ class Rule(Protocol):
 
 
 class ParameterWriter:
-    """A parameter that is updated chunk by chunk: float32 in between, rounded once where it has fewer bits."""
+    """A parameter that is updated chunk by chunk: float32 in between, rounded once where it has
+    fewer bits."""
 
     def __init__(self, parameter: Tensor, key: int | None) -> None:
         """`key`: of stochastic rounding; None rounds to the nearest."""
         self.parameter, self.key = parameter.detach(), key
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ranges of the flat parameter, each as float32; what was done to a chunk is written before the next."""
+        """Yield ranges of the flat parameter, each as float32; what was done to a chunk is written
+        before the next."""
         flat = self.parameter.view(-1)
         for number, low in enumerate(range(0, flat.numel(), CHUNK)):
             span = slice(low, min(low + CHUNK, flat.numel()))
@@ -61,7 +65,8 @@ class ParameterWriter:
             self.write(flat[span], work, number)
 
     def write(self, out: Tensor, work: Tensor, number: int) -> None:
-        """Round `work` into `out`, a view of the parameter; chunk `number` draws its own random bits."""
+        """Round `work` into `out`, a view of the parameter; chunk `number` draws its own random
+        bits."""
         if out.dtype == torch.float32:
             if out.data_ptr() != work.data_ptr():
                 out.copy_(work)
@@ -165,8 +170,9 @@ class AdamW8bit:
 
 
 class Adafactor:
-    """`torch.optim.Adafactor`: second moments as a row and a column of each matrix (a 3-D tensor is a stack of them),
-    no first moment; the rate is relative to the root mean square of the parameter."""
+    """`torch.optim.Adafactor`: second moments as a row and a column of each matrix (a 3-D tensor is
+    a stack of them), no first moment; the rate is relative to the root mean square of the
+    parameter."""
 
     def state(self, parameter: Tensor) -> State:
         make = {"device": parameter.device, "dtype": torch.float32}
@@ -189,8 +195,9 @@ class Adafactor:
         square = torch.zeros((), device=parameter.device)
         row = torch.zeros(*stack.shape[:2], 1, device=parameter.device)
         column = torch.zeros(stack.shape[0], 1, columns, device=parameter.device)
-        # In chunks, three times over the gradient: the update's norm must be known before any of it is applied, and a
-        # float32 copy of the parameter would take the memory that factored moments save.
+        # In chunks, three times over the gradient: the update's norm must be known before any of it
+        # is applied, and a float32 copy of the parameter would take the memory that factored
+        # moments save.
         for chunk in chunks:
             square += stack[chunk].float().square().sum()
             squares = gradient[chunk].square()

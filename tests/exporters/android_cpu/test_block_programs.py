@@ -1,5 +1,5 @@
-"""MeSP as functions of one block: exact gradients, weights that are never copied, and every way in which a file or a
-step can fail."""
+"""MeSP as functions of one block: exact gradients, weights that are never copied, and every way in
+which a file or a step can fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def opened(name: str = "blocks", folder: Path | None = None) -> Any:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the artifact whose weights may be damaged; the manifest's hashes are not in the way."""
+    """A copy of the artifact whose weights may be damaged; the manifest's hashes are not in the
+    way."""
     folder = tmp_path / "näme with space"
     shutil.copytree(program("blocks"), folder)
     return folder

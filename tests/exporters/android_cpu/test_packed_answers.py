@@ -1,4 +1,5 @@
-"""A program that answers with packed weights: eager tokens, adapters in and out, and no other model's adapter."""
+"""A program that answers with packed weights: eager tokens, adapters in and out, and no other
+model's adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Block programs over rounded weights: what an export says of them, what a plan leaves out, and what is refused."""
+"""Block programs over rounded weights: what an export says of them, what a plan leaves out, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_products_of_integers_are_near_and_verify_says_so() -> None:
 
 
 def test_products_of_integers_are_those_of_eager_over_the_same_rounding() -> None:
-    """A block's functions in eager with the layer's integers in the place of the markers, ops and all.
+    """A block's functions in eager with the layer's integers in the place of the markers, ops and
+    all.
 
     The gradient is large, because eager's op takes no scale below 1.2e-7, as XNNPACK does.
     """

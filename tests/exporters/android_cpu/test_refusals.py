@@ -177,7 +177,8 @@ def test_a_target_that_is_none_lists_the_targets() -> None:
 
 @pytest.mark.parametrize("value", ["torchao-int4", "int4wo", "8da2w"])
 def test_a_quantisation_that_xnnpack_gets_wrong_is_not_offered(value) -> None:
-    """Torchao's weight-only programs are silently wrong under XNNPACK; the error lists what is sound."""
+    """Torchao's weight-only programs are silently wrong under XNNPACK; the error lists what is
+    sound."""
     with pytest.raises(
         ConfigError, match=r"quantize.*'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"
     ):

@@ -1,4 +1,5 @@
-"""Block programs of families with traits of their own: the export's check holds them against eager PyTorch."""
+"""Block programs of families with traits of their own: the export's check holds them against eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def job(folder: Path, method: str) -> ExportJob:
 def test_a_block_program_has_functions_for_every_kind_of_layer(
     family: str, kinds: tuple[int, ...]
 ) -> None:
-    """Its check has compared gradients with eager PyTorch's; conformance does it once more, against float64."""
+    """Its check has compared gradients with eager PyTorch's; conformance does it once more, against
+    float64."""
     folder = program(f"blocks of {family}")
     manifest = read_manifest(folder)
     spec = manifest.program_spec

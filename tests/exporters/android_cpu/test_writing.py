@@ -1,4 +1,5 @@
-"""A block program that answers with a key-value cache: eager tokens, an adapter as an input, a conversation."""
+"""A block program that answers with a key-value cache: eager tokens, an adapter as an input, a
+conversation."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
 def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(
     opened, tmp_path: Path
 ) -> None:
-    """Seed, temperature, top-p and stop texts: a program draws what PyTorch does, adapter after adapter."""
+    """Seed, temperature, top-p and stop texts: a program draws what PyTorch does, adapter after
+    adapter."""
     adapter = random_adapter(opened)
     save_adapter(adapter, tmp_path / "adapter")
     chats = [open_chat(str(program("blocks"))), open_chat(source_of("blocks"))]

@@ -1,4 +1,5 @@
-"""MeSP's blocks on the NPU: exact gradients in QNN's simulator against float32 autodiff, and steps that overflow."""
+"""MeSP's blocks on the NPU: exact gradients in QNN's simulator against float32 autodiff, and steps
+that overflow."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def test_the_next_token_is_eager_s() -> None:
 
 
 def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> None:
-    """33 tokens are more than a call takes; those of the answer go through the same function, one by one."""
+    """33 tokens are more than a call takes; those of the answer go through the same function, one
+    by one."""
     adapter = session.adapter()
     rng = np.random.default_rng(0)
     changed = {

@@ -33,8 +33,8 @@ pytest.importorskip("executorch.exir")
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] if name != "npu" else []) for name in NPU]
 STOCK = {"aten", "dim_order_ops"}
 LOSS = {"npu w8": 1e-2, "npu subspace": 5e-3}
-"""Largest relative error of a loss where it is not 2e-3. Over two answers there is no sum of hundreds of logits, where
-float16's roundings cancel."""
+"""Largest relative error of a loss where it is not 2e-3. Over two answers there is no sum of
+hundreds of logits, where float16's roundings cancel."""
 
 
 @pytest.fixture
@@ -166,7 +166,8 @@ def test_no_variable_is_needed_and_nothing_is_printed(tmp_path: Path) -> None:
         "from pathlib import Path\nimport numpy as np, sys\nfrom ondevice.api.open import open_artifact\n"
         "session = open_artifact(Path(sys.argv[1]))\nids = np.ones((2, 16), dtype=np.int64)\n"
         "result = session.step(ids, ids, 0, 1e-3)\nsession.close()\n"
-        # QNN brings a C++ runtime of its own; an extension that is loaded after it must keep the system's.
+        # QNN brings a C++ runtime of its own; an extension that is loaded after it must keep the
+        # system's.
         "import matplotlib.pyplot\nprint(len(result.losses))\n"
     )
     cache = tmp_path / "çache with spaces"
@@ -188,7 +189,8 @@ def test_no_variable_is_needed_and_nothing_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("qnn_extra")
 def test_loading_the_compiler_changes_nothing_of_pytorch() -> None:
-    """ExecuTorch's package turns oneDNN off when it is imported, and with it the bits of every later run."""
+    """ExecuTorch's package turns oneDNN off when it is imported, and with it the bits of every
+    later run."""
     code = (
         "import torch\nfrom ondevice.exporters.android_npu import qnn\nbefore = torch.backends.mkldnn.enabled\n"
         "qnn.load_compiler()\nprint(before, torch.backends.mkldnn.enabled)\n"

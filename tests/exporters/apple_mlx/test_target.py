@@ -1,4 +1,5 @@
-"""apple-mlx: the exported functions do what Python's stages do, in Python and in C++; what is foreign is refused."""
+"""apple-mlx: the exported functions do what Python's stages do, in Python and in C++; what is
+foreign is refused."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> N
 def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(
     model, tmp_path, monkeypatch
 ) -> None:
-    """All that is chosen by the device is as on a Mac; the operations are still the CPU's, so that they run here."""
+    """All that is chosen by the device is as on a Mac; the operations are still the CPU's, so that
+    they run here."""
     gpu = mx.Device(mx.DeviceType.gpu)
     monkeypatch.setattr(mx, "default_device", lambda: gpu)
     out = tmp_path / "artifact"
@@ -328,7 +330,8 @@ def test_every_operation_of_a_file_is_tagged(tmp_path) -> None:
 
 
 def test_the_number_of_an_array_is_no_operation() -> None:
-    """Two inputs, of which the first has the number 0x6D50, behind the flags of a file: as MLX writes them."""
+    """Two inputs, of which the first has the number 0x6D50, behind the flags of a file: as MLX
+    writes them."""
     numbers = b"\0\0\0\0" + struct.pack("<iiQ", 0, 0, 2) + struct.pack("<QQ", 0x6D50, 0x6D51)
     named = b"\0\0\0\0" + struct.pack("<iiQ", 0, 0, 3) + b"Add"
     assert retarget.tags(numbers) == []
@@ -353,7 +356,8 @@ def host(tmp_path_factory) -> Path:
         "CMAKE_BUILD_PARALLEL_LEVEL": "1",
         "CMAKE_INCLUDE_PATH": str(headers),
     }
-    # The headers are most of the work: they are read once for the library, and nothing is written for a debugger.
+    # The headers are most of the work: they are read once for the library, and nothing is written
+    # for a debugger.
     soonest = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON")
     for command in (
         ["cmake", "-S", HOST, "-B", place, f"-DMLX_DIR={where}", *soonest],

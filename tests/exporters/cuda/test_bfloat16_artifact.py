@@ -22,11 +22,13 @@ from tests.exporters.cuda.test_session import configured
 from tests.methods.reference import batch
 
 RATES = {"prge": 0.05, "lora": 0.01}
-"""By method; AdamW moves every number by its rate, so rounding that turns a small gradient shows sooner."""
+"""By method; AdamW moves every number by its rate, so rounding that turns a small gradient shows
+sooner."""
 
 
 def against_double(folder: Path, job: ExportJob) -> tuple[np.ndarray, np.ndarray]:
-    """Return the losses of three steps of an artifact, and of the method in double precision at the same start."""
+    """Return the losses of three steps of an artifact, and of the method in double precision at the
+    same start."""
     session = open_artifact(folder)
     adapter = session.adapter()
     assert adapter is not None

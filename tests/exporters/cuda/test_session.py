@@ -1,4 +1,5 @@
-"""Artifacts of jetson and cuda-server in PyTorch: every verb on them, resume to the bits, and what they refuse."""
+"""Artifacts of jetson and cuda-server in PyTorch: every verb on them, resume to the bits, and what
+they refuse."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_a_zeroth_order_run_is_rebuilt_from_its_log(artifact_of, tmp_path) -> No
 
 
 def test_prge_as_it_comes_takes_new_subspaces_resumes_and_replays(source, tmp_path) -> None:
-    """PyTorch is on the machine, so an artifact is not the paper's: exact gradients of packed weights, and Adam."""
+    """PyTorch is on the machine, so an artifact is not the paper's: exact gradients of packed
+    weights, and Adam."""
     values = {"name": "prge", "rank": 1, "queries": 2, "calibration_rows": 3, "refresh_every": 2}
     export = {
         "target": "jetson",
@@ -144,7 +146,8 @@ def test_verify_holds_it_against_the_original_model(artifact_of, method, quantiz
 def test_a_wrong_update_shows_where_other_rounding_is_allowed(
     artifact_of, monkeypatch, method, dtype
 ) -> None:
-    """As on a GPU, where adapters are not held bit for bit: a step of twice the rate is no rounding."""
+    """As on a GPU, where adapters are not held bit for bit: a step of twice the rate is no
+    rounding."""
     session, reference = open_artifact(artifact_of(method)), open_artifact(artifact_of(method))
     batches = list(random_batches(session, session.manifest.model.dims["vocab"], 2))
     session.backend = "torch-cuda"

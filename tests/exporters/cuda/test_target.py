@@ -1,4 +1,5 @@
-"""Targets jetson and cuda-server: what they write, what they refuse, and that nothing wrong is written."""
+"""Targets jetson and cuda-server: what they write, what they refuse, and that nothing wrong is
+written."""
 
 from __future__ import annotations
 

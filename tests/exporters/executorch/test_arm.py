@@ -1,6 +1,7 @@
 """The same files on 64-bit ARM, in an emulator, give the numbers of this machine: `pytest -m arm`.
 
-It needs Debian's arm64 userland, which ONDEVICE_ARM_ROOT names; benchmarks/mesp/arm_userland.py makes one.
+It needs Debian's arm64 userland, which ONDEVICE_ARM_ROOT names; benchmarks/mesp/arm_userland.py
+makes one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ APART = 1e-5
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """How far each form's numbers are apart: every artifact is exported once, and all run in one emulated process."""
+    """How far each form's numbers are apart: every artifact is exported once, and all run in one
+    emulated process."""
     folder = tmp_path_factory.mktemp("arm")
     artifacts = {form: export("llama", form, folder) for form in FORMS}
     (folder / "jobs").mkdir()
@@ -42,7 +44,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 def test_losses_and_gradients_are_those_of_this_machine(
     form: str, apart: dict[str, dict[str, float]]
 ) -> None:
-    """AdamW divides by the gradient's own size, so an element near zero may go elsewhere: here, too."""
+    """AdamW divides by the gradient's own size, so an element near zero may go elsewhere: here,
+    too."""
     found = apart[form]
     for what in ("loss", "gradient", "worst_gradient"):
         assert found[what] < APART, what
@@ -52,7 +55,8 @@ def test_losses_and_gradients_are_those_of_this_machine(
 def test_products_of_integers_differ_by_what_last_bits_do_here(
     apart: dict[str, dict[str, float]],
 ) -> None:
-    """A last bit turns an activation between two integers, and everything behind it differs: so it does here."""
+    """A last bit turns an activation between two integers, and everything behind it differs: so it
+    does here."""
     found = apart["8da8w"]
     assert found["nearest_gradient"] < APART or found["gradient"] < 2 * found["own_gradient"]
     assert found["gradient"] < 5e-2 and found["loss"] < 5e-3

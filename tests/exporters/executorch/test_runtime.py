@@ -1,4 +1,5 @@
-"""The runtime is loaded without ExecuTorch's compiler, which is there for whoever asks for it afterwards."""
+"""The runtime is loaded without ExecuTorch's compiler, which is there for whoever asks for it
+afterwards."""
 
 from __future__ import annotations
 

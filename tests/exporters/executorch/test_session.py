@@ -1,4 +1,5 @@
-"""The session of any program: what it binds by role, keeps, counts and refuses; the runtime here is a few lines."""
+"""The session of any program: what it binds by role, keeps, counts and refuses; the runtime here is
+a few lines."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Runtime:
 
 
 def manifest(folder: Path, **changes: Any) -> Manifest:
-    """One method for training and evaluation, four copies, a state of two tensors with names of its own."""
+    """One method for training and evaluation, four copies, a state of two tensors with names of its
+    own."""
     state = port("vector", "state", (8,)), port("average", "state", (8,))
     inputs = (
         *token_ports(4, 8),

@@ -18,7 +18,8 @@ from ondevice.exporters.executorch import shortcuts  # noqa: E402
 
 
 class Attention(torch.nn.Module):
-    """A masked attention between two linear layers, and a feed-forward part: each kind of operation of a block."""
+    """A masked attention between two linear layers, and a feed-forward part: each kind of operation
+    of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,8 @@ def test_a_pass_that_a_program_needs_would_be_missed(monkeypatch) -> None:
 
 
 def test_a_graph_that_is_changed_computes_what_it_says_now() -> None:
-    """Its code is written late, and is whole for whoever calls or reads it, within the block and after."""
+    """Its code is written late, and is whole for whoever calls or reads it, within the block and
+    after."""
     x = torch.arange(16.0).reshape(2, 8)
     with shortcuts.shortcuts():
         graph = torch.fx.symbolic_trace(Five())

@@ -1,4 +1,5 @@
-"""Algorithm 1 as the paper writes it: 2q perturbed copies of B are the state, and the update lags one step.
+"""Algorithm 1 as the paper writes it: 2q perturbed copies of B are the state, and the update lags
+one step.
 
 The package keeps B once and makes its noise again; the tests hold both against each other, and
 `benchmarks.prge.options` measures the difference.
@@ -14,7 +15,8 @@ from ondevice.methods.prge.step import PrgeProgram
 
 
 class CopiesState:
-    """B[0..q-1] (plus) and B[q..2q-1] (minus), float32 [2q, size], and the projected gradients still to apply."""
+    """B[0..q-1] (plus) and B[q..2q-1] (minus), float32 [2q, size], and the projected gradients
+    still to apply."""
 
     def __init__(self, adapter_P: Tensor, queries: int) -> None:
         self.copies = adapter_P[None].repeat(2 * queries, 1)
@@ -30,7 +32,8 @@ class CopiesState:
         step: Tensor,
         learning_rate: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Lines 2 to 7: recover the last noise, restore, update, perturb anew, run. Losses [2q] and gradients [q]."""
+        """Lines 2 to 7: recover the last noise, restore, update, perturb anew, run. Losses [2q] and
+        gradients [q]."""
         self.perturb(program, seed, step)
         losses = program.losses(
             ids_BT, labels_BT, lambda start, count: self.copies[:, start : start + count]

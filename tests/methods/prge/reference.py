@@ -1,7 +1,8 @@
 """P-RGE's step written down once more, in float64 and by another road.
 
-An adapter is added to the weights (no bmm, no copies in a batch), the model is transformers' own forward, the
-loss is torch's cross_entropy over all logits, and the noise is the numpy generator's, kept in memory.
+An adapter is added to the weights (no bmm, no copies in a batch), the model is transformers' own
+forward, the loss is torch's cross_entropy over all logits, and the noise is the numpy generator's,
+kept in memory.
 """
 
 from __future__ import annotations

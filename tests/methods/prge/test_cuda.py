@@ -1,4 +1,5 @@
-"""The program with fused CUDA kernels, run by Triton's interpreter on the CPU, against the plain program."""
+"""The program with fused CUDA kernels, run by Triton's interpreter on the CPU, against the plain
+program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""P-RGE over packed weights: how often a matrix is dequantised; the session of fixed shapes against the plain one."""
+"""P-RGE over packed weights: how often a matrix is dequantised; the session of fixed shapes against
+the plain one."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_a_matrix_is_dequantised_once_for_both_signs_and_all_queries(
     "settings", [{}, {"batch_signs": False}, {"estimator": "one_sided"}, {"top_layers": 1}]
 )
 def test_fixed_shapes_give_the_same_steps(settings) -> None:
-    """Without a GPU the graph is the function itself; the loss of fixed shape rounds in another order."""
+    """Without a GPU the graph is the function itself; the loss of fixed shape rounds in another
+    order."""
     plain, fixed = (
         kind(tiny_model("llama"), config(**settings), SEED)
         for kind in (PrgeSession, GraphedPrgeSession)

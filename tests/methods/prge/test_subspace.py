@@ -1,4 +1,5 @@
-"""P-RGE in the subspace of an exact gradient: the factors, the steps against float64, refreshes, resume and replay."""
+"""P-RGE in the subspace of an exact gradient: the factors, the steps against float64, refreshes,
+resume and replay."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_a_sum_of_products_is_exact_up_to_its_rank() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optimizer: str) -> None:
-    """Factors span the plain model's gradient; losses are of W + scale A (R + e Z) C; the update is the rule's."""
+    """Factors span the plain model's gradient; losses are of W + scale A (R + e Z) C; the update is
+    the rule's."""
     session = PrgeSession(
         tiny_model(), settings(optimizer=optimizer, perturbation_scale=1e-2), SEED
     )

@@ -128,7 +128,8 @@ def test_a_projected_gradient_is_the_derivative_along_its_direction() -> None:
 
 @pytest.mark.parametrize("noise_kind", ["gaussian", "rademacher"])
 def test_algorithm_1_with_stored_copies_is_the_master_form(noise_kind) -> None:
-    """Ten steps of the same scalars: losses to 2e-6, adapter to 1e-6; free-running, rounding grows to 1e-4."""
+    """Ten steps of the same scalars: losses to 2e-6, adapter to 1e-6; free-running, rounding grows
+    to 1e-4."""
     config = PrgeConfig(queries=3, rank=4, noise=noise_kind)
     master, program = session(config), session(config).program
     copies, free = (CopiesState(torch.zeros(program.layout.size), config.queries) for _ in range(2))
@@ -168,7 +169,8 @@ def test_sequential_is_parallel(signs, queries, rows) -> None:
 
 
 def test_the_shared_prefix_changes_nothing() -> None:
-    """top_layers=1 gives what a run of all layers gives whose other adapters stay zero and are not moved."""
+    """top_layers=1 gives what a run of all layers gives whose other adapters stay zero and are not
+    moved."""
     top, whole = PrgeConfig(queries=3, rank=4, top_layers=1), PrgeConfig(queries=3, rank=4)
     limited, full = session(top, layers=3), session(whole, layers=3)
     ids, labels = batch(2)
@@ -194,7 +196,8 @@ def test_the_shared_prefix_changes_nothing() -> None:
 
 
 def test_an_evaluation_is_the_adapted_model_s_loss() -> None:
-    """Of every row, as a sum over its labelled tokens; with ranges that share bits with their beginnings."""
+    """Of every row, as a sum over its labelled tokens; with ranges that share bits with their
+    beginnings."""
     config = PrgeConfig(queries=2, rank=3, target_modules=("q_proj", "v_proj", "down_proj"))
     target, reference = session(config, layers=3), Reference(config, SEED, layers=3)
     flat = torch.from_numpy(start_from(target, reference, 0.2))
@@ -263,7 +266,8 @@ def test_training_lowers_the_loss() -> None:
 def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_seed_s_is_not() -> (
     None
 ):
-    """The last bits of A depend on a machine's logarithm and sine; a phone's adapter must load here."""
+    """The last bits of A depend on a machine's logarithm and sine; a phone's adapter must load
+    here."""
     trained, fresh = session(PrgeConfig(queries=2, rank=4)), session(PrgeConfig(queries=2, rank=4))
     trained.step(*batch(2), 0, 0.05)
     adapter = trained.adapter()

@@ -1,4 +1,5 @@
-"""Small reversible networks, their gradients by rebuilt inputs, and those with every activation stored."""
+"""Small reversible networks, their gradients by rebuilt inputs, and those with every activation
+stored."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def direction(hidden: Tensor) -> Tensor:
 
 
 def rebuilt(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
-    """The hidden states and all gradients by rebuilt inputs, with what reaches the embedding as `embedding`."""
+    """The hidden states and all gradients by rebuilt inputs, with what reaches the embedding as
+    `embedding`."""
     saved = built.forward(ids)
     hidden = built.hidden(saved)
     by_name: Gradients = {}

@@ -1,6 +1,7 @@
 """The same on a GPU: bits of a fused step, 8-bit moments, memory by depth, resume.
 
-Attention's fused backward kernels add in any order, so where bits are compared PyTorch's plain ones run.
+Attention's fused backward kernels add in any order, so where bits are compared PyTorch's plain ones
+run.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def test_a_resume_has_the_same_bits(optimizer, same_order) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
 def test_updates_on_a_gpu_are_the_libraries(optimizer) -> None:
-    """bitsandbytes' CUDA kernels may round a moment the other way than ours in one call: within a quantum."""
+    """bitsandbytes' CUDA kernels may round a moment the other way than ours in one call: within a
+    quantum."""
     random = torch.Generator("cuda").manual_seed(0)
     start = torch.randn(300, 128, device="cuda", generator=random)
     grads = [torch.randn(300, 128, device="cuda", generator=random) for _ in range(3)]
@@ -116,7 +118,8 @@ def test_updates_on_a_gpu_are_the_libraries(optimizer) -> None:
 
 
 def test_memory_does_not_grow_with_depth() -> None:
-    """Beyond weights and optimizer: at most 2% from 6 to 24 layers; with a checkpoint a block, an input a layer."""
+    """Beyond weights and optimizer: at most 2% from 6 to 24 layers; with a checkpoint a block, an
+    input a layer."""
     ids = np.random.default_rng(0).integers(0, 256, (8, 256))
     by_name: dict[str, list[int]] = {}
     for name in ("ours", "checkpoint"):

@@ -1,4 +1,5 @@
-"""The trained network as a Hugging Face folder: loaded by transformers alone, in a process without this package."""
+"""The trained network as a Hugging Face folder: loaded by transformers alone, in a process without
+this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The paper's coupling: its attention, its inverse by iteration, and what is done where that does not converge."""
+"""The paper's coupling: its attention, its inverse by iteration, and what is done where that does
+not converge."""
 
 from __future__ import annotations
 

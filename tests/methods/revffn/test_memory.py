@@ -68,7 +68,8 @@ def test_bits_beside_the_streams_are_where_they_wait() -> None:
 
 
 def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
-    """14.3e9 parameters: weights and one block's gradients with a factored optimizer; AdamW's moments alone do not."""
+    """14.3e9 parameters: weights and one block's gradients with a factored optimizer; AdamW's
+    moments alone do not."""
     with torch.device("meta"):
         dims = make("Qwen1.5-MoE-A2.7B", device="meta").dims
     assert dims.parameters == pytest.approx(14.3e9, rel=5e-3)

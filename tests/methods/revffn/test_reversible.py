@@ -1,5 +1,5 @@
-"""Gradients of the reversible backward pass against the same network with stored activations, and that against its
-formula."""
+"""Gradients of the reversible backward pass against the same network with stored activations, and
+that against its formula."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_any_batch_and_length(rows: int, length: int, coupling: dict, layers: in
 
 @pytest.mark.parametrize("gamma_bits", [0, 1, 4])
 def test_full_is_its_formula(gamma_bits: int) -> None:
-    """The stored network against h[k+1] written out, with nothing of this package in it but the family's blocks."""
+    """The stored network against h[k+1] written out, with nothing of this package in it but the
+    family's blocks."""
     reversible = network(
         sizes={"layers": 5},
         coupling="full",
@@ -178,7 +179,8 @@ def test_gradients_at_both_ends_are_the_transposes(settings: dict) -> None:
 
 @pytest.mark.parametrize("width", [2, 32, 66])
 def test_adapters_begin_orthonormal_by_gram_schmidt(width: int) -> None:
-    """The first column is the first drawn one, and none is turned around: Q of QR has no sign of its own."""
+    """The first column is the first drawn one, and none is turned around: Q of QR has no sign of
+    its own."""
     half = width // 2
     columns = orthonormal(width, 3).double()
     torch.testing.assert_close(columns.T @ columns, torch.eye(half).double(), rtol=0, atol=1e-6)
@@ -264,7 +266,8 @@ def test_padding_on_the_right_changes_no_other_token(coupling: str) -> None:
 
 
 def test_what_waits_for_the_way_back() -> None:
-    """Nothing but the ends for `exact`, whatever the depth; four bits a value and layer, but the first, for `full`."""
+    """Nothing but the ends for `exact`, whatever the depth; four bits a value and layer, but the
+    first, for `full`."""
     sizes = {}
     for coupling in ("exact", "full"):
         for layers in (2, 6):
@@ -323,7 +326,8 @@ def test_smollm2_gradients_bit_for_bit(coupling: str) -> None:
 @pytest.mark.model
 @torch.no_grad()
 def test_full_starts_at_the_pretrained_function() -> None:
-    """Its next token is the model's, and its states are near; the loss on real rows is in docs/methods/revffn.md."""
+    """Its next token is the model's, and its states are near; the loss on real rows is in
+    docs/methods/revffn.md."""
     built, ids = smollm(coupling="full")
     hidden = built.family.final_norm(built.hidden(built.forward(ids)))
     logits = hidden @ built.family.head_weight.T

@@ -1,4 +1,5 @@
-"""The scale of int32 streams: chosen for a model, the same every time, and checked in every forward pass."""
+"""The scale of int32 streams: chosen for a model, the same every time, and checked in every forward
+pass."""
 
 from __future__ import annotations
 

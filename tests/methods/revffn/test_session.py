@@ -1,4 +1,5 @@
-"""Sessions of RevFFN: every way through a step gives the same update, stages, router, resume, evaluation."""
+"""Sessions of RevFFN: every way through a step gives the same update, stages, router, resume,
+evaluation."""
 
 from __future__ import annotations
 

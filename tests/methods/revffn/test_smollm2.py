@@ -1,4 +1,5 @@
-"""Training of SmolLM2-135M's real weights: `full` begins where the ordinary model does, and learns as it does."""
+"""Training of SmolLM2-135M's real weights: `full` begins where the ordinary model does, and learns
+as it does."""
 
 from __future__ import annotations
 

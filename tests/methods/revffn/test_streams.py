@@ -1,4 +1,5 @@
-"""A step and its inverse: exact in fixed point for every shape, weight and sign; its value; packed bits."""
+"""A step and its inverse: exact in fixed point for every shape, weight and sign; its value; packed
+bits."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_peaks_are_the_largest_magnitudes_of_what_is_added_and_of_the_sum(mix: M
     "mix", [Mix(), Mix(1.0, 2.0), Mix(-0.5, 0.5, 1), Mix(-0.125, 0.875, 3), Mix(0.5, 1.5, 1)]
 )
 def test_every_overflow_shows(mix: Mix) -> None:
-    """The peaks reach `ROOM` whenever the true sum is, even where it has come round to a small number."""
+    """The peaks reach `ROOM` whenever the true sum is, even where it has come round to a small
+    number."""
     streams = FixedStreams(0)
     grid = torch.tensor(
         [-ROOM, -ROOM + 1, -ROOM // 2, -1, 0, 1, ROOM // 2, ROOM - 1, ROOM], dtype=torch.int64

@@ -1,4 +1,5 @@
-"""Updates of one tensor at a time against torch's and bitsandbytes' optimizers on the same gradients."""
+"""Updates of one tensor at a time against torch's and bitsandbytes' optimizers on the same
+gradients."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_a_resumed_update_has_the_same_bits(
 
 
 def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
-    """A sixteenth of a unit of the last place: to the nearest it is lost, by chance every sixteenth weight moves."""
+    """A sixteenth of a unit of the last place: to the nearest it is lost, by chance every sixteenth
+    weight moves."""
     for rounding, expected in (("nearest", 0.0), ("stochastic", 32 * 2.0**-11)):
         weight = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
         run = opened("sgd", weight, rounding=rounding)

@@ -1,7 +1,8 @@
-"""Each stage as a `.mlxfn` file that all layers share: weights are inputs, and every shape that a step uses is a trace.
+"""Each stage as a `.mlxfn` file that all layers share: weights are inputs, and every shape that a
+step uses is a trace.
 
-Shapes cannot be left open (MLX refuses it for rotary embeddings, slices and masks), so a step of each length bucket is
-run once on random numbers, and what every stage was called with is exported.
+Shapes cannot be left open (MLX refuses it for rotary embeddings, slices and masks), so a step of
+each length bucket is run once on random numbers, and what every stage was called with is exported.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Recording:
 def record(
     model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]
 ) -> Recording:
-    """Run one step of each bucket through the first block, the loss and the optimizer; nothing of `model`
-    changes."""
+    """Run one step of each bucket through the first block, the loss and the optimizer; nothing of
+    `model` changes."""
     stages = model.interpreter.functions
     assert isinstance(stages, ModelStages)  # noqa: S101 - an artifact is not exported again
     recording = Recording(stages)
@@ -79,7 +80,8 @@ def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int
 
 
 def export_functions(recording: Recording, folder: Path) -> dict[str, Any]:
-    """Write `STAGE.mlxfn` for every stage; gives file and outputs by stage, as `program.json` lists them."""
+    """Write `STAGE.mlxfn` for every stage; gives file and outputs by stage, as `program.json` lists
+    them."""
     folder.mkdir(parents=True)
     listed = {}
     for stage, traces in sorted(recording.traces.items()):

@@ -1,7 +1,8 @@
-"""The order in which a block's stages run, what each takes, and what is dead after it, as instructions: data, not code.
+"""The order in which a block's stages run, what each takes, and what is dead after it, as
+instructions: data, not code.
 
-A backend that can run the stages needs nothing else: the Python session, an exported artifact's session and the C++
-host all interpret this list. Imports no MLX.
+A backend that can run the stages needs nothing else: the Python session, an exported artifact's
+session and the C++ host all interpret this list. Imports no MLX.
 """
 
 from __future__ import annotations
@@ -333,7 +334,8 @@ def _is_adapter(name: str) -> bool:
 
 
 def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Instruction]:
-    """Return `listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
+    """Return `listed`, each with the names that nothing after it reads; an output that nothing
+    reads goes at once."""
     annotated, needed = [], set(results)
     for instruction in reversed(listed):
         outputs = set() if instruction.stage == "update" else set(instruction.outputs.values())
@@ -363,8 +365,8 @@ def final_norm_backward() -> list[Instruction]:
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:
-    """List those of the loss: hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and
-    gh with `gradient`."""
+    """List those of the loss: hn of labelled tokens, the head's rows of their labels, each token's
+    weight -> nll, and gh with `gradient`."""
     listed = [
         Instruction(
             "loss_begin",

@@ -1,5 +1,5 @@
-"""A frozen model with its A and B: the interpreter of a block's instructions, the stages before and after the blocks,
-and a batch's way through all of it."""
+"""A frozen model with its A and B: the interpreter of a block's instructions, the stages before and
+after the blocks, and a batch's way through all of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class BlockWeights(Protocol):
 
 
 class Interpreter:
-    """Runs instructions: gives each stage its arrays, computes where they say so, and drops what is dead.
+    """Runs instructions: gives each stage its arrays, computes where they say so, and drops what is
+    dead.
 
     Args:
         functions: the stages.
@@ -107,8 +108,9 @@ def _find(
 class ModelStages(Stages):
     """All stages of a model: a block's, and those before and after the blocks.
 
-    The cross-entropy goes over the vocabulary twice: the first time for the log-sum-exp, the second for the gradient.
-    So a tile's logits are dead before the next tile's exist. Shapes: N labelled tokens, V rows of a tile.
+    The cross-entropy goes over the vocabulary twice: the first time for the log-sum-exp, the second
+    for the gradient. So a tile's logits are dead before the next tile's exist. Shapes: N labelled
+    tokens, V rows of a tile.
     """
 
     def embed(self, a: Arrays) -> Arrays:
@@ -131,8 +133,8 @@ class ModelStages(Stages):
         return {"target": target, "maximum": empty - mx.inf, "total": empty}
 
     def loss_tile(self, a: Arrays) -> Arrays:
-        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits: float32 sums, as
-        logits of half precision would all but hide what a step changes."""
+        """Return the running maximum, and the sum of exponentials below it, after the tile's V
+        logits: float32 sums, as logits of half precision would all but hide what a step changes."""
         logits = self.product(a["hn"].astype(self.sums), a, "head")
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(
@@ -172,14 +174,15 @@ class ModelStages(Stages):
         return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
 
     def sgd(self, a: Arrays) -> Arrays:
-        """Update one matrix: value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
+        """Update one matrix: value kept - rate gradient; `kept` is 1 - learning rate times weight
+        decay."""
         return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
 
     def adamw(self, a: Arrays) -> Arrays:
         """Update one matrix as `torch.optim.AdamW` does.
 
-        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all float32 [];
-        `constants` are beta1, beta2 and eps.
+        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all
+        float32 []; `constants` are beta1, beta2 and eps.
         """
         beta1, beta2, eps = (a["constants"][i] for i in range(3))
         first = beta1 * a["first"] + (1 - beta1) * a["gradient"]
@@ -189,7 +192,8 @@ class ModelStages(Stages):
 
 
 class Model:
-    """A frozen model with its A and B: embedding, blocks one after the other, loss, and the way back.
+    """A frozen model with its A and B: embedding, blocks one after the other, loss, and the way
+    back.
 
     Args:
         settings: the run's shape.
@@ -248,7 +252,8 @@ class Model:
         )["x"]
 
     def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
-        """Return the gradient of a block's input from that of its output; those of A and B are called back."""
+        """Return the gradient of a block's input from that of its output; those of A and B are
+        called back."""
         self.weights.announce(layer - 1)
         listed = self.listed("backward", x.shape[1])
         inputs = {"x": x, "g": g}
@@ -265,8 +270,8 @@ class Model:
     def forward_backward(
         self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
     ) -> float:
-        """Return the summed loss of some rows; the gradients of (sum / `labelled`) are called back, last block
-        first."""
+        """Return the summed loss of some rows; the gradients of (sum / `labelled`) are called back,
+        last block first."""
         inputs = [self.embed(ids)]
         for layer in range(self.layers):
             inputs.append(self.forward(layer, inputs[-1]))
@@ -278,7 +283,8 @@ class Model:
         return loss
 
     def loss(self, x: Any, labels: np.ndarray, labelled: int) -> tuple[float, Any]:
-        """Return the summed loss, and the gradient of x for (sum / `labelled`); None where no token is labelled."""
+        """Return the summed loss, and the gradient of x for (sum / `labelled`); None where no token
+        is labelled."""
         where, wanted = targets(labels)
         if not len(where):
             return 0.0, None
@@ -300,7 +306,8 @@ class Model:
         return total, self.interpreter.run(listed, inputs, self.weights.final, {})["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
+        """Return each row's negative log likelihood float32 [rows], and labelled tokens int64
+        [rows]."""
         x = self.embed(ids)
         for layer in range(self.layers):
             x = self.forward(layer, x)
@@ -357,7 +364,8 @@ def stages_of(settings: Settings) -> ModelStages:
 
 
 def targets(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return places in the flattened batch whose next token is labelled, int32 [n], and these labels, int64 [n]."""
+    """Return places in the flattened batch whose next token is labelled, int32 [n], and these
+    labels, int64 [n]."""
     following = np.full_like(labels, -100)
     following[:, :-1] = labels[:, 1:]
     where = np.flatnonzero(following >= 0)

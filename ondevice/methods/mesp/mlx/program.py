@@ -1,4 +1,5 @@
-"""MeSP's step as a program for MLX: stages as functions, and everything else that a host needs to train as data.
+"""MeSP's step as a program for MLX: stages as functions, and everything else that a host needs to
+train as data.
 
 The data is `program.json`, so that a host has no formula and no layer in it.
 """
@@ -54,8 +55,10 @@ def program(
     model: Model, config: MespConfig, parameters: tuple[LoraParameters, ...], functions: dict[str, Any],
     batch_size: int, lengths_tokens: tuple[int, ...], mlx_version: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the program's whole description; see docs/methods/mesp.md for what a host does with it."""
-    # As data, to the last bound of a tile: the C++ and Swift hosts interpret this list and know no method.
+    """Return the program's whole description; see docs/methods/mesp.md for what a host does with
+    it."""
+    # As data, to the last bound of a tile: the C++ and Swift hosts interpret this list and know no
+    # method.
     settings = model.settings
     return {
         "format": FORMAT,
@@ -90,8 +93,8 @@ def program(
 
 
 def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
-    """Return instructions as JSON: an input is [the function's name of it, its name in the block, axis, start, stop],
-    axis -1 for all of it; `free` is dead after it."""
+    """Return instructions as JSON: an input is [the function's name of it, its name in the block,
+    axis, start, stop], axis -1 for all of it; `free` is dead after it."""
     entries: list[dict[str, Any]] = []
     for instruction in instructions:
         if instruction.stage == "update":
@@ -171,13 +174,15 @@ def write(
 
 
 class MlxProgramSession(ProgramSession, MlxSession):
-    """Runs an artifact's program; batches are int64 [batch_size, one of lengths_tokens]. No stage is Python's own.
+    """Runs an artifact's program; batches are int64 [batch_size, one of lengths_tokens]. No stage
+    is Python's own.
 
     Args:
         folder: the artifact.
         manifest: its checked manifest.
         functions: `call(stage, arrays)` runs a stage.
-        streamed: read the weights from their files block by block; None: as the method's settings say.
+        streamed: read the weights from their files block by block; None: as the method's settings
+            say.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Optimizer:
-    """The moments of all matrices and the number of the step; the arithmetic is the stages `sgd` and `adamw`."""
+    """The moments of all matrices and the number of the step; the arithmetic is the stages `sgd`
+    and `adamw`."""
 
     def __init__(self, config: MespConfig, functions: Functions) -> None:
         self.config, self.functions, self.steps = config, functions, 0
@@ -123,7 +124,8 @@ class MlxSession(Session):
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
-        """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
+        """Run one optimizer step over the batch, `micro_batch_size` rows at once; see
+        `Session.step`."""
         check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
@@ -189,7 +191,8 @@ class MlxSession(Session):
         mx.eval(self.model.adapter)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a and B, the optimizer's moments and its step, under the names that the torch session has for them."""
+        """Return a and B, the optimizer's moments and its step, under the names that the torch
+        session has for them."""
         check_not_partially_updated(self.partially_updated)
         return self._tensors() | {
             name: np.array(array) for name, array in self.optimizer.state().items()
@@ -306,7 +309,8 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: an adapter beside experts.
-        ModelError: blocks that have no experts among others, or weights that another program has packed.
+        ModelError: blocks that have no experts among others, or weights that another program has
+            packed.
     """
     dims = files.dims
     if not isinstance(dims, MoeDims):

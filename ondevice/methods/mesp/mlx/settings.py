@@ -1,7 +1,8 @@
-"""The sizes of a model and the choices of a run, on which the stages and their order depend. Imports no MLX.
+"""The sizes of a model and the choices of a run, on which the stages and their order depend.
+Imports no MLX.
 
-A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part of the tokens
-(queries, or labelled tokens), a part one of the arrays of a packed matrix.
+A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part
+of the tokens (queries, or labelled tokens), a part one of the arrays of a packed matrix.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Rope:
     Attributes:
         theta: base of the wavelengths theta^(2i / head_dim).
         scale: 1 / factor where positions are interpolated (`linear`).
-        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`, `longrope`).
-        longer: those of sequences of more than `trained_tokens`, where they are others (`longrope`).
+        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`,
+            `longrope`).
+        longer: those of sequences of more than `trained_tokens`, where they are others
+            (`longrope`).
         factor: of what is rotated (`yarn`, `longrope`).
         local_theta: base in layers with a window, where it is another; they are not scaled.
     """
@@ -54,8 +57,8 @@ class Rope:
     def of_layer(
         self, width: int, rotated: bool, local: bool
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included, and the factor of
-        each pair; infinity and 1 where nothing is rotated."""
+        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale
+        included, and the factor of each pair; infinity and 1 where nothing is rotated."""
         pairs = width // 2
         if not rotated:
             return (float("inf"),) * pairs, (1.0,) * pairs
@@ -68,7 +71,8 @@ class Rope:
 
 
 def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
-    """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type` may be."""
+    """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type`
+    may be."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
@@ -81,7 +85,8 @@ def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
     if dims.rope_type == "llama3":
         return make(wavelengths=_llama3(rope, plain))
     if dims.rope_type == "longrope":
-        # Configurations as they were published have this beside the scaling; transformers 5 writes it among its fields.
+        # Configurations as they were published have this beside the scaling; transformers 5 writes
+        # it among its fields.
         trained = config.get("original_max_position_embeddings", dims.max_positions)
         return make(
             **_longrope(
@@ -92,8 +97,8 @@ def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
 
 
 def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> dict[str, Any]:
-    """Stretch each wave by its own factor, by another in sequences beyond those of training (LongRoPE, arXiv
-    2402.13753; transformers' `_compute_longrope_parameters`)."""
+    """Stretch each wave by its own factor, by another in sequences beyond those of training
+    (LongRoPE, arXiv 2402.13753; transformers' `_compute_longrope_parameters`)."""
     trained = int(rope["original_max_position_embeddings"])
     short, longer = (
         tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
@@ -127,7 +132,8 @@ def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
 
 
 def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
-    """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
+    """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv
+    2309.00071, section 3.2)."""
     factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     turns = [
         float(rope.get(key) or otherwise)
@@ -163,7 +169,8 @@ def _yarn_factor(rope: dict[str, Any]) -> float:
 
 
 def _local_theta(config: dict[str, Any]) -> float | None:
-    """The base of the rotary embedding in layers with a window, where a configuration has one for these."""
+    """The base of the rotary embedding in layers with a window, where a configuration has one for
+    these."""
     rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
     return None if theta is None else float(theta)
@@ -177,12 +184,12 @@ class Settings:
         scale: LoRA's alpha / rank.
         bits: of packed weights, in groups of `group_size`; None is dense.
         dtype: of activations; sums over tiles and all of LoRA are float32.
-        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows dense at a time,
-            which is faster with a good BLAS.
+        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows
+            dense at a time, which is faster with a good BLAS.
         mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
         query_chunk_tokens: queries whose attention scores exist at once.
-        active_experts: of a mixture of experts, those that a token passes through; `normalised`: their weights add up
-            to 1; `shared`: there is an expert for all tokens.
+        active_experts: of a mixture of experts, those that a token passes through; `normalised`:
+            their weights add up to 1; `shared`: there is an expert for all tokens.
     """
 
     dims: ModelDims
@@ -221,7 +228,8 @@ class Settings:
         return ("gate_up_proj",) if self.dims.traits.fused else GATE_UP
 
     def place(self, target: str) -> tuple[str, int]:
-        """Return the linear layer that `target` is some rows of, and the first of them: gate and up may be one."""
+        """Return the linear layer that `target` is some rows of, and the first of them: gate and up
+        may be one."""
         if self.dims.traits.fused and target in GATE_UP:
             return "gate_up_proj", GATE_UP.index(target) * self.dims.intermediate
         return target, 0
@@ -236,7 +244,8 @@ class Settings:
 
     @property
     def rope_by_layer(self) -> bool:
-        """Layers rotate differently, or some do not: then `rope.weight` of a block has its wavelengths."""
+        """Layers rotate differently, or some do not: then `rope.weight` of a block has its
+        wavelengths."""
         return self.rope.local_theta is not None or not all(self.dims.traits.rotary)
 
     @property

@@ -1,8 +1,8 @@
 """A folder of a model's frozen arrays, as a run streams them and as an exported artifact has them.
 
-It holds `block-00000.safetensors` and so on, `table.safetensors` (embedding, and head where it is another) and
-`final.safetensors`. What comes next is announced to the system, which reads it beside the computation into its own
-cache; that costs this process no memory.
+It holds `block-00000.safetensors` and so on, `table.safetensors` (embedding, and head where it is
+another) and `final.safetensors`. What comes next is announced to the system, which reads it beside
+the computation into its own cache; that costs this process no memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def block_file(layer: int) -> str:
 
 
 class StreamedBlock:
-    """Arrays in a file: rows are read as they are asked for, columns from a matrix that stays until it is dropped."""
+    """Arrays in a file: rows are read as they are asked for, columns from a matrix that stays until
+    it is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.file = TensorFile(path)

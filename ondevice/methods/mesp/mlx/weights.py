@@ -1,8 +1,8 @@
-"""A model's frozen arrays by block, and how they are made of its safetensors files: in the run's dtype, packed into 4
-bits where that is asked for. `weight_files` has arrays that stay in files.
+"""A model's frozen arrays by block, and how they are made of its safetensors files: in the run's
+dtype, packed into 4 bits where that is asked for. `weight_files` has arrays that stay in files.
 
-Files are read with plain reads, not through a memory map: a file that is cut off, or on a disk that goes away, is an
-error that names it, where a memory map would end the process.
+Files are read with plain reads, not through a memory map: a file that is cut off, or on a disk that
+goes away, is an error that names it, where a memory map would end the process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class ResidentBlock:
 
 
 class Renamed:
-    """A table's arrays under the names that the instructions have for them: `embedding.weight` as `head.weight`."""
+    """A table's arrays under the names that the instructions have for them: `embedding.weight` as
+    `head.weight`."""
 
     def __init__(self, block: Any, old: str, new: str) -> None:
         self.block, self.old, self.new = block, old, new

@@ -102,7 +102,8 @@ def gradients(
 
 
 def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and labels; prompts of different lengths are not trained on, and rows are padded on the right."""
+    """Ids and labels; prompts of different lengths are not trained on, and rows are padded on the
+    right."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, vocab, (rows, length))
     labels = ids.copy()

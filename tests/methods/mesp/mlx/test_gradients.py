@@ -1,4 +1,5 @@
-"""Every gradient of the hand-written backward pass against automatic differentiation: MLX's, and torch's in float64."""
+"""Every gradient of the hand-written backward pass against automatic differentiation: MLX's, and
+torch's in float64."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 def traits(draw, layers: int, head_dim: int) -> BlockTraits:
     """What a block does, also such that no model has together; half the time Llama's.
 
-    A norm behind a branch divides by what may be nearly nothing, which multiplies float32's rounding: so their norms
-    have a large epsilon and their errors a wider limit. `test_families_with_traits_of_their_own` has neither.
+    A norm behind a branch divides by what may be nearly nothing, which multiplies float32's
+    rounding: so their norms have a large epsilon and their errors a wider limit.
+    `test_families_with_traits_of_their_own` has neither.
     """
     if draw(st.booleans()):
         return BlockTraits()
@@ -97,8 +99,9 @@ def shapes(draw):
 
 
 def worst(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """The largest relative error of a tensor. One whose gradient is nearly nothing (a token that attends to itself
-    alone, keys that are all the same) has only rounding errors of activations, which are about 1 here."""
+    """The largest relative error of a tensor. One whose gradient is nearly nothing (a token that
+    attends to itself alone, keys that are all the same) has only rounding errors of activations,
+    which are about 1 here."""
     assert actual.keys() == expected.keys()
     largest = max(np.linalg.norm(value) for value in expected.values())
     floors = {
@@ -339,8 +342,9 @@ def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
 def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_differentiation(
     smollm2,
 ) -> None:
-    """Thirty trained layers amplify float32's rounding: automatic differentiation itself is 2e-5 and more away
-    from double precision in the worst tensor. Torch over transformers' own forward, float64, says what is exact."""
+    """Thirty trained layers amplify float32's rounding: automatic differentiation itself is 2e-5
+    and more away from double precision in the worst tensor. Torch over transformers' own forward,
+    float64, says what is exact."""
     session, ids, labels = smollm2
     loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
     _, automatic = gradients(session.model, baselines.autodiff, ids, labels)

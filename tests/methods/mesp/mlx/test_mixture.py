@@ -75,7 +75,8 @@ def test_four_bits_have_the_gradients_of_the_rounded_weights(folder: Path) -> No
 
 
 def test_streamed_and_in_either_layout_it_has_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    """transformers holds all experts of a layer in one tensor; published files have each expert's matrices apart."""
+    """transformers holds all experts of a layer in one tensor; published files have each expert's
+    matrices apart."""
     (path,) = folder.glob("*.safetensors")
     there = load_file(path)
     fused = any(name.endswith(".experts.gate_up_proj") for name in there)
