@@ -141,7 +141,7 @@ class Exporter(ABC):
         """
 
     def program(self, method: Any) -> Any:
-        """Return a method's step for this kind of target, from its settings; None where it has
+        """Return a method's step for this kind of target, from its settings; None if it has
         none."""
         return spec_of(method).program(self.spec.kind)
 
@@ -193,7 +193,7 @@ def name_state(spec: ProgramSpec, session: Session, first: str | None = None) ->
     """Return `spec` with the state tensors and the counter of a session that has made a step.
 
     Args:
-        first: the safetensors file of the artifact that holds the adapter's first value; None where
+        first: the safetensors file of the artifact that holds the adapter's first value; None if
             the session draws it from the seed.
     """
     arrays = session.state()

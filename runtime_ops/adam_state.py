@@ -2,7 +2,7 @@
 flat array.
 
 The master is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits
-beside it (`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
+next to it (`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
 """
 
 from __future__ import annotations

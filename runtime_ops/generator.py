@@ -107,7 +107,7 @@ def rademacher(
 ) -> np.ndarray:
     """Draw random signs, +1.0 or -1.0; arguments as for `normal`.
 
-    Element e is bit 63 - (e & 63) of word e >> 6: +1.0 where the bit is 0.
+    Element e is bit 63 - (e & 63) of word e >> 6: +1.0 if the bit is 0.
 
     Returns:
         float32 [queries, count].

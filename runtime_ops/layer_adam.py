@@ -3,7 +3,7 @@
 This is "Layer-Adam" of SlideFormer (section 3): bfloat16 gradients come in, float32 state is
 updated, bfloat16 parameters go out. The arithmetic is that of `torch.optim.AdamW`. The master
 parameter is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits
-beside it (`split`), the same float32 bits in fewer bytes moved. The call releases the GIL.
+next to it (`split`), the same float32 bits in fewer bytes moved. The call releases the GIL.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def device_adam(
     """Run `layer_adam`, with the same bits, where `grad` and `state` lie: on a GPU or on the CPU.
 
     Args:
-        scale: float [1] beside them, in place of `adam.grad_scale`; None leaves that.
+        scale: float [1] next to them, in place of `adam.grad_scale`; None leaves that.
         threads: on a CPU.
 
     Raises:

@@ -58,7 +58,7 @@ def quantize_q4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor
             expected="finite values within float16",
             hint="check the model",
         )
-    # Against the rounded scale and minimum, so that rounding them is made up for where it can be.
+    # Against the rounded scale and minimum, so that rounding them is made up for if it can be.
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales).float()
     levels = (
         ((groups - mins.float()[..., None]) / divisor[..., None])

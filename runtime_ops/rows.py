@@ -1,4 +1,4 @@
-"""Rows of a table by number, on the CPU: torch's indexing takes ten times as long beside other busy
+"""Rows of a table by number, on the CPU: torch's indexing takes ten times as long next to other busy
 threads.
 
 Without a compiler, torch's indexing.

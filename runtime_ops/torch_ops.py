@@ -1,7 +1,7 @@
 """All ops of the `ondevice` namespace in PyTorch; importing this file registers them.
 
 `torch.ops.ondevice.normal` and `.rademacher` are the generator; the quantised ops are in
-`quantized`. On CPU an op runs the compiled library where there is one, else PyTorch; on CUDA the
+`quantized`. On CPU an op runs the compiled library if there is one, else PyTorch; on CUDA the
 generator runs in Triton.
 """
 

@@ -41,7 +41,7 @@ rounded."""
 PACKED_FROM_ROWS = 16
 """Hidden states from which XNNPACK takes the products of a block program in float32."""
 LEAST_COSINE_FLOAT32 = 0.5
-"""Of the gradient of rounded weights with float32's, where a method measures it; 4 bits have 0.63
+"""Of the gradient of rounded weights with float32's, if a method measures it; 4 bits have 0.63
 on a model that was not published in 4 bits."""
 
 

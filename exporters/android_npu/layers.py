@@ -1,7 +1,7 @@
 """Functions of one block for the NPU: each layer's are compiled with its weights, into a program
 file of its own.
 
-ExecuTorch's passes run for the first layer alone: the others' weights take the place of its weights
+ExecuTorch's passes run only for the first layer: the others' weights take the place of its weights
 in what the passes gave (`Compiled.code_for`), and their compiled code that of its code in the
 finished program.
 """

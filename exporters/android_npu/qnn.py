@@ -75,10 +75,10 @@ def sdk_root() -> Path:
     link = root / "lib" / HOST
     if not (link.is_symlink() and link.resolve() == package.resolve()):
         link.parent.mkdir(parents=True, exist_ok=True)
-        beside = link.with_name(f"{HOST}.{os.getpid()}")
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(package, target_is_directory=True)
-        beside.replace(link)
+        part = link.with_name(f"{HOST}.{os.getpid()}")
+        part.unlink(missing_ok=True)
+        part.symlink_to(package, target_is_directory=True)
+        part.replace(link)
     return root
 
 

@@ -4,7 +4,7 @@ for Metal.
 MLX writes before every operation the index of its stream, the type and the index of its device, and
 its name. A file from Linux says CPU everywhere, and an app on a phone would compute there. With the
 stream index -1 and the type GPU an importer takes its own default stream of the GPU. That was read
-in MLX, and could not be run here: where a Mac is at hand, export there.
+in MLX, and could not be run here: if a Mac is at hand, export there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ondevice.core.errors import VerificationError
 CPU, GPU = 0, 1
 CAVEAT = (
     "functions-gpu/ was not made by MLX: it is functions/, exported on a CPU, with the device of every operation "
-    "changed. It was not run on Metal; export on a Mac where you can"
+    "changed. It was not run on Metal; export on a Mac if you can"
 )
 _TAG = re.compile(
     rb"(?P<stream>.{4})(?P<type>[\x00\x01]\0\0\0)(?P<index>\0\0\0\0)(?P<length>.\0{7})(?=(?P<name>[A-Z][A-Za-z0-9]*))",

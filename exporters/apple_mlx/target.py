@@ -274,7 +274,7 @@ def compare(
 
 
 def _step_bytes(job: ExportJob, dims: Any) -> int:
-    """Return the bytes that a step of the longest bucket needs beside weights and adapter."""
+    """Return the bytes that a step of the longest bucket needs next to weights and adapter."""
     step = spec_of(job.method).memory().step
     parts = step(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens), 4)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))

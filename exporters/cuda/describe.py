@@ -80,7 +80,7 @@ def manifest(
 def step_bytes(
     dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2
 ) -> int:
-    """Return bytes of a step beside weights and adapter."""
+    """Return bytes of a step in addition to weights and adapter."""
     parts = spec_of(method).memory().step(dims, method, batch_size, length_tokens, activation_bytes)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
@@ -130,7 +130,7 @@ def readme(manifest: Manifest, dtype: str, files: tuple[str, ...]) -> str:
 
 Weights: {WORDS[manifest.quantize]}.
 Activations, embedding and head in {dtype}. Batches of {manifest.batch_size} rows, padded on the right to {lengths}
-tokens. Exported with {manifest.runtime}; it runs on CUDA where there is a device, else on the CPU.
+tokens. Exported with {manifest.runtime}; it runs on CUDA if there is a device, else on the CPU.
 {caveats}
     ondevice doctor --target {manifest.target}
     ./run.sh --data rows.jsonl --out runs/mine

@@ -42,7 +42,7 @@ class TorchProgramSession(ProgramSession):
     Args:
         folder: the artifact.
         manifest: its checked manifest.
-        device: where to compute; None is CUDA where there is a device, else the CPU.
+        device: where to compute; None is CUDA if there is a device, else the CPU.
 
     Raises:
         ArtifactError: the program is of another version, or its weights are not whole.
@@ -78,7 +78,7 @@ class TorchProgramSession(ProgramSession):
         self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
 
     def _open(self) -> Any:
-        """The method's session; on a GPU the one for fixed shapes, where it has one."""
+        """The method's session; on a GPU the one for fixed shapes, if it has one."""
         program = spec_of(self.config).program("torch")
         if self.device.type == "cuda" and program is not None and program.open_fixed is not None:
             return program.open_fixed(self.loaded, self.config, self.seed)

@@ -151,7 +151,7 @@ class Cuda(Exporter):
         return check, program_spec
 
     def open(self, folder: Path, manifest: Manifest) -> TorchProgramSession:
-        """Return a session on the GPU where there is one, else on the CPU."""
+        """Return a session on the GPU if there is one, else on the CPU."""
         return self._open(folder, manifest, None)
 
     def _open(self, folder: Path, manifest: Manifest, device: str | None) -> TorchProgramSession:
@@ -242,7 +242,7 @@ def _vector(session: Any) -> np.ndarray:
 
 
 def _relative(received: Any, expected: Any) -> float:
-    """Largest relative error; NaN where either side is no number, which is below no limit."""
+    """Largest relative error; NaN if either side is not a number, which is below no limit."""
     ours, theirs = np.asarray(received, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     return float(np.max(np.abs(ours - theirs) / np.maximum(np.abs(theirs), 1e-12)))
 

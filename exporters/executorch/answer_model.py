@@ -1,7 +1,7 @@
 """A whole decoder that answers: keys and values are its own buffers, and the adapter is an input.
 
 The form is ExecuTorch's: norms and rotations are products, which XNNPACK takes, and attention reads
-the cache up to the present token alone, in the operator that ExecuTorch's own language models call.
+the cache up only to the present token, in the operator that ExecuTorch's own language models call.
 Weights stay constants, so that a backend packs them once, when the program is loaded.
 """
 
@@ -109,7 +109,7 @@ class Norm(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer, and beside it the adapter's pair where it has one: [1, T, inputs] -> [1, T,
+    """A linear layer, and next to it the adapter's pair if it has one: [1, T, inputs] -> [1, T,
     outputs]."""
 
     def __init__(self, layer: Any, pair: LoraPlace | None, rank: int) -> None:
@@ -188,7 +188,7 @@ class AnswerBlock(nn.Module):
         x = x.view(1, -1, heads, self.dims.head_dim)
         if norm in self.norms:
             x = self.norms[norm](x)
-        # The other half of each head, negated where it is the first, is a product with ones.
+        # The other half of each head, negated if it is the first, is a product with ones.
         return (
             x * position[0] + functional.linear(x, self.turn) * position[1] if self.rotated else x
         )
@@ -205,7 +205,7 @@ class AnswerModel(nn.Module):
     Args:
         loaded: a model in float32.
         context_tokens: most tokens of a conversation.
-        linears: full names of the layers that an adapter stands beside; then `forward` takes its
+        linears: full names of the layers that an adapter is on; then `forward` takes its
             vector, see `layout`.
         rank: of the adapter.
 
@@ -247,7 +247,7 @@ class AnswerModel(nn.Module):
 
     @property
     def adapter_size(self) -> int:
-        """Elements of the adapter's vector; 0 where none goes in."""
+        """Elements of the adapter's vector; 0 if none goes in."""
         return size_of(self.pairs, self.rank)
 
     def forward(self, ids: Tensor, start: Tensor, *adapter: Tensor) -> Tensor:

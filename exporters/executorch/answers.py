@@ -76,7 +76,7 @@ def write_answers(
 
     Args:
         form: `none`, `8da8w` or `8da4w`.
-        linears: layers that an adapter stands beside, by full names, with its `rank`.
+        linears: layers that an adapter is on, by full names, with its `rank`.
 
     Raises:
         ModelError: the model has no such form.
@@ -125,7 +125,7 @@ def check_answers(
 
     Returns:
         As parts of the largest logit: `max_rel_logit_error` against the same rounded weights,
-            `max_rel_logit_error_float32` against the float32 model. Where weights are rounded,
+            `max_rel_logit_error_float32` against the float32 model. If weights are rounded,
             `rel_logit_error` as `LOGIT_ERROR` has it.
 
     Raises:

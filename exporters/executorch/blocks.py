@@ -107,7 +107,7 @@ class BlocksSession(ExecutorchSession):
                 received=loss,
                 hint=LOWER_RATE,
             )
-        # Where the loss is scaled a step may overflow half-way: it is then undone, whole.
+        # If the loss is scaled a step may overflow half-way: it is then undone, whole.
         before = (
             {name: value.copy() for name, value in self._state.items()} if self.loss_scale else None
         )
@@ -302,7 +302,7 @@ class BlocksSession(ExecutorchSession):
     def _call_block(
         self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
     ) -> dict[str, Tensor]:
-        """Run a function with inputs by role; gives outputs by role, and by name where a role has
+        """Run a function with inputs by role; gives outputs by role, and by name if a role has
         several.
 
         Args:
@@ -324,7 +324,7 @@ class BlocksSession(ExecutorchSession):
         return dict(zip(map(_key, method.outputs), outputs, strict=True))
 
     def _largest_product(self) -> int:
-        """Multiplications of the largest product with a matrix that a block is given; 0 where it
+        """Multiplications of the largest product with a matrix that a block is given; 0 if it
         has its own."""
         products = [0]
         for name, method in self.spec.methods.items():
@@ -342,7 +342,7 @@ class BlocksSession(ExecutorchSession):
         """Let what follows compute in one thread, unless the products are large.
 
         The runtime's own kernels share a product among PyTorch's threads, which wait for each other
-        by spinning. Small products gain nothing by that, and where another process has one of the
+        by spinning. Small products gain nothing by that, and if another process has one of the
         cores a step took eight times as long.
         """
         import torch

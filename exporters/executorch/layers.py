@@ -1,4 +1,4 @@
-"""A program for each layer, where a backend multiplies with constants alone: one is lowered over
+"""A program for each layer, where a backend multiplies only with constants: one is lowered over
 markers, and a layer's has its weights where the markers are."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ondevice.core.program import ProgramModule
 
 ACCESS = ("get_", "set_")
-"""Methods that only copy a buffer: XNNPACK would take the copy alone and then refuse an output that
+"""Methods that only copy a buffer: XNNPACK would take only the copy and then refuse an output that
 is its input."""
 
 
@@ -215,7 +215,7 @@ def lower_portable(
 
 
 def hidden_rows(method: ProgramModule) -> int:
-    """Return how many hidden states a method is given, 0 where none goes in."""
+    """Return how many hidden states a method is given, 0 if none goes in."""
     return max((port.shape[0] for port in method.inputs if port.role == "hidden"), default=0)
 
 

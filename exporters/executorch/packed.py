@@ -110,10 +110,10 @@ class PackedModel:
             if beyond or adapter.rank != rank:
                 raise ArtifactError(
                     "the program does not take this adapter",
-                    expected=f"rank {rank}, beside {len(known)} linear layers"
+                    expected=f"rank {rank}, on {len(known)} linear layers"
                     if known
                     else "none: its own is merged",
-                    received=f"rank {adapter.rank}" + (f", beside {beyond[0]}" if beyond else ""),
+                    received=f"rank {adapter.rank}" + (f", on {beyond[0]}" if beyond else ""),
                     hint="export the program with the adapter's settings, or merge it: --to executorch",
                 )
             for name, pair in known.items():

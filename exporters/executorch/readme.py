@@ -27,7 +27,7 @@ def _step(manifest: Manifest) -> str:
   the ExecuTorch runtime and call `train_step` in a loop.
 
 `train_step` takes {_listed(step.inputs)} and gives {_listed(step.outputs)}. {_state(manifest)};
-{_counts(manifest)}. Labels are token ids, -100 where nothing is trained.
+{_counts(manifest)}. Labels are token ids, -100 if nothing is trained.
 {_copies(manifest)}"""
 
 
@@ -46,7 +46,7 @@ back as it comes out. {_starts(manifest)}; {_counts(manifest)}.
 
 
 def _kinds(manifest: Manifest) -> str:
-    """Say which layer is called by which name, where blocks differ."""
+    """Say which layer is called by which name, if blocks differ."""
     kinds = manifest.program_spec.kinds
     if not kinds:
         return ""
@@ -75,7 +75,7 @@ The functions of a block hold a layer's weights{where}: load them, under the sam
 
 
 def _loss_scale(manifest: Manifest) -> str:
-    """Describe what a host does where gradients are in float16."""
+    """Describe what a host does if gradients are in float16."""
     scale = manifest.program_spec.loss_scale
     if scale is None:
         return ""

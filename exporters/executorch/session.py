@@ -123,7 +123,7 @@ class ExecutorchSession(ProgramSession):
 
     @cached_property
     def config(self) -> Any:
-        """The method's settings, where a method of that name is installed."""
+        """The method's settings, if a method of that name is installed."""
         return method_config(self.manifest.method["name"], self.manifest.method)
 
     def restart(self) -> None:
@@ -277,7 +277,7 @@ class ExecutorchSession(ProgramSession):
         return {} if self.spec.frozen is None else read_tensors(self.folder / self.spec.frozen)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from an adapter of the same rank, alpha, linear layers and, where it is not
+        """Start from an adapter of the same rank, alpha, linear layers and, if it is not
         trained, A.
 
         Raises:

@@ -62,12 +62,12 @@ def shortcuts() -> Iterator[None]:
     - PyTorch's composite operators are listed once, not at every decomposition.
     - XNNPACK's passes for other kinds of networks are left out.
     - A program is made functional once: with its decompositions, not in a tracing of its own before
-      them; and it is not decomposed a second time where nothing is left to decompose.
+      them; and it is not decomposed a second time if nothing is left to decompose.
     - Of PyTorch's composite operators only those of the program are told how to decompose; there
       are some 550.
     - A graph is checked where its edge program is finished, not after each of the passes before.
     - Code of a graph is written when the graph is called: passes interpret it.
-    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is
+    - A pass that edits a graph traces it again in the end; if it has edited nothing, that is
       left out. So are passes that replace views in a graph that has none, and symbolic numbers:
       shapes are fixed here.
     - Types of the file formats' data classes are resolved once for a class, not for each of its

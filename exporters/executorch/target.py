@@ -60,7 +60,7 @@ class ExecutorchTarget(Exporter):
     def lower(
         self, job: ExportJob, built: BuiltProgram, folder: Path
     ) -> tuple[BuiltProgram, Lowered]:
-        """Return the built program with all its modules, and what they came to; files beside
+        """Return the built program with all its modules, and what they came to; files next to
         `program.pte` go into `folder`."""
 
     @abstractmethod

@@ -48,7 +48,7 @@ class PrgeConfig(AnswerLossConfig):
     target_modules: Annotated[tuple[str, ...], TARGET_MODULES] = Field(
         default=("q_proj", "v_proj"), min_length=1
     )
-    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the
+    """Linear layers that carry an adapter, by the last part of their names. If a model lacks the
     default's, its projections into attention, or into what stands in attention's place."""
 
     queries: Annotated[int, QUERIES] = Field(default=4, ge=1, le=256)
@@ -67,7 +67,7 @@ class PrgeConfig(AnswerLossConfig):
     """The parameters that a step moves. `random`: B behind a random A (the paper's). `gradient`: a
     diagonal R of A R C, where A and C are singular vectors of an exact gradient of
     `calibration_rows` rows, as one backward pass a row gives it; a hundredth of the numbers,
-    learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and in exported
+    learned with far fewer steps. `auto` is gradient if a run trains in PyTorch and in exported
     programs with `factors`, random in other programs."""
 
     refresh_every: int | None = Field(default=100, ge=2)
@@ -106,7 +106,7 @@ class PrgeConfig(AnswerLossConfig):
 
     loss: LossOver = "auto"
     """The tokens that the loss is over: all (`vocabulary`, the paper's), or the `answers` of a task
-    whose rows share them, of one token each; `auto` is the answers where there are such."""
+    whose rows share them, of one token each; `auto` is the answers if there are any."""
 
     labelled_tokens: int | None = Field(default=None, ge=1)
     """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is

@@ -1,4 +1,4 @@
-"""P-RGE's session where shapes are fixed: each shape's step is captured once as a CUDA graph and
+"""P-RGE's session of fixed shapes: each shape's step is captured once as a CUDA graph and
 replayed.
 
 The launches of a step are then free, which is most of a small batch's time on a board. All shapes

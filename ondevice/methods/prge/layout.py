@@ -43,7 +43,7 @@ class Entry:
     inputs: int
     outputs: int
     diagonal: bool = False
-    """True where a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B.
+    """True if a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B.
     """
 
     @property

@@ -46,7 +46,7 @@ def memory(
     entries, states = layout.entries, 3 if config.optimizer == "adam" else 1
     adapter = (
         layout.size * 4 * 2 * states
-    )  # a functional step holds the old vector beside the new one
+    )  # a functional step holds the old vector next to the new one
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4

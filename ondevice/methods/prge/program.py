@@ -63,7 +63,7 @@ CORRELATED = 12
 """Projected gradients at least that a correlation with the model before quantisation is taken over.
 """
 ROUGH_SCALE = 3e-2
-"""Perturbation scales from here on are large beside 8-bit activations."""
+"""Perturbation scales from here on are large compared with 8-bit activations."""
 
 
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:

@@ -57,7 +57,7 @@ class Slot:
     def __init__(self) -> None:
         self.copies: Tensor | None = None
         self.a: Tensor | None = None
-        """A with the factor alpha / rank, where it is no constant."""
+        """A with the factor alpha / rank, if it is not a constant."""
 
 
 class DualForwardingLinear(nn.Module):
@@ -147,7 +147,7 @@ class PrgeProgram(nn.Module):
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
         self.labelled_tokens: int | None = None
-        """Labelled tokens of a row at most, where shapes are fixed; None computes the loss at all
+        """Labelled tokens of a row at most, if shapes are fixed; None computes the loss at all
         positions."""
 
     @property
@@ -165,7 +165,7 @@ class PrgeProgram(nn.Module):
         )
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
-        """Return what the layers take of the adapter beside its copies."""
+        """Return what the layers take of the adapter next to its copies."""
         return ()
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
@@ -173,7 +173,7 @@ class PrgeProgram(nn.Module):
 
     @contextmanager
     def bound(self, state: Sequence[Tensor]) -> Iterator[None]:
-        """Compute with this state within the block, where more than the copies of B is taken from
+        """Compute with this state within the block, if more than the copies of B is taken from
         it."""
         yield
 
@@ -414,7 +414,7 @@ class PrgeProgram(nn.Module):
         return [half for group in queries for half in (group, [i + q for i in group])]
 
     def _places(self, hidden: Tensor, position_ids: Tensor | None) -> tuple[Any, Tensor | None]:
-        """Return what blocks take beside the hidden states: positions and mask."""
+        """Return what blocks take next to the hidden states: positions and mask."""
         if position_ids is not None:
             return self.family.packed(hidden, position_ids)
         length = hidden.shape[1]

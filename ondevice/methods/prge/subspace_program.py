@@ -171,7 +171,7 @@ class SubspaceProgram(PrgeProgram):
         )
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
-        """Return of each linear layer A [inputs, directions] and, where there is room for them, A
+        """Return of each linear layer A [inputs, directions] and, if there is room for them, A
         and B of earlier subspaces."""
         found = []
         for entry, linear in self.linears.items():

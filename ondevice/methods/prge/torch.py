@@ -192,8 +192,8 @@ class PrgeSession(PackingSession):
         )
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. Where a
-        gradient gives the subspace, any adapter of these linears will do: it stays beside what is
+        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. If a
+        gradient gives the subspace, any adapter of these linears will do: it stays next to what is
         trained."""
         if self.subspace is not None:
             self.subspace.start_from(adapter, self.names)

@@ -14,7 +14,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.flags import LEARNING_RATE, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY, Flag
 
 STAGE1_STEPS = 100
-"""Steps of stage 1 where the settings name none and the coupling has adapters."""
+"""Steps of stage 1 if the settings name none and the coupling has adapters."""
 
 
 class RevffnConfig(StrictConfig):
@@ -52,7 +52,7 @@ class RevffnConfig(StrictConfig):
     """`paper`: fixed-point iterations a block, at most; 1 is what the paper does."""
 
     tolerance: float = Field(default=1e-6, gt=0)
-    """`paper`: an iteration has converged where the stream moves by no more than this part of its
+    """`paper`: an iteration has converged if the stream moves by no more than this part of its
     norm."""
 
     not_converged: Literal["refuse", "store"] = "refuse"
@@ -108,7 +108,7 @@ class RevffnConfig(StrictConfig):
     """Vocabulary tiles of the cross-entropy."""
 
     stage1_steps: int | None = Field(default=None, ge=0)
-    """Section 3.3: the first so many steps train the adapters only; None: 100 where the coupling
+    """Section 3.3: the first so many steps train the adapters only; None: 100 if the coupling
     has adapters, 0 with `full`, which has none."""
 
     stage1_learning_rate: float = Field(default=1e-4, gt=0)

@@ -165,7 +165,7 @@ class FullWidth(Coupling):
     """`full`: h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]) with g = 2^-bits and f a whole
     block.
 
-    Beyond the paper. It is the pretrained network where g is 0, and near it where g is small: of a
+    Beyond the paper. It is the pretrained network if g is 0, and near it if g is small: of a
     block's change, 1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads
     the last h with all that is still on its way, g / (1 - g) times its last change: the embedding
     and the whole change of every block. With 0 bits it is the midpoint rule, h[k+1] = h[k-1] + 2

@@ -1,4 +1,4 @@
-"""The trained network as a Hugging Face folder: weights by transformers' names, adapters beside
+"""The trained network as a Hugging Face folder: weights by transformers' names, adapters next to
 them, and the modelling file that runs them without this package."""
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ondevice.methods.revffn.streams import Mix, Streams
 
 SAME_ROOT = 100
-"""Where attention is strong, Eq. (1) has several solutions, and an iteration can end at another
+"""If attention is strong, Eq. (1) has several solutions, and an iteration can end at another
 than the one that went in. So the forward pass keeps the norm of each token's input, and an inverse
 must have it to so many tolerances."""
 

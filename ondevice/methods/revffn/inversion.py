@@ -27,7 +27,7 @@ class LayerError:
             differ.
         chained: relative error of u, rebuilt from the network's end through all later steps;
             `chained_mismatched`.
-        iteration: how it went where the inverse is an iteration.
+        iteration: how the iteration went, if the inverse is one.
     """
 
     block: int

@@ -18,7 +18,7 @@ CHUNK = 1 << 24
 """Elements that an update works on at once (`updates.CHUNK`), in four float32 copies where it needs
 any."""
 STREAM_COPIES = 3
-"""Copies of the streams, float32, that a step back holds beside the branch and the ends."""
+"""Copies of the streams, float32, that a step back holds in addition to the branch and the ends."""
 
 
 def memory(
@@ -90,7 +90,7 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return bytes of pinned host memory by part: what `full` keeps beside its streams, where
+    """Return bytes of pinned host memory by part: what `full` keeps in addition to its streams, if
     `config.gamma_bits_on` says so.
 
     Args:

@@ -1,6 +1,6 @@
 """A model that RevFFN has trained, in transformers alone: load it with `trust_remote_code=True`.
 
-This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Qwen3, Gemma 3
+This file lies next to the weights it belongs to. It holds an ordinary decoder (Llama, Qwen3, Gemma 3
 and others) and runs its layers in another order: two streams (u, v), and step by step (u, v)
 becomes (v, w) with
 

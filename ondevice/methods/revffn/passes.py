@@ -114,7 +114,7 @@ class Passes:
                 loss,
                 grad,
                 of_outer,
-            )  # else they would live on beside the backward pass
+            )  # else they would live on next to the backward pass
         embedding = {
             name: head.pop(name) for name in self.embedding if name in head
         }  # tied: complete at the end only
@@ -182,7 +182,7 @@ class Passes:
 
 
 def accumulate(total: Gradients, gradients: Mapping[str, Tensor | None], several: bool) -> None:
-    """Add gradients into `total`: in float32 where there are several to add, else as they are."""
+    """Add gradients into `total`: in float32 if there are several to add, else as they are."""
     for name, gradient in gradients.items():
         if gradient is None:
             continue

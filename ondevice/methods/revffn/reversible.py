@@ -121,7 +121,7 @@ class Reversible:
 
     @property
     def exact(self) -> bool:
-        """True where the backward pass rebuilds every bit: integers, and no step that an iteration
+        """True if the backward pass rebuilds every bit: integers, and no step that an iteration
         inverts."""
         return isinstance(self.streams, FixedStreams) and not any(
             step.crossed for step in self.steps
@@ -198,7 +198,7 @@ class Reversible:
             check_overflow(peaks, [step.place for step in self.steps], self.fraction_bits)
 
     def coarsen(self, error: StreamOverflow) -> None:
-        """Take the scale that would have done; raise `error` where the settings fix the scale."""
+        """Take the scale that would have done; raise `error` if the settings fix the scale."""
         if self.config.fraction_bits is not None or error.bits >= (self.fraction_bits or 0):
             raise error
         _log.info("%s: fraction_bits %s becomes %d", error.message, self.fraction_bits, error.bits)
@@ -305,7 +305,7 @@ class Reversible:
         """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w).
 
         Args:
-            u: given where the branch reads it; else it is rebuilt here.
+            u: given if the branch reads it; else it is rebuilt here.
         """
         mix = step.mix
         parameters = {
@@ -339,7 +339,7 @@ class Reversible:
         """Return `hidden` of the same network under autograd, every activation stored: the
         reference, [B, T, hidden].
 
-        Streams are what they are in `forward`, and beside each goes a float32 tensor that only
+        Streams are what they are in `forward`, and next to each goes a float32 tensor that only
         carries its gradient. So branches see the same numbers in the same shapes, and rounding has
         gradient 1.
         """
@@ -394,7 +394,7 @@ class Reversible:
         )
 
     def _kept(self, bits: Tensor, step: Step) -> Tensor:
-        """`bits` where they wait for the backward pass: in pinned host memory where the settings
+        """`bits` if they wait for the backward pass: in pinned host memory if the settings
         say so."""
         if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
             return bits

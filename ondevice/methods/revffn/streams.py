@@ -4,7 +4,7 @@ step.
 A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the
 branch is in it). Its inverse gives u from (v, w) and the same branch. In fixed point both are
 integer arithmetic, so u comes back without a differing bit; where `past` is +-2^-bits, the `bits`
-low bits of u that the shift drops are kept beside.
+low bits of u that the shift drops are kept apart.
 
 The scale of fixed-point streams is chosen for a model, and overflows are looked for in every
 forward pass.
@@ -39,7 +39,7 @@ class Mix:
     """Weights of the sum that a step computes.
 
     Attributes:
-        past: weight of the older stream u: 1, +-2^-bits, or 0 where u is v (the first step of
+        past: weight of the older stream u: 1, +-2^-bits, or 0 if u is v (the first step of
             `full`).
         branch: factor of the branch.
         bits: low bits of u that the step drops.

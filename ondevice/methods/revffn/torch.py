@@ -178,7 +178,7 @@ class RevffnSession(Session):
 
     @property
     def ordinary_session(self) -> ModelSession | None:
-        """The same weights in the ordinary architecture; None where adapters and half-width streams
+        """The same weights in the ordinary architecture; None if adapters and half-width streams
         forbid it."""
         return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
 
@@ -236,7 +236,7 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
             f"{folder}: written by another version, whose network reads its end differently",
             expected=f"late: {session.network.coupling.late:g}",
             received=config["late"],
-            hint="load it with transformers and trust_remote_code=True, by the file beside it",
+            hint="load it with transformers and trust_remote_code=True, by the file next to it",
         )
     wanted = named | session.adapters
     if missing := sorted(wanted.keys() - tensors.keys()):

@@ -1,6 +1,6 @@
 """Optimizers that update one tensor at a time, in place, as soon as its gradient is known.
 
-All arithmetic is in float32, chunk by chunk, so that what an update needs beside the weights does
+All arithmetic is in float32, chunk by chunk, so that what an update needs next to the weights does
 not grow with them. A bfloat16 weight is rounded once, after the update. SGD has no state (with the
 fused update that is LOMO, arXiv 2306.09782); AdamW's and the 8-bit one's arithmetic are torch's and
 bitsandbytes' own kernels; Adafactor's is `torch.optim.Adafactor`'s, which would hold several

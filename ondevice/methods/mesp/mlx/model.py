@@ -33,7 +33,7 @@ class BlockWeights(Protocol):
     """One block's frozen arrays by their names in the instructions."""
 
     def get(self, operand: Operand) -> Any:
-        """Return an array or a range of it; read from its file where that is where it is."""
+        """Return an array or a range of it; read from its file if it is streamed."""
         ...
 
     def drop(self, name: str) -> None:
@@ -283,7 +283,7 @@ class Model:
         return loss
 
     def loss(self, x: Any, labels: np.ndarray, labelled: int) -> tuple[float, Any]:
-        """Return the summed loss, and the gradient of x for (sum / `labelled`); None where no token
+        """Return the summed loss, and the gradient of x for (sum / `labelled`); None if no token
         is labelled."""
         where, wanted = targets(labels)
         if not len(where):
@@ -338,7 +338,7 @@ class Model:
         return place, self.interpreter.functions.call("gather_rows", {"all": hn, "place": place})
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
-        """With zeros behind, where every chunk has the same size."""
+        """With zeros behind, if every chunk has the same size."""
         if not self.fixed_chunks or self.chunk_tokens is None:
             return values
         return np.pad(values, (0, self.chunk_tokens - len(values)))

@@ -308,7 +308,7 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     """Return a run's settings of a mixture of experts; none for another model.
 
     Raises:
-        ConfigError: an adapter beside experts.
+        ConfigError: an adapter on experts.
         ModelError: blocks that have no experts among others, or weights that another program has
             packed.
     """
@@ -318,7 +318,7 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     where = f"{files.source.source} is a mixture of experts"
     if any(linear.experts > 1 for linear in dims.adapted(config)):
         raise ConfigError(
-            "mesp in MLX puts no pairs beside the matrices of experts",
+            "mesp in MLX puts no pairs on the matrices of experts",
             expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
             received=", ".join(config.target_modules),
             hint="--backend torch does",

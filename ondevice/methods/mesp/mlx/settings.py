@@ -37,13 +37,13 @@ class Rope:
 
     Attributes:
         theta: base of the wavelengths theta^(2i / head_dim).
-        scale: 1 / factor where positions are interpolated (`linear`).
-        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`,
+        scale: 1 / factor if positions are interpolated (`linear`).
+        wavelengths: one for each pair, if they are not powers of theta (`llama3`, `yarn`,
             `longrope`).
-        longer: those of sequences of more than `trained_tokens`, where they are others
+        longer: those of sequences of more than `trained_tokens`, if they are others
             (`longrope`).
         factor: of what is rotated (`yarn`, `longrope`).
-        local_theta: base in layers with a window, where it is another; they are not scaled.
+        local_theta: base in layers with a window, if it is another; they are not scaled.
     """
 
     theta: float
@@ -58,7 +58,7 @@ class Rope:
         self, width: int, rotated: bool, local: bool
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale
-        included, and the factor of each pair; infinity and 1 where nothing is rotated."""
+        included, and the factor of each pair; infinity and 1 if nothing is rotated."""
         pairs = width // 2
         if not rotated:
             return (float("inf"),) * pairs, (1.0,) * pairs
@@ -85,7 +85,7 @@ def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
     if dims.rope_type == "llama3":
         return make(wavelengths=_llama3(rope, plain))
     if dims.rope_type == "longrope":
-        # Configurations as they were published have this beside the scaling; transformers 5 writes
+        # Configurations as they were published have this next to the scaling; transformers 5 writes
         # it among its fields.
         trained = config.get("original_max_position_embeddings", dims.max_positions)
         return make(
@@ -169,7 +169,7 @@ def _yarn_factor(rope: dict[str, Any]) -> float:
 
 
 def _local_theta(config: dict[str, Any]) -> float | None:
-    """The base of the rotary embedding in layers with a window, where a configuration has one for
+    """The base of the rotary embedding in layers with a window, if a configuration has one for
     these."""
     rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
@@ -235,7 +235,7 @@ class Settings:
         return target, 0
 
     def has(self, target: str) -> bool:
-        """Return True if there is an adapter beside that linear layer."""
+        """Return True if there is an adapter next to that linear layer."""
         return self.place(target)[0] in self.target_modules
 
     def norm(self, place: str) -> bool:

@@ -1,7 +1,7 @@
 """A folder of a model's frozen arrays, as a run streams them and as an exported artifact has them.
 
 It holds `block-00000.safetensors` and so on, `table.safetensors` (embedding, and head where it is
-another) and `final.safetensors`. What comes next is announced to the system, which reads it beside
+another) and `final.safetensors`. What comes next is announced to the system, which reads it next to
 the computation into its own cache; that costs this process no memory.
 """
 

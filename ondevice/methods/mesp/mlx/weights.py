@@ -1,5 +1,5 @@
 """A model's frozen arrays by block, and how they are made of its safetensors files: in the run's
-dtype, packed into 4 bits where that is asked for. `weight_files` has arrays that stay in files.
+dtype, packed into 4 bits if requested. `weight_files` has arrays that stay in files.
 
 Files are read with plain reads, not through a memory map: a file that is cut off, or on a disk that
 goes away, is an error that names it, where a memory map would end the process.
@@ -83,7 +83,7 @@ class Weights:
 
     Attributes:
         blocks: one of each layer.
-        table: `embedding.*`, and `head.*` where it is not tied.
+        table: `embedding.*`, and `head.*` if it is not tied.
         final: `final_norm.weight`.
         streamed: they are in files.
     """
@@ -181,7 +181,7 @@ class TensorFile:
         return result if view is None else result.view(view)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
-        """Return the rows of these numbers [n], one read each where they are not neighbours."""
+        """Return the rows of these numbers [n], one read each if they are not neighbours."""
         kind, start, shape = self._place(name)
         numpy_type, view = _TYPES[kind]
         row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
@@ -330,7 +330,7 @@ class Source:
         return packed
 
     def table(self) -> dict[str, Any]:
-        """Return the embedding, and the head where it is another."""
+        """Return the embedding, and the head if it is another."""
         tables = {"embedding": "model.embed_tokens"} | (
             {} if self.settings.dims.tied else {"head": "lm_head"}
         )
@@ -351,7 +351,7 @@ class Source:
         return 1.0 + weight.astype(mx.float32) if self.settings.dims.traits.norm_offset else weight
 
     def matrix(self, name: str) -> dict[str, Any]:
-        """Read a matrix and pack it where the run's are packed, `PACKED_ROWS` rows at a time."""
+        """Read a matrix and pack it if the run's are packed, `PACKED_ROWS` rows at a time."""
         file = self._file(f"{name}.weight")
         if f"{name}.scales" in self.of:
             if not self.settings.bits:
