@@ -14,12 +14,12 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
-from ondevice.methods.mesp.mlx.model import Interpreter, Model, ModelStages, OnGradient, targets
-from ondevice.methods.mesp.mlx.stages import Arrays
+from ondevice.methods.mesp.mlx.model import Interpreter, Model, OnGradient, targets
+from ondevice.methods.mesp.mlx.stages import Arrays, Stages
 from ondevice.runtime_ops import mlx_ops
 
 
-class PlainStages(ModelStages):
+class PlainStages(Stages):
     """The stages as one writes them for automatic differentiation: MLX's own attention, nothing in
     tiles."""
 

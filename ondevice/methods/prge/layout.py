@@ -16,6 +16,8 @@ from ondevice.artifact.adapter_fit import check_fits, check_frozen_a, check_shap
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ondevice.artifact.adapter import Adapter
     from ondevice.core.dims import ModelDims
     from ondevice.methods.prge.config import PrgeConfig
@@ -59,6 +61,14 @@ class Entry:
     @property
     def count(self) -> int:
         return self.rank * self.width
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A and C of one linear layer: a float32 [inputs, rank], c float32 [rank, outputs]."""
+
+    a: Tensor
+    c: Tensor
 
 
 @dataclass(frozen=True)

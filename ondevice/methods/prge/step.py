@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.methods.model_loss import method_token_nll
-from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
+from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry, Factors
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.graph_loss import labelled_only
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.methods.prge.subspace import Factors
     from ondevice.models import Family
 
 ADAM = (0.9, 0.999, 1e-8)

@@ -12,7 +12,6 @@ far stays as an adapter of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ondevice.artifact.files import read_tensors
 from ondevice.core.errors import CheckpointError
+from ondevice.methods.prge.layout import Factors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,14 +32,6 @@ OVERSAMPLED, POWERS = 8, 3
 """Additional columns, and rounds, of the subspace iteration."""
 LOSS_SCALE = 1024.0
 """Keeps small gradients above float16's smallest number; only their directions are used."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A and C of one linear layer: a float32 [inputs, rank], c float32 [rank, outputs]."""
-
-    a: Tensor
-    c: Tensor
 
 
 def leading_vectors(matrix_IO: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,9 @@ from ondevice.artifact.files import read_tensors
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import CheckpointError, OndeviceError, TrainingError
 from ondevice.core.registry import method_config
-from ondevice.methods.prge.layout import KEPT_BLOCKS, NOISE_TENSOR, AdapterLayout, Entry
+from ondevice.methods.prge.layout import KEPT_BLOCKS, NOISE_TENSOR, AdapterLayout, Entry, Factors
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram, adam
-from ondevice.methods.prge.subspace import Factors, from_arrays, gradient_factors, joined, to_arrays
+from ondevice.methods.prge.subspace import from_arrays, gradient_factors, joined, to_arrays
 from ondevice.methods.prge.subspace_refresh import measure, subspace_path, write_subspace
 from ondevice.models import load_model
 from ondevice.runtime_ops import graph

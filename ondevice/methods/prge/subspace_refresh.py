@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.methods.prge.layout import Entry
+    from ondevice.methods.prge.layout import Entry, Factors
     from ondevice.methods.prge.step import PrgeProgram
-    from ondevice.methods.prge.subspace import Factors
 
 AT = "subspace_step"
 """Step of the subspace in a session's state, int64 [1]; -1 before the first."""

@@ -15,8 +15,9 @@ import numpy as np
 
 from ondevice.core.manifest import ProgramMethod, TensorPort
 from ondevice.methods.mesp.config import MespConfig
-from ondevice.methods.mesp.mlx.model import Model, ModelStages
+from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.session import Optimizer
+from ondevice.methods.mesp.mlx.stages import Stages
 from ondevice.methods.mesp.mlx.weights import Weights
 
 Trace = tuple[tuple[str, tuple[int, ...], Any], ...]
@@ -26,7 +27,7 @@ Trace = tuple[tuple[str, tuple[int, ...], Any], ...]
 class Recording:
     """Python's stages, which note what they are called with."""
 
-    def __init__(self, stages: ModelStages) -> None:
+    def __init__(self, stages: Stages) -> None:
         self.stages = stages
         self.traces: dict[str, dict[Trace, tuple[tuple[str, tuple[int, ...], Any], ...]]] = {}
 
@@ -49,7 +50,7 @@ def record(
     """Run one step of each bucket through the first block, the loss and the optimizer; nothing of
     `model` changes."""
     stages = model.interpreter.functions
-    assert isinstance(stages, ModelStages)  # noqa: S101 - an artifact is not exported again
+    assert isinstance(stages, Stages)  # noqa: S101 - an artifact is not exported again
     recording = Recording(stages)
     weights = model.weights
     short = Weights(

@@ -13,12 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ondevice.methods.mesp.mlx.model import ModelStages
 from ondevice.methods.mesp.mlx.settings import NORMS
-from ondevice.methods.mesp.mlx.stages import Arrays, joined
+from ondevice.methods.mesp.mlx.stages import Arrays, Stages, joined
 
 
-class MixtureStages(ModelStages):
+class MixtureStages(Stages):
     """All stages of a model whose MLPs are mixtures of experts, maybe with a shared expert."""
 
     def mixture(self, a: Arrays) -> Arrays:

@@ -11,8 +11,9 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
+from ondevice.methods.mesp.mlx.mixture import MixtureStages
 from ondevice.methods.mesp.mlx.settings import Settings, bounds
-from ondevice.methods.mesp.mlx.stages import Arrays, Stages, row_tiles
+from ondevice.methods.mesp.mlx.stages import Stages
 from ondevice.methods.mesp.mlx.weights import Weights, select
 
 Update = Callable[[str, Any, Any], None]
@@ -103,92 +104,6 @@ def _find(
 ) -> Any:
     arrays = live if operand.name in live else adapter if operand.name in adapter else None
     return weights.get(operand) if arrays is None else select(arrays[operand.name], operand)
-
-
-class ModelStages(Stages):
-    """All stages of a model: a block's, and those before and after the blocks.
-
-    The cross-entropy goes over the vocabulary twice: the first time for the log-sum-exp, the second
-    for the gradient. So a tile's logits are dead before the next tile's exist. Shapes: N labelled
-    tokens, V rows of a tile.
-    """
-
-    def embed(self, a: Arrays) -> Arrays:
-        """Compute the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
-        x, scale = self.rows(a, "rows", self.dtype), self.traits.embedding_scale
-        return {"x": x if scale == 1.0 else x * scale}
-
-    def final_norm(self, a: Arrays) -> Arrays:
-        """Compute x [B, T, D] -> hn."""
-        return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
-
-    def loss_begin(self, a: Arrays) -> Arrays:
-        """Begin the loss: hn [N, D] and the head's rows of the labels -> float32 [N] each.
-
-        `target` is minus the label's logit; `maximum` and `total` are an empty log-sum-exp.
-        """
-        rows = self.rows(a, "rows", self.dtype).astype(self.sums)
-        target = -mx.sum(a["hn"].astype(self.sums) * rows, axis=-1)
-        empty = mx.zeros(target.shape, dtype=self.sums)
-        return {"target": target, "maximum": empty - mx.inf, "total": empty}
-
-    def loss_tile(self, a: Arrays) -> Arrays:
-        """Return the running maximum, and the sum of exponentials below it, after the tile's V
-        logits: float32 sums, as logits of half precision would all but hide what a step changes."""
-        logits = self.product(a["hn"].astype(self.sums), a, "head")
-        larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
-        total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(
-            mx.exp(logits - larger[:, None]), axis=-1
-        )
-        return {"maximum": larger, "total": total}
-
-    def loss_end(self, a: Arrays) -> Arrays:
-        """Return nll, the negative log likelihood of each label, and the log-sum-exp."""
-        logsumexp = a["maximum"] + mx.log(a["total"])
-        return {"nll": logsumexp + a["target"], "logsumexp": logsumexp}
-
-    def loss_tile_backward(self, a: Arrays) -> Arrays:
-        """Add weight softmax(logits) W of the tile to gh, float32 [N, D]; `weight` [N] is nll's.
-
-        With the log-sum-exp known, this is the gradient of sum weight exp(logits - logsumexp).
-        """
-        gh = a["gh"]
-        for low, high in row_tiles(a["head.weight"]):
-            rows = {key: value[low:high] for key, value in a.items() if key.startswith("head.")}
-
-            def run(hn: Any, rows: Arrays = rows) -> Any:
-                logits = self.product(hn.astype(self.sums), rows, "head")
-                return mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
-
-            hn = mx.depends([a["hn"]], [gh])[0]
-            _, (part,) = mx.vjp(run, [hn], [mx.ones((hn.shape[0], high - low))])
-            gh = gh + part.astype(self.sums)
-        return {"gh": gh}
-
-    def gather_rows(self, a: Arrays) -> Arrays:
-        """Return rows `place` int32 [N] of hidden states [B T, D]."""
-        return {"hn": mx.take(a["all"], a["place"], axis=0)}
-
-    def scatter_rows(self, a: Arrays) -> Arrays:
-        """Add gh to rows `place` of ghn, float32 [B T, D]."""
-        return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
-
-    def sgd(self, a: Arrays) -> Arrays:
-        """Update one matrix: value kept - rate gradient; `kept` is 1 - learning rate times weight
-        decay."""
-        return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
-
-    def adamw(self, a: Arrays) -> Arrays:
-        """Update one matrix as `torch.optim.AdamW` does.
-
-        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all
-        float32 []; `constants` are beta1, beta2 and eps.
-        """
-        beta1, beta2, eps = (a["constants"][i] for i in range(3))
-        first = beta1 * a["first"] + (1 - beta1) * a["gradient"]
-        second = beta2 * a["second"] + (1 - beta2) * mx.square(a["gradient"])
-        moved = a["rate"] * (first / (mx.sqrt(second) / a["root"] + eps))
-        return {"value": a["value"] * a["kept"] - moved, "first": first, "second": second}
 
 
 class Model:
@@ -354,13 +269,9 @@ class Model:
         return [(low, min(low + size, count)) for low in range(0, count, size)]
 
 
-def stages_of(settings: Settings) -> ModelStages:
+def stages_of(settings: Settings) -> Stages:
     """Return the stages of such a model."""
-    if not settings.active_experts:
-        return ModelStages(settings)
-    from ondevice.methods.mesp.mlx.mixture import MixtureStages  # it is built on these
-
-    return MixtureStages(settings)
+    return MixtureStages(settings) if settings.active_experts else Stages(settings)
 
 
 def targets(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""One block's stages as pure functions of arrays, and their vector-Jacobian products.
+"""The stages of a model as pure functions of arrays, and their vector-Jacobian products.
 
 A stage takes arrays by name and returns arrays by name; `instructions` lists both. A stage keeps
 nothing. `STAGE_backward` is `mx.vjp` of `STAGE`: no gradient is derived by hand, but every stage
@@ -252,6 +252,87 @@ class Stages:
         if self.settings.branch_apart:
             y = a["m"].astype(self.sums) + self.scaled(self.normed(a, NORMS["after_mlp"], y))
         return {"x": y.astype(self.dtype)}
+
+    # Before and after the blocks. The cross-entropy goes over the vocabulary twice: first for the
+    # log-sum-exp, then for the gradient, so that a tile's logits are dead before the next exist.
+    # N labelled tokens, V rows of a tile.
+
+    def embed(self, a: Arrays) -> Arrays:
+        """Compute the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
+        x, scale = self.rows(a, "rows", self.dtype), self.traits.embedding_scale
+        return {"x": x if scale == 1.0 else x * scale}
+
+    def final_norm(self, a: Arrays) -> Arrays:
+        """Compute x [B, T, D] -> hn."""
+        return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
+
+    def loss_begin(self, a: Arrays) -> Arrays:
+        """Begin the loss: hn [N, D] and the head's rows of the labels -> float32 [N] each.
+
+        `target` is minus the label's logit; `maximum` and `total` are an empty log-sum-exp.
+        """
+        rows = self.rows(a, "rows", self.dtype).astype(self.sums)
+        target = -mx.sum(a["hn"].astype(self.sums) * rows, axis=-1)
+        empty = mx.zeros(target.shape, dtype=self.sums)
+        return {"target": target, "maximum": empty - mx.inf, "total": empty}
+
+    def loss_tile(self, a: Arrays) -> Arrays:
+        """Return the running maximum, and the sum of exponentials below it, after the tile's V
+        logits: float32 sums, as logits of half precision would all but hide what a step changes."""
+        logits = self.product(a["hn"].astype(self.sums), a, "head")
+        larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
+        total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(
+            mx.exp(logits - larger[:, None]), axis=-1
+        )
+        return {"maximum": larger, "total": total}
+
+    def loss_end(self, a: Arrays) -> Arrays:
+        """Return nll, the negative log likelihood of each label, and the log-sum-exp."""
+        logsumexp = a["maximum"] + mx.log(a["total"])
+        return {"nll": logsumexp + a["target"], "logsumexp": logsumexp}
+
+    def loss_tile_backward(self, a: Arrays) -> Arrays:
+        """Add weight softmax(logits) W of the tile to gh, float32 [N, D]; `weight` [N] is nll's.
+
+        With the log-sum-exp known, this is the gradient of sum weight exp(logits - logsumexp).
+        """
+        gh = a["gh"]
+        for low, high in row_tiles(a["head.weight"]):
+            rows = {key: value[low:high] for key, value in a.items() if key.startswith("head.")}
+
+            def run(hn: Any, rows: Arrays = rows) -> Any:
+                logits = self.product(hn.astype(self.sums), rows, "head")
+                return mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
+
+            hn = mx.depends([a["hn"]], [gh])[0]
+            _, (part,) = mx.vjp(run, [hn], [mx.ones((hn.shape[0], high - low))])
+            gh = gh + part.astype(self.sums)
+        return {"gh": gh}
+
+    def gather_rows(self, a: Arrays) -> Arrays:
+        """Return rows `place` int32 [N] of hidden states [B T, D]."""
+        return {"hn": mx.take(a["all"], a["place"], axis=0)}
+
+    def scatter_rows(self, a: Arrays) -> Arrays:
+        """Add gh to rows `place` of ghn, float32 [B T, D]."""
+        return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
+
+    def sgd(self, a: Arrays) -> Arrays:
+        """Update one matrix: value kept - rate gradient; `kept` is 1 - learning rate times weight
+        decay."""
+        return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
+
+    def adamw(self, a: Arrays) -> Arrays:
+        """Update one matrix as `torch.optim.AdamW` does.
+
+        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all
+        float32 []; `constants` are beta1, beta2 and eps.
+        """
+        beta1, beta2, eps = (a["constants"][i] for i in range(3))
+        first = beta1 * a["first"] + (1 - beta1) * a["gradient"]
+        second = beta2 * a["second"] + (1 - beta2) * mx.square(a["gradient"])
+        moved = a["rate"] * (first / (mx.sqrt(second) / a["root"] + eps))
+        return {"value": a["value"] * a["kept"] - moved, "first": first, "second": second}
 
 
 def row_tiles(weight: Any) -> list[tuple[int, int]]:
