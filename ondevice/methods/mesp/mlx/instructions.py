@@ -113,8 +113,8 @@ def _experts(settings: Settings) -> dict[str, Operand]:
 def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
     """x -> m, and q, k, v and o."""
     listed = [_attention_norm(settings)]
-    for inputs, outputs, _ in _projections(settings):
-        listed.append(Instruction("project", inputs, outputs, evaluate=False))
+    for inputs, outputs, target in _projections(settings):
+        listed.append(Instruction(_project(settings, target), inputs, outputs, evaluate=False))
     listed.append(Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")))
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
@@ -138,6 +138,10 @@ def _projections(settings: Settings) -> Iterator[tuple[dict[str, Operand], dict[
             if head != "v" and settings.norm(head):
                 inputs[f"{name}.norm.weight"] = Operand(f"{NORMS[head]}.weight")
         yield inputs, names, target
+
+
+def _project(settings: Settings, target: str) -> str:
+    return "project" if target in settings.target_modules else "project_frozen"
 
 
 def _rope(settings: Settings) -> dict[str, Operand]:
@@ -262,7 +266,7 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
         inputs |= {f"g.{name}": Operand(f"g.{head}") for name, head in names.items()}
         inputs |= {"sum.n": Operand("g.n")} if number else {}
         outputs = _named("g.n") | _trained(settings, target, "linear")
-        listed.append(Instruction("project_backward", inputs, outputs))
+        listed.append(Instruction(f"{_project(settings, target)}_backward", inputs, outputs))
         listed += _updates(settings, target)
     inputs = _same("x", "g.n") | _norm(settings, "before_attention") | {"sum.x": Operand("g.x")}
     return [*listed, Instruction("norm_backward", inputs, {"g.x": "g"})]

@@ -154,6 +154,10 @@ class Stages:
             heads[name] = y.reshape(shape).transpose(0, 2, 1, 3)
         return heads
 
+    def project_frozen(self, a: Arrays) -> Arrays:
+        """Compute `project` of a layer without an adapter: its gradients have other names."""
+        return self.project(a)
+
     def rope(self, a: Arrays) -> Arrays:
         """Rotate q and k by their positions."""
         return {name: self._rotate(a[name], a) for name in "qk"}
