@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 73),
-        ("lora", "torch", 64),
+        ("mesp", "torch", 74),
+        ("lora", "torch", 65),
         ("mesp", "mlx", 65),
-        ("prge", "torch", 72),
-        ("slideformer", "torch", 84),
+        ("prge", "torch", 73),
+        ("slideformer", "torch", 85),
     ],
 )
 def test_a_run_calls_few_files(
