@@ -133,7 +133,7 @@ await scenario(async (page) => {
   await view(page, "adapters");
   await page.getByText("Active:").getByText(NAME).waitFor();
 
-  assert.equal(await page.getByRole("button", { name: "Activate" }).count(), 0, "two words for one thing");
+  assert.equal(await page.getByRole("button", { name: "Use it" }).count(), 0, "two words for one thing");
 
   // Without being told, Try is with the adapter in use, in the form that a chat model takes.
   await view(page, "chat");
