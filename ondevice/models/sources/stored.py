@@ -121,9 +121,9 @@ def _hub() -> list[Stored]:
         newest = max(
             repository.revisions, key=lambda revision: revision.last_modified, default=None
         )
-        folder = newest.snapshot_path
-        if newest is None:
-            folder = repository.repo_path
+        folder = repository.repo_path
+        if newest is not None:
+            folder = newest.snapshot_path
         models.append(
             Stored(
                 repository.repo_id,
