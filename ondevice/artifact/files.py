@@ -79,16 +79,15 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     target = Path(
         os.path.realpath(path)
     )  # through a link: the file it names is replaced, not the link
-    data = content
     if isinstance(content, str):
-        data = content.encode("utf-8")
+        content = content.encode("utf-8")
     with _named_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         partial = _beside(target)
         try:
             with open(partial, "xb") as file:
-                file.write(data)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # before the rename, as in `atomic_directory`
             os.replace(partial, target)
