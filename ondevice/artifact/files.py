@@ -79,15 +79,14 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     target = Path(
         os.path.realpath(path)
     )  # through a link: the file it names is replaced, not the link
-    if isinstance(content, str):
-        content = content.encode("utf-8")
+    data = content.encode("utf-8") if isinstance(content, str) else content
     with _named_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         partial = _beside(target)
         try:
             with open(partial, "xb") as file:
-                file.write(content)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # before the rename, as in `atomic_directory`
             os.replace(partial, target)
