@@ -22,6 +22,7 @@ from ondevice.core.capabilities import Offloads
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
+from ondevice.core.session import Preparing
 from ondevice.data.batching import Batch
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.cuda.session import TorchProgramSession
@@ -69,7 +70,7 @@ def method(row: Row) -> Any:
 def open_row(row: Row) -> Any:
     """A fresh session of the pair, ready for its first step."""
     session = opened(row)
-    if not row.program:
+    if not row.program and isinstance(session, Preparing):
         session.before_step(0, lambda step: Batch(*batch(2, seed=step)), Path(scratch().name))
     return session
 
