@@ -61,8 +61,8 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 74),
-        ("lora", "torch", 65),
+        ("mesp", "torch", 76),
+        ("lora", "torch", 66),
         ("mesp", "mlx", 65),
         ("prge", "torch", 73),
         ("slideformer", "torch", 85),

@@ -273,7 +273,7 @@ def test_resources(apk: Path) -> None:
     assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
 
 
-KINDS = ("functional", "q4", "8da4w", "exact", "exact, sgd", "blocks", "blocks, sgd")
+KINDS = ("functional", "q4", "8da4w", "blocks", "blocks, sgd")
 FORMS = ("blocks, int8", "blocks, q4", "blocks, 8da8w")
 
 
