@@ -96,7 +96,7 @@ def layer():
         time.sleep(0.1)
     return "done"
 
-print(Worker("update", Watch(2.0)).submit("layer 0", layer).wait(), flush=True)
+print(Worker("update", Watch(5.0)).submit("layer 0", layer).wait(), flush=True)
 """
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
@@ -104,7 +104,7 @@ print(Worker("update", Watch(2.0)).submit("layer 0", layer).wait(), flush=True)
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(7.0)
         os.kill(process.pid, signal.SIGCONT)
         out, errors = process.communicate(timeout=60)
     assert (out, process.returncode) == ("done\n", 0), errors
