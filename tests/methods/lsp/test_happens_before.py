@@ -57,7 +57,7 @@ def test_ranks_do_one_thing_after_the_other(
 @pytest.mark.parametrize(
     ("module", "function", "config"),
     [
-        ("activations", "load", {"activations": "host", "micro_batch_size": 1}),
+        ("transfers", "load", {"activations": "host", "micro_batch_size": 1}),
         ("bases", "fetch", {"weight_placement": "host", "window": 2}),
         ("bases", "source", {"weight_placement": "host", "window": 2}),
     ],

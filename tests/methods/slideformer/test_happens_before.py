@@ -84,9 +84,9 @@ def test_ranks_do_one_thing_after_the_other(
         ("transfers", "to_host", {"window": 2}, True),
         ("window", "arrive", {"resident_layers": 5}, True),
         ("window", "arrive", {}, False),
-        ("activations", "save", {}, False),
-        ("activations", "prefetch", {}, False),
-        ("activations", "load", {}, False),
+        ("transfers", "save", {}, False),
+        ("transfers", "prefetch", {}, False),
+        ("transfers", "load", {}, False),
     ],
 )
 def test_a_lane_that_does_not_wait_is_noticed(
