@@ -140,7 +140,7 @@ def test_a_last_step_that_leaves_no_numbers_is_not_saved(method, ondevice, tmp_p
     done = ondevice(
         "train", *tiny(method, "--lr", "1e39"), "--data", data, "--steps", 1, "--out", out
     )
-    assert done.code == TRAINING and "step 0" in done.err and "no numbers" in done.err, done.err
+    assert done.code == TRAINING and "step 0" in done.err and "inf or nan" in done.err, done.err
     left = {
         path.name for path in out.iterdir() if not path.name.startswith("subspace-")
     }  # of the gradient before it
