@@ -99,7 +99,10 @@ def test_tiles_hold_less_at_any_length() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
-    """It measures what no run before it has, and finds the same bytes."""
+    """It measures only the missing rows, and finds the same bytes.
+
+    Within 2%: what MLX holds at once differs between processes by some tenths of a percent.
+    """
     spec = replace(memory.METHODS["manual"], length=bench.length, **bench.base)
     known = dict(bench.known)
     before = known.pop(json.dumps(asdict(spec), sort_keys=True))
@@ -116,7 +119,7 @@ def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
     rows = {row["method"]: row for row in document["rows"]}
     assert list(rows) == list(memory.COMPARED)
     assert (
-        rows["manual"]["peak_bytes"] == before["peak_bytes"]
+        rows["manual"]["peak_bytes"] == pytest.approx(before["peak_bytes"], rel=0.02)
         and rows["manual"]["time_s"] != before["time_s"]
     )
     assert json.loads((tmp_path / "kept.json").read_text()).keys() == bench.known.keys()
