@@ -133,7 +133,7 @@ def test_an_adapter_of_experts_is_fused_and_other_forms_refuse_it(tmp_path: Path
     written = json.loads(path.read_text())
     for names, words in (
         (["experts.weird"], "names 'experts.weird'"),
-        (["experts.down_proj"], "is not what"),
+        (["experts.down_proj"], "does not match the tensors"),
     ):
         path.write_text(json.dumps(written | {"target_parameters": names}))
         with pytest.raises(ArtifactError) as refused:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ondevice.core.registry import method_config
+from ondevice.core.session import Leading
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.torch import Follower, Leader, LspSession
@@ -117,7 +118,8 @@ def go_on(one: LspSession, folder: Path) -> list[float]:
         one.step(ids, labels, 5 + step, 1e-3).loss for step, (ids, labels) in enumerate(data(8)[5:])
     ]
     one.save_model(folder)
-    one.finish("done")
+    if isinstance(one, Leading):
+        one.finish("done")
     return losses
 
 
