@@ -265,7 +265,7 @@ OWN = {
     "ondevice/exits/vllm.py": "a file that was written in the lines before",
     "ondevice/fleet/asking.py": "a socket of this machine and user",
     "ondevice/fleet/averaging/apps.py": "the server's own database",
-    "ondevice/fleet/curve.py": "the server's own database",
+    "ondevice/fleet/simulated.py": "the server's own database",
     "ondevice/fleet/engine.py": "the simulation's own values",
     "ondevice/fleet/link.py": "settings that the parent process passes",
     "ondevice/fleet/plot.py": "the server's own database",
