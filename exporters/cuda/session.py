@@ -104,7 +104,7 @@ class TorchProgramSession(ProgramSession):
         return self.session.before_step(step, batch_at, folder)
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Let the method take back what it prepared; see `Preparing.before_replay`."""
+        """Let the method take back its preparation; see `Preparing.before_replay`."""
         if isinstance(self.session, Preparing):
             self.session.before_replay(step, folder)
 
@@ -113,7 +113,7 @@ class TorchProgramSession(ProgramSession):
         return require(self.session, Scoring).score_step(score, step, learning_rate)
 
     def whole_model(self) -> LoadedModel:
-        """Return the model with what is trained in it; see `Scoring.whole_model`."""
+        """Return the model with its trained parameters; see `Scoring.whole_model`."""
         return require(self.session, Scoring).whole_model()
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ class TorchProgramSession(ProgramSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Replaying.apply_update`."""
+        """Apply only the update; see `Replaying.apply_update`."""
         require(self.session, Replaying).apply_update(projected_gradients, step, learning_rate)
 
     def state(self) -> dict[str, np.ndarray]:

@@ -278,6 +278,6 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
     if dims.experts and job.export.quantize != "none":
         return [
             f"{dims.family} is a mixture of experts, whose matrices are one tensor a layer: this target packs linear "
-            "layers, and what is left would be most of the model; expected --quantize none, which keeps the weights"
+            "layers, and the rest would be most of the model; expected --quantize none, which keeps the weights"
         ]
     return size_problems(job, dims)

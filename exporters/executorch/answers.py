@@ -1,5 +1,5 @@
 """A program that answers, with weights of its own as constants: XNNPACK packs them once, and
-multiplies what is packed.
+multiplies packed matrices.
 
 One method takes a prompt's next tokens, or one token; `answer_model` is the module. Matrices are
 float32, or 8 or 4 bits (groups of 32) with activations that are rounded to 8 bits as they come;

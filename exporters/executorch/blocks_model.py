@@ -50,7 +50,7 @@ class BlocksModel:
         )
         self.context_tokens, self.read = values[1], 0
         layers = range(session.spec.layers)
-        # Zeros: what is masked is still multiplied, and garbage may be no number.
+        # Zeros: masked values are still multiplied, and garbage may be NaN.
         self.keys = [torch.zeros(keys) for _ in layers]
         self.values = [torch.zeros(values) for _ in layers]
 

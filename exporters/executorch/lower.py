@@ -64,7 +64,7 @@ class ComputedProductConfig(MMConfig):
 
 @dataclass
 class Lowered:
-    """A finished program and what is known about it."""
+    """A finished program and facts about it."""
 
     buffer: bytes
     planned_bytes: dict[str, int]

@@ -54,7 +54,7 @@ class PackedModel:
 
     Attributes:
         context_tokens: most tokens of a conversation.
-        read: tokens that were read so far; set it back to forget what is behind.
+        read: tokens that were read so far; set it back to forget the tokens after it.
 
     Raises:
         ArtifactError: the folder holds no such program.

@@ -2,7 +2,7 @@
 hands it tensors.
 
 It knows no training method. The manifest's `program_spec` says what goes in and comes out by role,
-what is kept from step to step, and where the trained matrices lie in the flat adapter vector.
+which arrays stay from step to step, and where the trained matrices lie in the flat adapter vector.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ExecutorchSession(ProgramSession):
         )
 
     def before_replay(self, step: int, folder: Path) -> None:
-        """Let the method take back what it prepared; see `Preparing.before_replay`."""
+        """Let the method take back its preparation; see `Preparing.before_replay`."""
         if self._preparing is not None:
             self._preparing.before_replay(step, folder)
 

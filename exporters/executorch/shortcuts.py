@@ -123,7 +123,7 @@ def _functional_and_valid_once() -> Iterator[None]:
             return program
         decomposed = getattr(
             program, "decomposed", False
-        )  # then a tracing changes what is in the table, and no more
+        )  # then a tracing changes the table's content, and no more
         if decomposed and not any(node.target in table for node in program.graph.nodes):
             return program
         result: Any = decompose(program, table, *more, **options)

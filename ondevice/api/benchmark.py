@@ -46,7 +46,7 @@ def benchmark(
     device: str = "auto",
     on_row: Callable[[int, int], None] = lambda done, rows: None,
 ) -> BenchmarkResult:
-    """Ask a model the questions of a benchmark, greedily, and save what it answers.
+    """Ask a model the questions of a benchmark, greedily, and save its answers.
 
     Args:
         source: a model as in `load_model`, a folder of a network that RevFFN trained, or an artifact (`mmlu` only).
@@ -101,7 +101,7 @@ def benchmark(
 
 
 def _limit(opened: Opened, requested: int | None) -> int:
-    """Tokens of prompt and answer together: what is requested, within what the program or the model takes."""
+    """Tokens of prompt and answer together: the requested number, within the limit of the program or the model."""
     buckets = opened.session.lengths_tokens
     if opened.loaded is None and buckets:
         return min(requested or max(buckets), max(buckets))

@@ -93,7 +93,7 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
     Args:
         config: model, method, `export` section, seed and task.
         out: the artifact's folder.
-        overwrite: replace what is there.
+        overwrite: replace existing files.
     """
     jobs = export_jobs(config, overwrite=overwrite)
     places = [Path(out)] if len(jobs) == 1 else [Path(out) / job.export.soc[0] for job in jobs]

@@ -194,7 +194,7 @@ def push(
 
 
 def pull(out: Path, *, serial: str | None = None) -> list[Path]:
-    """Bring every adapter of the app here, as `out/MODEL/ADAPTER`; what is in `out` is replaced.
+    """Bring every adapter of the app here, as `out/MODEL/ADAPTER`; existing files in `out` are replaced.
 
     Raises:
         DeviceError, MissingPackageError: as `Phone`; or the app has no adapters, or is not a debuggable build.
@@ -366,6 +366,6 @@ def _failed(arguments: tuple[str, ...], words: str) -> DeviceError:
     hint = (
         "free space on the phone"
         if "No space left" in words
-        else "`adb devices` shows what is connected"
+        else "`adb devices` lists the connected devices"
     )
     return DeviceError(f"adb {arguments[0]} failed", received=last.strip(), hint=hint)

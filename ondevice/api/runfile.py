@@ -248,7 +248,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping from a file, or from the preset of that name if there is no such file.
 
     Raises:
-        ConfigError: with line and column of what is wrong.
+        ConfigError: with line and column of the mistake.
     """
     path = Path(path)
     if not path.exists() and str(path) in presets():

@@ -56,7 +56,7 @@ def train(
         adapter: start from this adapter.
         sinks: called with every event.
         callbacks: called as the run goes, and may stop it. One that raises ends the run like Ctrl-C, with its
-            checkpoint and adapter, and what it raised is raised here.
+            checkpoint and adapter, and its error is raised here.
 
     Raises:
         ConfigError: a setting, the model or a callback is wrong.
@@ -64,7 +64,7 @@ def train(
         DoesNotFitError: the plan needs more memory than there is.
 
     Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
-    compute with it, and return what it returns.
+    compute with it, and return the same.
     """
     from ondevice.planning.fits import plan_within
     from ondevice.training.decisions import (

@@ -118,7 +118,7 @@ def doctor(
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Run a kernel in every installed backend; name what is missing and how to install it."""
+    """Run a kernel in every installed backend; name missing packages and how to install them."""
     from ondevice.planning.doctor import doctor as examine
     from ondevice.planning.doctor import exit_code
     from ondevice.planning.render import render_checks

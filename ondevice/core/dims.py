@@ -267,7 +267,7 @@ def named(name: str, target: str) -> bool:
 
 
 def names_experts(name: str, target: str) -> bool:
-    """Return True if `target` names the experts' parameter `name`; its last part alone may be a linear layer's."""
+    """Return True if `target` names the experts' parameter `name`; its last part may also be a linear layer's."""
     return is_expert_parameter(target) and named(name, target)
 
 
@@ -290,7 +290,7 @@ class MoeDims(ModelDims):
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the attention's linear layers, which alone can carry adapters."""
+        """(inputs, outputs) of the attention's linear layers, the only ones that can carry adapters."""
         shapes = super().linear_shapes
         return {target: shapes[target] for target in ATTENTION}
 

@@ -9,7 +9,7 @@ class Flag:
 
     Args:
         names: the flag, then other spellings of it: `--steps`, `-n`.
-        help: what it sets; by default the first sentence of the field's docstring.
+        help: of the flag; by default the first sentence of the field's docstring.
         type: of the value on the command line, if the field's validator reads another than the
             field has.
         repeat: repeat the flag for each value of a list, instead of commas.

@@ -69,7 +69,7 @@ class Reduction(Generic[C]):
 
 @dataclass(frozen=True)
 class MemoryModel(Generic[C]):
-    """Bytes that a step needs, by part, from dimensions alone (units: bytes; sizes: tokens and rows).
+    """Bytes that a step needs, by part, from dimensions only (units: bytes; sizes: tokens and rows).
 
     Attributes:
         step: (dims, config, batch_size, length_tokens, activation_bytes) to parts on the device that computes.
@@ -81,7 +81,7 @@ class MemoryModel(Generic[C]):
         blocks: (dims, config, batch_size, length_tokens, quantize) to what a run of an exported block program keeps
             in addition to the mapped weights; None: there are no such programs.
         notes: (dims, config) to sentences below the plan.
-        host_note: what is in host memory, in a sentence.
+        host_note: the content of host memory, in a sentence.
         host_hint: what to set if the host's memory does not suffice.
         reductions: changes of settings that need less.
     """
@@ -112,7 +112,7 @@ class MethodSpec(Generic[C]):
 
     Attributes:
         name: as in `--method` and `method.name`.
-        summary: what it does, in half a sentence, for lists.
+        summary: of the method, in half a sentence, for lists.
         config: its settings.
         trains: an adapter, or all parameters of the model.
         order: of the derivatives it needs: `first` runs backward passes, `zeroth` runs forward passes only.
@@ -123,7 +123,7 @@ class MethodSpec(Generic[C]):
         page: of the documentation, a file of docs/methods.
         programs: kind of target to its training step as a program (`ondevice.core.program`).
         preference: its rank, from 1, among the methods that are chosen if none is named; 0: never chosen.
-        capabilities: what it can do that not every method can.
+        capabilities: those that not every method has.
     """
 
     name: str

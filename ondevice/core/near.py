@@ -65,7 +65,7 @@ ELSEWHERE = {
     "logger": "report_to",
     "use_wandb": "report_to",
 }
-"""Names that other trainers have for what is here, in words joined by underscores."""
+"""Names that other trainers have for our settings, in words joined by underscores."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -77,7 +77,7 @@ class ProgramModule:
 
 @dataclass(frozen=True)
 class LayerConstants:
-    """Weights that functions of a block hold, for a backend that multiplies integers with constants alone.
+    """Weights that functions of a block hold, for a backend that multiplies integers only with constants.
 
     Attributes:
         markers: noise that the modules hold in their place, by name with `{layer}`. A module is lowered once; a layer's
@@ -95,7 +95,7 @@ class NpuPart:
 
     Attributes:
         name: of the function, as in the manifest.
-        body: what is compiled, with its example `inputs`; the layer's frozen weights are constants of it.
+        body: the compiled part, with its example `inputs`; the layer's frozen weights are constants of it.
         finish: (name, compiled body) to the function.
     """
 

@@ -256,7 +256,7 @@ class Following(Protocol):
     """Another rank's session."""
 
     def follow(self) -> Any:
-        """Compute with rank 0 until it ends, and return what it passed to `finish`."""
+        """Compute with rank 0 until it ends, and return the value that it passed to `finish`."""
         ...
 
 
@@ -302,7 +302,7 @@ class ProgramSession(Session):
 
 @dataclass(frozen=True)
 class OpenedNetwork:
-    """A network that transformers alone cannot open, opened by the method that trained it.
+    """A network that transformers cannot open by itself, opened by the method that trained it.
 
     Attributes:
         session: evaluates rows.

@@ -1,6 +1,6 @@
 """Interface of a target: one `TargetSpec` in its folder answers everything that other packages ask.
 
-A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, if several differ in data alone), or
+A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, if several differ only in data), or
 an entry point of the group `ondevice.targets` in any other package; `ondevice.core.registry` finds both.
 """
 
@@ -92,7 +92,7 @@ class TargetSpec:
         perturbation_scale: the target's own default of zeroth-order methods, if theirs is too small for its
             arithmetic; None for the method's.
         needs: checks of `ondevice doctor` without which it does not work.
-        uses: checks of what it can use.
+        uses: checks of the settings that it can use.
         data: what only the target's own code reads, if one package has several targets.
     """
 

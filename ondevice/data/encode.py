@@ -112,7 +112,7 @@ class Encoder:
     """Tokenizes the rows of a file, one at a time; arguments and errors are those of `encode`.
 
     Args:
-        rows: what is known of all rows; its `items` are not read.
+        rows: facts about all rows; its `items` are not read.
         first: the first row, which decides how all are framed.
         report: counts what encoding does in addition to examples.
     """

@@ -164,11 +164,11 @@ class Desk:
             self.rounds.next = max(self.rounds.next, number + 1)
 
     def out(self, device: int, last: bool = False) -> list[bytes]:
-        """Return the files for a device: the charter at first, what it lacks, and its task of the
+        """Return the files for a device: the charter at first, the missing events, and its task of the
         open round.
 
         Args:
-            last: only what it lacks.
+            last: only the missing events.
 
         Raises:
             FleetError: the device has already replied to its task.

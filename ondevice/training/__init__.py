@@ -1,1 +1,1 @@
-"""The training loop and what it leaves in a run's folder: events, checkpoints, evaluations."""
+"""The training loop and the content of a run's folder: events, checkpoints, evaluations."""

@@ -88,7 +88,7 @@ def run_benchmark(
             result.interrupted = True
     if (
         result.interrupted
-    ):  # it may have come between a row's writing and its counting: what is written counts
+    ):  # it may have come between a row's writing and its counting: a written row counts
         with open(result.answers, encoding="utf-8") as file:
             done = [json.loads(line) for line in file]
     result.seconds_s, result.cut_rows = (

@@ -121,7 +121,7 @@ class Meta:
         step: optimizer steps that are done; the next step has this number.
         identity: the settings that make two runs the same run, as JSON values.
         evaluation: the figures of the evaluation after this step, if there was one.
-        score: what is compared to find the best evaluation, element by element, higher is better.
+        score: compared to find the best evaluation, element by element, higher is better.
         state_sha256: of `state.safetensors`.
         parts: SHA-256 by name of the files of other ranks, which belong to the state.
     """
@@ -249,7 +249,7 @@ class CheckpointStore:
 
         Args:
             written: as for `write_tensors`.
-            beside: writes more into the checkpoint's folder, before the state; what it may return is called after the
+            beside: writes more into the checkpoint's folder, before the state; the function that it may return is called after the
                 state, and gives the SHA-256 by name of further files of the state.
 
         Raises:
@@ -293,7 +293,7 @@ class CheckpointStore:
         """
         paths = self.paths()
         for path in reversed(paths):
-            # A rename makes a whole folder, but a power cut or a copy can still damage what is in it: so the hash.
+            # A rename makes a whole folder, but a power cut or a copy can still damage its content: so the hash.
             try:
                 meta = read_meta(path)
                 expected = {STATE_FILE: meta.state_sha256, **meta.parts}

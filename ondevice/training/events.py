@@ -331,7 +331,7 @@ def read_start(path: Path) -> Start | None:
 
 
 def cut_log(path: Path, step: int) -> LogContent:
-    """Drop an unfinished last line and everything from the first event of step `step` on; return what is left.
+    """Drop an unfinished last line and everything from the first event of step `step` on; return the rest.
 
     After it a run that goes on at `step` appends each step once.
     """

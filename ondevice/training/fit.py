@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
-"""Folders of a run for what it trained."""
+"""Folders of a run for its trained weights."""
 WINDOWS_FILE = "stream.json"
 """File of a run for the counts of a streamed file's windows."""
 FIGURES = (
@@ -59,7 +59,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished or interrupted run and what it wrote.
+    """A finished or interrupted run and its files.
 
     Attributes:
         result: losses, times, memory, evaluation.
@@ -94,7 +94,7 @@ class Trained:
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
     """Fine-tune in eager PyTorch or MLX, once it is known that it fits.
 
-    Under `torchrun` rank 0 reads the data and writes; the others compute with it, and return what it returns.
+    Under `torchrun` rank 0 reads the data and writes; the others compute with it, and return the same.
     """
     from ondevice.models import load_model, open_model
 
@@ -164,7 +164,7 @@ class RunRows:
     encoded: dict[str, Any] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
-        """Return what is known of the rows to train on."""
+        """Return facts about the rows to train on."""
         return self.train.figures() if self.stream is None else self.stream.figures()
 
 

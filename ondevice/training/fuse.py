@@ -71,7 +71,7 @@ def fuse(
     of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded once.
 
     Args:
-        source: the base model, as for `load_model`; or an artifact, which says what it was made from. Packed weights
+        source: the base model, as for `load_model`; or an artifact, which names its base model. Packed weights
             cannot take an adapter, so the sum is in the original's.
         dtype: of the written weights; None keeps the base's.
         overwrite: replace a model that is in `out`.

@@ -36,7 +36,7 @@ def with_length(
     loaded: LoadedModel | None = None,
     when: datetime | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run file with a maximum length, and what is to be said of it: nothing if it has one already.
+    """Return the run file with a maximum length, and a note about it: none if it has one already.
 
     Args:
         rows: of `data.path`, if they have been read.

@@ -1,7 +1,7 @@
 """The figures of a run: memory that the process takes, losses, times, and what they come to.
 
 On Linux the kernel keeps the high-water mark of memory (`VmHWM`) and lets a process reset its own through
-`/proc/self/clear_refs`. Elsewhere the mark cannot be reset: it counts once it rises above what it was.
+`/proc/self/clear_refs`. Elsewhere the mark cannot be reset: it counts once it rises above the old mark.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class AnonymousPeak:
 
 
 def reset_peak() -> bool:
-    """Set the kernel's high-water mark to what is resident now; False if that is not possible."""
+    """Set the kernel's high-water mark to the memory that is resident now; False if that is not possible."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:

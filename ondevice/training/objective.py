@@ -1,6 +1,6 @@
 """Goals without a gradient: accuracy, F1, or the scores that a program of the user's prints.
 
-A zeroth-order method needs a number for each moved copy of what it trains, and nothing else: it moves towards the
+A zeroth-order method needs a number for each moved copy of the parameters, and nothing else: it moves towards the
 copies with the better scores. A score of few rows has few values, so a step wants more rows than one on the loss.
 """
 

@@ -158,7 +158,7 @@ def _changed(logged: list[events.Event], now: events.Start) -> dict[str, Any]:
 
 
 def _said(tolerated: dict[str, list[Any]]) -> list[str]:
-    """Return what is to be said of differences that a resume takes."""
+    """Return notes on the differences that a resume accepts."""
     said, unknown = [], []
     for key, (before, now) in tolerated.items():
         name = NAMES[key]

@@ -2,7 +2,7 @@
 
 Adapters, artifacts, checkpoints, models, data files, run files and messages can be damaged or
 made to harm. Everything here has limits on depth, size, count and place, and raises `Refused`
-for content that is not what it should be; `read_object` raises the error of its caller's kind.
+for unexpected content; `read_object` raises the error of its caller's kind.
 No other module calls `json.loads`, `yaml.safe_load` or a library's reader on such bytes (a test
 checks this).
 """

@@ -1,7 +1,7 @@
 """The header of a GGUF file, walked before a library reads it.
 
 The library believes every length that the file states: a wrong one makes it loop for hours or
-read beyond the file. Here each length is held against what is left of the file.
+read beyond the file. Here each length is held against the rest of the file.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def parse_yaml(text: bytes | str, loader: Any = yaml.SafeLoader) -> Any:
             node = reader.get_single_node()
             if node is None:
                 return None
-            # Before the values are built: `<<` copies what it names, and ten lines of it fill a memory.
+            # Before the values are built: `<<` copies the mapping that it names, and ten lines of it fill a memory.
             if _nodes(node, {}) > _MOST_NODES:
                 raise Refused("it is too large when its aliases are replaced")
             return reader.construct_document(node)

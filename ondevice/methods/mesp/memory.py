@@ -1,4 +1,4 @@
-"""Bytes of a MeSP step by part, from dimensions only: what is resident, and the largest stage of a
+"""Bytes of a MeSP step by part, from dimensions only: the resident part, and the largest stage of a
 backward pass."""
 
 from __future__ import annotations

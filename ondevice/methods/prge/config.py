@@ -83,7 +83,7 @@ class PrgeConfig(AnswerLossConfig):
 
     optimizer: Literal["auto", "sgd", "adam"] = "auto"
     """The optimizer that takes the estimate: `sgd` (the paper's), or `adam` with two moments of
-    what is trained. `auto` is adam in a gradient's subspace, else sgd."""
+    the trained parameters. `auto` is adam in a gradient's subspace, else sgd."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""

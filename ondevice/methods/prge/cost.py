@@ -1,4 +1,4 @@
-"""Work of a prge step, from dimensions alone."""
+"""Work of a prge step, from dimensions only."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class GraphedPrgeSession(PrgeSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Replaying.apply_update`."""
+        """Apply only the update; see `Replaying.apply_update`."""
         super().apply_update(projected_gradients, step, learning_rate)
         self._keep()
 

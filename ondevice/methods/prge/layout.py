@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def width(self) -> int:
-        """Columns of what is trained."""
+        """Columns of the trained matrices."""
         return 1 if self.diagonal else self.outputs
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes of a P-RGE step by part, from dimensions alone (P-RGE section 3.2 and appendix A.8)."""
+"""Bytes of a P-RGE step by part, from dimensions only (P-RGE section 3.2 and appendix A.8)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class NextToken(nn.Module):
 
 
 class ApplyUpdate(nn.Module):
-    """The update alone, from logged projected gradients: replays a run without the model."""
+    """Only the update, from logged projected gradients: replays a run without the model."""
 
     def __init__(self, program: PrgeProgram) -> None:
         super().__init__()

@@ -222,7 +222,7 @@ class PrgeProgram(nn.Module):
             linear.c_RO = value.c
 
     def plain_hidden(self, ids_ET: Tensor) -> Tensor:
-        """Return hidden states of the model and of earlier subspaces alone, [rows, tokens, hidden]."""
+        """Return hidden states of the model and of earlier subspaces only, [rows, tokens, hidden]."""
         return self.family.hidden(ids_ET, self._mask(ids_ET.shape[1]))
 
     def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:

@@ -184,7 +184,7 @@ class SessionSubspace:
         return Adapter(tensors, rank, alpha, targets_of(tensors), source)
 
     def start_from(self, adapter: Adapter, names: dict[tuple[int, str], str]) -> None:
-        """Retain an adapter next to what is trained.
+        """Retain an adapter next to the trained one.
 
         Raises:
             ArtifactError: it is of other linear layers.

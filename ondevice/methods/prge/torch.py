@@ -145,7 +145,7 @@ class PrgeSession(PackingSession):
     def apply_update(
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
-        """Apply the update alone; see `Replaying.apply_update`."""
+        """Apply only the update; see `Replaying.apply_update`."""
         rate = np.array([learning_rate], dtype=np.float32)
         gradients = np.array(projected_gradients, dtype=np.float32)
         gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)

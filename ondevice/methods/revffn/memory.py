@@ -1,4 +1,4 @@
-"""Bytes of a RevFFN step by part, from dimensions alone: the ends of the streams, and one block of
+"""Bytes of a RevFFN step by part, from dimensions only: the ends of the streams, and one block of
 everything else."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Passes:
         return self.network.forward(ids_BT)
 
     def _final_hidden(self, ids_BT: Tensor) -> Tensor:
-        """The final norm's output, [B, T, hidden]; the scale of training stays what it is."""
+        """The final norm's output, [B, T, hidden]; the scale of training does not change."""
         before = self.network.fraction_bits
         try:
             return self.family.final_norm(

@@ -81,7 +81,7 @@ class Reversible:
     """A family's blocks as a reversible network. Weights stay the model's own; `adapters` are new.
 
     Args:
-        family: the model, on its device; what it computes in is the dtype of its embedding.
+        family: the model, on its device; it computes in the dtype of its embedding.
         config: coupling, streams and scale.
         device: moves the model there first; None leaves it.
         seed: of the adapters' first values.

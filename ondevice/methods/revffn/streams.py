@@ -26,7 +26,7 @@ from ondevice.runtime_ops import generator
 
 ROOM = 2**30
 """Magnitudes of fixed-point streams and branches stay below it. Three times as much does not come
-back below it by overflow, so a look at what is in the stream finds every overflow."""
+back below it by overflow, so a look at the stream finds every overflow."""
 SPARE_BITS = 1
 """Left free above the largest number that was seen, for other data and for training."""
 MOST_BITS = 24

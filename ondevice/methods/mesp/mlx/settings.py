@@ -42,7 +42,7 @@ class Rope:
             `longrope`).
         longer: those of sequences of more than `trained_tokens`, if they are others
             (`longrope`).
-        factor: of what is rotated (`yarn`, `longrope`).
+        factor: of the rotated vectors (`yarn`, `longrope`).
         local_theta: base in layers with a window, if it is another; they are not scaled.
     """
 
