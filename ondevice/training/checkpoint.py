@@ -249,8 +249,8 @@ class CheckpointStore:
 
         Args:
             written: as for `write_tensors`.
-            beside: writes more into the checkpoint's folder, before the state; the function that it may return is called after the
-                state, and gives the SHA-256 by name of further files of the state.
+            beside: writes more into the checkpoint's folder, before the state. It may return a function, called
+                after the state and gives the SHA-256 by name of further files of the state.
 
         Raises:
             StorageError: if the disk is full; the checkpoints before are as they were.
