@@ -258,7 +258,7 @@ def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
     )  # each layer with the other's weights and adapter
     result = verify(program("npu blocks"))
     assert not result["ok"] and any("min_gradient_cosine" in line for line in result["broken"])
-    assert any("does not write what eager PyTorch does" in line for line in result["broken"])
+    assert any("does not generate what eager PyTorch does" in line for line in result["broken"])
 
 
 def test_code_of_other_delegates_is_refused() -> None:
