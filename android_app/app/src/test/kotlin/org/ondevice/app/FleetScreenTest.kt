@@ -81,7 +81,7 @@ class FleetScreenTest : AppTest() {
         open(MainActivity.FLEET)
         untilSaid("Not in a fleet yet")
         sent("round-0-0")
-        untilSaid("No model here is the fleet’s", "Taking part needs rows")
+        untilSaid("None of the models here is the fleet’s", "Taking part needs rows")
         assertNull("nothing is joined by looking", app.rounds.standing)
         member()
         sent("round-0-0", action = Intent.ACTION_VIEW)
