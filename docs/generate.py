@@ -224,9 +224,9 @@ def errors() -> str:
         if isinstance(k, type) and issubclass(k, module.OndeviceError)
     ]
     rows = [
-        (str(k.exit_code), f"`{k.__name__}`", _cell(inspect.getdoc(k).splitlines()[0]))
+        (str(k.exit_code), f"`{k.__name__}`", _cell((inspect.getdoc(k) or "").splitlines()[0]))
         for k in kinds
-    ]  # type: ignore[union-attr]
+    ]
     rows.append(
         (
             str(module.INTERRUPTED_EXIT_CODE),

@@ -63,9 +63,9 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
     [
         ("mesp", "torch", 76),
         ("lora", "torch", 66),
-        ("mesp", "mlx", 65),
+        ("mesp", "mlx", 64),
         ("prge", "torch", 73),
-        ("slideformer", "torch", 85),
+        ("slideformer", "torch", 84),
     ],
 )
 def test_a_run_calls_few_files(

@@ -25,6 +25,7 @@ def load(layers: int) -> Any:
 
     loaded = load_model(MODEL)
     loaded.model.config.num_hidden_layers = layers
+    # A type checker knows no attribute of a module; this one is a ModuleList.
     loaded.model.model.layers = loaded.model.model.layers[:layers]  # type: ignore[index]
     family = type(loaded.family)(loaded.model)
     return type(loaded)(loaded.model, loaded.tokenizer, family.dims, family, loaded.source)

@@ -93,7 +93,7 @@ def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> O
         option = replace(option, type=list[str], parse=columns_of)
         notes.append("repeat for more")
     elif get_origin(kind) is tuple and flag.repeat:
-        option = replace(option, type=list[item])  # type: ignore[valid-type]
+        option = replace(option, type=list[item])
         notes.append("repeat for more")
     elif get_origin(kind) is tuple:
         option = replace(option, type=str, parse=_names)
@@ -128,8 +128,8 @@ def all_options(run: type[RunConfig] = RunConfig) -> dict[str, Option]:
     for section, field in run.model_fields.items():
         if section == "method":
             options += _method_options()
-        else:
-            options += options_of(section, field.annotation)  # type: ignore[arg-type]
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Documented):
+            options += options_of(section, field.annotation)
     return {option.key: option for option in options}
 
 
@@ -193,7 +193,8 @@ def with_settings(
     model_first = model_first and "model" in options
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        # Typer reads a function's signature, so the flags are written into that of a wrapper.
+        # Typer reads a function's signature, so the flags are written into that of a wrapper; a
+        # type checker does not know that functions have the attribute.
         @functools.wraps(verb)
         def wrapped(config: Path | None, settings: list[str] | None, **values: Any) -> None:
             if model_first:

@@ -8,7 +8,7 @@ in `runtime_ops.adam_state`), and its moments are float32. It moves as a float32
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,9 +95,10 @@ class TorchAdamW:
                 self.moments[name] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         for names in groups.values():
             parameters: list[Tensor] = [self.parameters[name] for name in names]
-            gradients = [parameter.grad for parameter in parameters]
+            # A step follows a backward pass, so every parameter has a gradient.
+            gradients: Any = [parameter.grad for parameter in parameters]
             m, v = ([self.moments[name][which] for name in names] for which in (0, 1))
-            torch_steps(parameters, gradients, m, v, adam)  # type: ignore[arg-type]
+            torch_steps(parameters, gradients, m, v, adam)
 
     def arrays(self) -> dict[str, np.ndarray]:
         result = {}

@@ -24,7 +24,9 @@ from ondevice.core.untrusted.yaml_documents import parse_yaml
 from ondevice.data import read_rows
 from ondevice.models.sources.resolve import check_folder
 from ondevice.training.checkpoint import read_meta
-from tests.untrusted.kinds import build_artifact, build_checkpoints, build_sharded, build_xlsx
+from tests.untrusted.files_of_models import build_sharded
+from tests.untrusted.files_of_rows import build_xlsx
+from tests.untrusted.files_of_runs import build_artifact, build_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class OneBlock(nn.Module):
     @property
     def blocks(self) -> Blocks:
         kernels = IntegerKernels if self.functions.markers else GraphKernels
+        # A type checker takes a buffer for a tensor or a module; this one is a tensor.
         return Blocks(Stages(self.functions.dims, kernels(self.mask)), None)  # type: ignore[arg-type]
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:

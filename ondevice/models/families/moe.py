@@ -62,7 +62,7 @@ class MoeFamily(Family):
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Return sizes of the experts, which llama.cpp has in every layer."""
-        assert isinstance(dims, MoeDims)  # noqa: S101
+        assert isinstance(dims, MoeDims)  # noqa: S101 - this class builds them in `dims_from_config`
         if dims.dense_layers:
             message = "llama.cpp has experts in every layer of this family"
             raise ModelError(
@@ -97,7 +97,7 @@ class MoeFamily(Family):
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
         """Map every weight's name in transformers to its shape, without a tied head."""
-        assert isinstance(dims, MoeDims)  # noqa: S101
+        assert isinstance(dims, MoeDims)  # noqa: S101 - this class builds them in `dims_from_config`
         shapes = super().weight_shapes(dims)
         for i in range(dims.layers):
             mlp = f"model.layers.{i}.mlp"

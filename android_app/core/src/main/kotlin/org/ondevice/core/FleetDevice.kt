@@ -46,7 +46,7 @@ class FleetCharter(val bytes: ByteArray) {
 
     /** Refuse a task that is not the one that this charter has for its round, so that no round can be asked twice. */
     fun check(task: FleetTask) {
-        if (task.fleet != id) throw fleetError("the task is of another fleet", name, "%08x".format(task.fleet))
+        if (task.fleet != id) throw fleetError("the task is of another fleet", name, hex(task.fleet))
         val first = task.round.toLong() * localSteps
         val ahead = task.firstStep - first
         val isAllowed = if (fleet["seeds"] == "own") ahead >= 0 && ahead % LANE == 0L else ahead == 0L
@@ -63,7 +63,7 @@ class FleetCharter(val bytes: ByteArray) {
 
     /** Refuse a key that the charter does not name, before any work is done. */
     fun check(key: FleetKey) {
-        val fingerprint = Storage.hex(MessageDigest.getInstance("SHA-256").digest(key.public))
+        val fingerprint = Storage.sha256(key.public)
         if (needsSignature && fingerprint !in deviceKeys) {
             throw fleetError(
                 "the fleet does not know this phone's key", "one of ${deviceKeys.size} keys", fingerprint,
@@ -78,7 +78,7 @@ class FleetCharter(val bytes: ByteArray) {
     fun state() = FleetState(size.toInt(), seed, queries, momentum)
 
     /** [id] as messages and commands write it. */
-    val name = "%08x".format(id)
+    val name = hex(id)
 
     /** Whether a program is of the fleet's model, size and seed. */
     fun fits(manifest: Manifest): Boolean = try {
@@ -244,10 +244,11 @@ class FleetDevice(private val home: File) {
         return DoubleArray(clipped.size) { clipped[it] + agreed.noiseMultiplier * norm * draw.nextGaussian() }
     }
 
-    private fun hex(id: Int) = "%08x".format(id)
-
     companion object {
         /** Where a phone holds its fleet's charter and state; deleting it leaves the fleet. */
         fun folder(home: File) = File(home, "fleet")
     }
 }
+
+/** A fleet's number as messages and commands write it. */
+private fun hex(id: Int) = "%08x".format(id)

@@ -68,8 +68,8 @@ class FleetKey private constructor(private val private: PrivateKey, val public: 
             }
             try {
                 val value = Json.parse(Storage.decode(file.readBytes())) as Map<*, *>
-                val private = KeyFactory.getInstance("EC").generatePrivate(PKCS8EncodedKeySpec(bytes(value["private"] as String)))
-                return FleetKey(private, bytes(value["public"] as String))
+                val private = KeyFactory.getInstance("EC").generatePrivate(PKCS8EncodedKeySpec(Storage.bytes(value["private"] as String)))
+                return FleetKey(private, Storage.bytes(value["public"] as String))
             } catch (error: Exception) {
                 if (error is GeneralSecurityException || error is RuntimeException) {
                     throw fleetError("${file.name} is not this phone's key", hint = "delete the app's data to make a new one")
@@ -77,7 +77,5 @@ class FleetKey private constructor(private val private: PrivateKey, val public: 
                 throw error
             }
         }
-
-        private fun bytes(hex: String) = ByteArray(hex.length / 2) { hex.substring(2 * it, 2 * it + 2).toInt(16).toByte() }
     }
 }

@@ -1,7 +1,6 @@
 package org.ondevice.core
 
 import java.io.File
-import java.security.MessageDigest
 import kotlin.math.ln
 import kotlin.math.sqrt
 
@@ -27,14 +26,14 @@ class FleetLedger(private val file: File) {
      *   is spent.
      */
     fun once(task: FleetTask, request: ByteArray, noiseMultiplier: Double, reply: () -> ByteArray): ByteArray {
-        val digest = Storage.hex(MessageDigest.getInstance("SHA-256").digest(task.begin + request))
+        val digest = Storage.sha256(task.begin + request)
         entries.firstOrNull { it.fleet == task.fleet && it.round == task.round }?.let { known ->
             if (known.request != digest) {
                 throw fleetError(
                     "round ${task.round} was answered to another task", "the task that was answered", "another one, from ${Storage.hex(task.begin)}",
                 )
             }
-            return bytes(known.reply ?: throw fleetError("round ${task.round} was answered, and the reply is no longer stored"))
+            return Storage.bytes(known.reply ?: throw fleetError("round ${task.round} was answered, and the reply is no longer stored"))
         }
         val cost = if (noiseMultiplier == 0.0) 0.0 else 1 / (noiseMultiplier * noiseMultiplier)
         checkBudget(cost)
@@ -83,8 +82,6 @@ class FleetLedger(private val file: File) {
             throw fleetError("${file.name} is damaged, so this phone answers no fleet", hint = "delete the app's data to begin anew")
         }
     }
-
-    private fun bytes(hex: String) = ByteArray(hex.length / 2) { hex.substring(2 * it, 2 * it + 2).toInt(16).toByte() }
 
     companion object {
         const val FILE_NAME = "fleet answered.json"

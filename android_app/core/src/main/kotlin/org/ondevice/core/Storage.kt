@@ -109,6 +109,9 @@ object Storage {
         return text.toString()
     }
 
+    /** The bytes that [hex] wrote. */
+    fun bytes(hex: String) = ByteArray(hex.length / 2) { hex.substring(2 * it, 2 * it + 2).toInt(16).toByte() }
+
     /** Bytes of all files below [folder]. */
     fun sizeBytes(folder: File): Long =
         folder.listFiles()?.fold(0L) { sum, file -> sum + if (file.isDirectory) sizeBytes(file) else file.length() } ?: 0L

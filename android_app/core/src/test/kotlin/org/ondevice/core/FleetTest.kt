@@ -86,7 +86,7 @@ class FleetTest {
     fun aReplyIsSignedByTheKeyThatTheCharterNames() {
         val home = Fixtures.scratch()
         val key = FleetKey.open(home)
-        val fingerprint = Storage.hex(java.security.MessageDigest.getInstance("SHA-256").digest(key.public))
+        val fingerprint = Storage.sha256(key.public)
         val named = (said["charter"] as String).replaceFirst("{", "{\"device_keys\":[\"$fingerprint\"],")
         FleetCharter(named.toByteArray()).check(FleetKey.open(home))
         assertTrue("does not know this phone's key" in refusal { FleetCharter(named.toByteArray()).check(FleetKey.open(Fixtures.scratch())) })
