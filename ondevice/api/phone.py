@@ -341,9 +341,7 @@ def _unpack(stream: IO[bytes], folder: Path) -> None:
                 folder, filter="data"
             )  # refuses names and links that lead out of the folder
     except tarfile.TarError as error:
-        raise ArtifactError(
-            "the phone sent something that is no archive", received=str(error)
-        ) from None
+        raise ArtifactError("the phone did not send a valid archive", received=str(error)) from None
 
 
 class _Counted:

@@ -288,6 +288,6 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> Non
         ):  # `method: prge` is short for `method: {name: prge}`
             child = values[key] = {"name": child}
         if not isinstance(child, dict):
-            raise ConfigError(f"'{where}': '{key}' is no section", received=child)
+            raise ConfigError(f"'{where}': '{key}' is not a section", received=child)
         values = child
     values[keys[-1]] = value

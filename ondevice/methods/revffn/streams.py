@@ -267,7 +267,5 @@ def check_overflow(peaks: Sequence[Tensor], places: Sequence[str], fraction_bits
         if peak < ROOM:
             continue
         if not math.isfinite(peak):
-            raise TrainingError(
-                f"{place} gives numbers that are none", hint="a smaller learning rate"
-            )
+            raise TrainingError(f"{place} produced NaN or infinity", hint="a smaller learning rate")
         raise StreamOverflow(place, fraction_bits, peak * 2.0**-fraction_bits)
