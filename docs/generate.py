@@ -131,10 +131,10 @@ def _keys(section: Any) -> str:
             if field.is_required()
             else f"`{_plain(field.get_default(call_default_factory=True))}`"
         )
-        flags = [flag.names for flag in field.metadata if isinstance(flag, Flag)]
+        flags = [(flag.name, flag.also) for flag in field.metadata if isinstance(flag, Flag)]
         meaning = _cell(described.get(name))
         if flags:
-            meaning += f" Flag: {', '.join(f'`{name}`' for name in flags[0])}."
+            meaning += f" Flag: {', '.join(f'`{name}`' for name in flags[0] if name)}."
         rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, meaning))
     return _table(("Key", "Type", "Default", "Meaning"), rows)
 

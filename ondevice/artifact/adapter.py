@@ -28,10 +28,10 @@ from ondevice.artifact.pairs import (
     targets_of,
 )
 from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
-from ondevice.core.adapter import Adapter, layer_of
 from ondevice.core.config import path_of
 from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.session import Adapter, layer_of
 from ondevice.core.untrusted import read_object
 
 

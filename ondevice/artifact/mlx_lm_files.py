@@ -17,8 +17,8 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.pairs import CONFIG_NAME, check_tensors, stored_tensors, targets_of
-from ondevice.core.adapter import Adapter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.session import Adapter
 from ondevice.core.untrusted import read_object
 
 WEIGHTS_NAME = "adapters.safetensors"

@@ -84,7 +84,7 @@ def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> O
     parts = [part for part in get_args(annotation) if part is not NoneType]
     kind = parts[0] if NoneType in get_args(annotation) else annotation
     item = next(iter(get_args(kind)), None)
-    option = Option(flag.names, key, flag.type or kind, text)
+    option = Option(tuple(filter(None, (flag.name, flag.also))), key, flag.type or kind, text)
     notes = []
     if get_origin(kind) is Literal:
         option = replace(option, type=str)

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError, Need
-from ondevice.core.traits import LLAMA, BlockTraits
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers of a mixture of experts that carry adapters."""
@@ -17,6 +16,58 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
 _EXPERTS = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(EXPERT_PARAMETERS)})")
+
+
+LLAMA_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+"""The norms of a block by the place where they stand, and their modules in the block."""
+
+
+@dataclass(frozen=True)
+class BlockTraits:
+    """A block; the defaults are Llama's.
+
+    Attributes:
+        norms: (place, module) of its norms; places are `before_attention`, `after_attention`, `before_mlp`,
+            `after_mlp` (of a branch, before it is added to the residual), `q` and `k`.
+        norm_offset: a norm's factor is 1 + w, not w.
+        qk_norm_all: norms of q and k are over all heads together, not over each.
+        activation: of the gate: `silu` or `gelu_tanh`.
+        fused: q, k and v are one linear layer, and gate and up are one.
+        rotary: of each layer, whether q and k are rotated; () is every layer.
+        rotary_width: dimensions of a head that are rotated, the first ones; 0 is all.
+        windows: of each layer, how many tokens a query sees, itself included; 0 is all before it. () is none.
+        score_scale: factor of the scores; 0 is 1 / sqrt(head_dim).
+        embedding_scale, residual_scale, logit_scale: factors of the embedding's rows, of a branch where it is added,
+            and of the logits.
+    """
+
+    norms: tuple[tuple[str, str], ...] = tuple(LLAMA_NORMS.items())
+    norm_offset: bool = False
+    qk_norm_all: bool = False
+    activation: str = "silu"
+    fused: bool = False
+    rotary: tuple[bool, ...] = ()
+    rotary_width: int = 0
+    windows: tuple[int, ...] = ()
+    score_scale: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    def rotated(self, layer: int) -> bool:
+        """Return True if q and k of that layer are rotated."""
+        return self.rotary[layer] if self.rotary else True
+
+    def window(self, layer: int) -> int:
+        """Return how many tokens a query of that layer sees; 0 is all."""
+        return self.windows[layer] if self.windows else 0
+
+    def shortest_window(self, otherwise: int) -> int:
+        """Return the shortest window of any layer, or `otherwise` if there is none."""
+        return min((window for window in self.windows if window), default=otherwise)
+
+
+LLAMA = BlockTraits()
 
 
 @dataclass(frozen=True)
@@ -326,33 +377,33 @@ class MoeDims(ModelDims):
 
     @property
     def matrices(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
-        return super().matrices + self._of_blocks(sparse, dense)
+        return super().matrices + self._mlps(self.experts)
 
     @property
     def active_matrices(self) -> int:
-        sparse, dense = (
-            self._sparse_matrices(self.active_experts),
-            self._mlp(self.dense_intermediate),
-        )
-        return super().matrices + self._of_blocks(sparse, dense)
+        return super().matrices + self._mlps(self.active_experts)
 
     @property
     def block_parameters(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
-        kinds = [sparse] * self._of_blocks(1, 0) + [dense] * self._of_blocks(0, 1)
+        kinds = []
+        if len(self.dense_layers) < self.layers:
+            kinds.append(self._sparse_matrices(self.experts))
+        if self.dense_layers:
+            kinds.append(self._mlp(self.dense_intermediate))
         return super().block_parameters + max(kinds)
 
     @property
     def parameters(self) -> int:
-        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
         attention = super().block_parameters
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * attention + self._of_blocks(sparse, dense) + self.hidden
+        embeddings = self.vocab * self.hidden * (2 - self.tied)
+        return embeddings + self.layers * attention + self._mlps(self.experts) + self.hidden
 
-    def _of_blocks(self, sparse: int, dense: int) -> int:
-        without = len(self.dense_layers)
-        return (self.layers - without) * sparse + without * dense
+    def _mlps(self, experts: int) -> int:
+        """Count the MLPs of all blocks, a sparse one with `experts` of its experts."""
+        dense = len(self.dense_layers)
+        return (self.layers - dense) * self._sparse_matrices(experts) + dense * self._mlp(
+            self.dense_intermediate
+        )
 
     def _mlp(self, width: int) -> int:
         return 3 * self.hidden * width

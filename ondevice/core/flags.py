@@ -3,25 +3,27 @@ section offers it."""
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 
+
+@dataclass(frozen=True)
 class Flag:
     """The flag of a setting: `rank: Annotated[int, Flag("--rank")] = 8`.
 
-    Args:
-        names: the flag, then other spellings of it: `--steps`, `-n`.
+    Attributes:
+        name: the flag; `also` is another spelling of it, such as `-n`.
         help: of the flag; by default the first sentence of the field's docstring.
         type: of the value on the command line, if the field's validator reads another than the
             field has.
         repeat: repeat the flag for each value of a list, instead of commas.
     """
 
-    def __init__(
-        self, *names: str, help: str = "", type: type | None = None, repeat: bool = False
-    ) -> None:
-        self.names = names
-        self.help = help
-        self.type = type
-        self.repeat = repeat
+    name: str
+    also: str = ""
+    _: KW_ONLY
+    help: str = ""
+    type: type | None = None
+    repeat: bool = False
 
 
 # Flags of settings that several methods have, so that they read the same for all of them.

@@ -3,23 +3,24 @@
 # ruff: noqa: B027  what a session need not do is empty here, on purpose
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ondevice.core.errors import ConfigError
+from ondevice.core.dims import is_expert_parameter
+from ondevice.core.errors import ConfigError, VerificationError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
 
-    from ondevice.core.adapter import Adapter
     from ondevice.core.manifest import Manifest
 
 
 T = TypeVar("T")
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 IGNORE = -100
 """Label of a token that is not trained on."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,6 +47,68 @@ class StepResult:
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...] = ()
     overlap: dict[str, Any] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: each named linear layer W becomes W + (alpha / rank) B A.
+
+    Attributes:
+        tensors: float32 `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank],
+            `<linear>` being the module's full name: `model.layers.0.self_attn.q_proj`. Of experts' parameters see
+            `ondevice.artifact.expert_pairs`.
+        rank: of every pair.
+        alpha: numerator of the scale.
+        target_modules: last part of the names, sorted: `("q_proj", "v_proj")`.
+        base_model: the source string of the model it was trained on; may be empty.
+    """
+
+    tensors: dict[str, np.ndarray]
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    base_model: str
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Full names of the linear layers that it changes, in order of the layers."""
+        suffix = ".lora_A.weight"
+        names = {name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)}
+        return tuple(sorted(names, key=lambda name: (layer_of(name), name)))
+
+    @property
+    def expert_parameters(self) -> tuple[str, ...]:
+        """Those of `linears` that are parameters with a matrix for each expert."""
+        return tuple(filter(is_expert_parameter, self.linears))
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True when every product B A is zero because A or B is."""
+        pairs = (self.pair(name) for name in self.linears)
+        return not any(a.any() and b.any() for a, b in pairs)
+
+    def check_changes(self, folder: str | Path) -> None:
+        """Refuse an adapter that changes nothing, as one that was never trained; `folder` names it.
+
+        Raises:
+            VerificationError: it `changes_nothing`.
+        """
+        if self.changes_nothing:
+            raise VerificationError(
+                f"the adapter in {folder} changes nothing: every product B A is zero",
+                expected="at least one A and B that are both not zero",
+                received=f"{len(self.linears)} pairs, each with a zero side",
+                hint="train it for at least one step, or use the base model",
+            )
+
+    def pair(self, linear: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return A float32 [rank, inputs] and B float32 [outputs, rank] of one linear layer."""
+        return self.tensors[f"{linear}.lora_A.weight"], self.tensors[f"{linear}.lora_B.weight"]
+
+
+def layer_of(linear: str) -> int:
+    match = _LAYER.search(linear)
+    return int(match[1]) if match else -1
 
 
 class Evaluator(Protocol):

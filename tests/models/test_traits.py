@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ondevice.core.dims import ModelDims
-from ondevice.core.traits import BlockTraits
+from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.models import tiny_model
 
 

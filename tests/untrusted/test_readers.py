@@ -261,7 +261,7 @@ READERS = {
 OWN = {
     "ondevice/artifact/adapter.py": "a header that `save` gave in the lines before",
     "ondevice/cli/daemon.py": "the daemon's own answers",
-    "ondevice/core/untrusted/documents.py": "the one place",
+    "ondevice/core/untrusted/__init__.py": "the one place",
     "ondevice/gguf/write_tokenizer.py": "the rules of a tokenizer that is loaded",
     "ondevice/exits/mlx_model.py": "files that were written in the lines before",
     "ondevice/exits/vllm.py": "a file that was written in the lines before",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.core.untrusted.refused import Refused
+from ondevice.core.untrusted import Refused
 
 _FREE_ROWS = 1 << 20
 _ROWS_A_BYTE = 64

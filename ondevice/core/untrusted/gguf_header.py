@@ -12,8 +12,7 @@ import struct
 from math import prod
 from pathlib import Path
 
-from ondevice.core.untrusted.places import open_plain
-from ondevice.core.untrusted.refused import Refused
+from ondevice.core.untrusted import Refused, open_plain
 
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by the number of its type."""

@@ -7,9 +7,7 @@ from typing import Any
 
 import yaml
 
-from ondevice.core.untrusted.documents import MOST_DEPTH
-from ondevice.core.untrusted.places import read_plain
-from ondevice.core.untrusted.refused import Refused
+from ondevice.core.untrusted import MOST_DEPTH, Refused, read_plain
 
 _MOST_BYTES = 256 << 10
 _MOST_NODES = 20_000

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.adapter_fit import check_fits
+from ondevice.core.dims import BlockTraits
 from ondevice.core.errors import CheckpointError, ModelError, TrainingError
-from ondevice.core.traits import BlockTraits, check_traits
+from ondevice.core.traits import check_traits
 from ondevice.models import families_with
 from ondevice.runtime_ops import generator
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import GraphProgram, TorchProgram
+from ondevice.core.traits import beyond_llama
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS
@@ -66,7 +67,7 @@ def _context_problems(export: ExportConfig, dims: ModelDims, context_tokens: int
         problems.append(
             "export.context_tokens needs weights that are none, int8 or q4, or answers=packed"
         )
-    if beyond := dims.traits.beyond():
+    if beyond := beyond_llama(dims.traits):
         problems.append(
             "export.context_tokens is for blocks like Llama's; this model's have "
             f"{', '.join(beyond)}"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import write_tensors
+from ondevice.core.dims import BlockTraits
 from ondevice.core.errors import ModelError
-from ondevice.core.traits import BlockTraits, check_traits
+from ondevice.core.traits import check_traits
 from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
 from ondevice.models.open import save_tokenizer

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.core.dims import ModelDims
+from ondevice.core.dims import LLAMA, BlockTraits, ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.core.traits import LLAMA, BlockTraits
 from ondevice.core.untrusted import well_formed
 from ondevice.gguf.family import GGUFFamily
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import ModelDims
-from ondevice.core.traits import BlockTraits
+from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.models.families.base import ROPE_TYPES, decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily
 

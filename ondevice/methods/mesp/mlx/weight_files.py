@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.core.traits import LLAMA
+from ondevice.core.dims import LLAMA
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Source, TensorFile, Weights, select
 from ondevice.models.sources import cache

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.core.dims import ModelDims
-from ondevice.core.traits import BlockTraits
+from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
