@@ -143,7 +143,7 @@ class RunConfig(StrictConfig):
             DataError: there is no such file, or it is of a kind that is not read.
             MissingPackageError: the package that reads it is not installed.
         """
-        from ondevice.data.readers.records import check_source
+        from ondevice.data.readers.files import check_source
         from ondevice.data.reading import named_task
 
         if self.data.path is None and not given:
@@ -208,7 +208,7 @@ class RunConfig(StrictConfig):
             given: the rows, if Python holds them.
         """
         from ondevice.artifact.files import sha256_file, sha256_spread
-        from ondevice.data.readers.records import check_source
+        from ondevice.data.readers.files import check_source
         from ondevice.data.tasks.task import is_template
 
         data = self.data
@@ -223,7 +223,7 @@ class RunConfig(StrictConfig):
             and not data.path.is_file()
             and check_source(data.path) == "folder"
         ):
-            from ondevice.data.readers.folders import hash_files
+            from ondevice.data.readers.files import hash_files
 
             digest = hash_files(data.path)
         identity = {

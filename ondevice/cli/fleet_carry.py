@@ -123,7 +123,7 @@ def carry_answer(
     json: common.Json = False,
 ) -> None:
     """Act as the device: apply a round's files, do the task on its rows, write the reply."""
-    from ondevice.data.readers.records import check_source
+    from ondevice.data.readers.files import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings
     from ondevice.fleet.qr import read

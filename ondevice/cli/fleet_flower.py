@@ -140,7 +140,7 @@ def device(
     epsilon: common.Epsilon = None,
 ) -> None:
     """Take part in a fleet over Flower until interrupted."""
-    from ondevice.data.readers.records import check_source
+    from ondevice.data.readers.files import check_source
     from ondevice.fleet.device import DeviceSettings
     from ondevice.fleet.flower import join
     from ondevice.fleet.link import Link

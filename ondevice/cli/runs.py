@@ -191,7 +191,7 @@ def evaluate(
     """Compute loss and accuracy, or a benchmark, of a model or artifact.
 
     Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter."""
-    from ondevice.data.readers.records import check_source
+    from ondevice.data.readers.files import check_source
     from ondevice.data.reading import named_task
     from ondevice.data.tasks.benchmarks import BENCHMARKS, find_benchmark
     from ondevice.models.open import check_model
@@ -316,7 +316,7 @@ def _check_columns(
     config: Any, tokenizer: Any, length_tokens: int, task: str | None = None
 ) -> None:
     """Refuse the columns that the run would refuse, according to the tokenizer's template."""
-    from ondevice.data.dataset import check_columns
+    from ondevice.data.reading import check_columns
 
     data = config.data
     for path in filter(None, (data.path, data.eval_path)):

@@ -134,7 +134,7 @@ def fleet(
     """Make the daemon a device of a fleet. It trains within a window and never during a job.
 
     A running daemon notices within a second."""
-    from ondevice.data.readers.records import check_source
+    from ondevice.data.readers.files import check_source
     from ondevice.server.fleets import Seat, write_seat
     from ondevice.server.serve import default_store
 

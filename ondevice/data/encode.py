@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
@@ -12,7 +16,7 @@ from ondevice.core.session import IGNORE
 from ondevice.data.examples import Dataset, Example, Item, Report, check_fit, refuse_unread
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.tasks.chat import ChatEncoder
-from ondevice.data.tasks.chat_template import end_marks
+from ondevice.data.tasks.chat_template import CLOCK, clock, end_marks
 
 
 def encode(
@@ -185,9 +189,27 @@ class Encoder:
             items = [replace(item, unread=tuple(row.rest)) for item in items]
         if row.end and not self.classes and row.gold is None:
             last = items[-1].example.ids[-1]
-            ends = last in (*end_ids(tokenizer), tokenizer.eos_token_id)
-            self.report.ends[str(tokenizer.convert_ids_to_tokens(last)) if ends else ""] += 1
+            end = ""
+            if last == tokenizer.eos_token_id or _is_end_mark(tokenizer, last):
+                end = str(tokenizer.convert_ids_to_tokens(last))
+            self.report.ends[end] += 1
         return items
+
+
+def dated(tokenizer: Any, when: datetime | None) -> Any:
+    """Return a copy of the tokenizer whose chat template sees `when` as the present.
+
+    So a run renders all rows at its start's date, also for templates that write it, as Llama 3.2's.
+    """
+    template: Any = getattr(tokenizer, "chat_template", None)
+    if when is None or CLOCK not in json.dumps(template):
+        return tokenizer
+    result = copy.copy(tokenizer)
+    if isinstance(template, dict):
+        result.chat_template = {name: clock(when, text) + text for name, text in template.items()}
+    else:
+        result.chat_template = clock(when, template) + template
+    return result
 
 
 def end_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -295,7 +317,18 @@ def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
 def _ends(tokenizer: Any, ids: list[int]) -> bool:
     """Return whether the ids end with an end token, or the tokenizer has none to append."""
     eos = tokenizer.eos_token_id
-    return eos is None or ids[-1:] == [eos] or ids[-1] in end_ids(tokenizer)
+    return eos is None or ids[-1:] == [eos] or _is_end_mark(tokenizer, ids[-1])
+
+
+def _is_end_mark(tokenizer: Any, token: int) -> bool:
+    """Return whether a token ends a turn; the template is rendered only for special tokens."""
+    return token in _marks(tokenizer, len(tokenizer)) and token in end_ids(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _marks(tokenizer: Any, size: int) -> frozenset[int]:
+    """Return the ids of all special and added tokens; `size` changes if one is added."""
+    return frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
 
 
 def _example(ids: list[int], start: int) -> Example:

@@ -1,8 +1,12 @@
-"""Encoded rows: token ids with label masks, and what encoding reports about them."""
+"""Encoded rows: token ids with label masks, their report, the check of their ids, and digests."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -201,3 +205,75 @@ def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: i
         reason = f"the answer has {answer_tokens} tokens; "
         reason += f"with max_length_tokens={limit} at most {room} fit"
         raise AnswerTooLong(reason, full_tokens or prompt_tokens + answer_tokens)
+
+
+def check_ids(dataset: Dataset, vocabulary: int, file: str) -> Dataset:
+    """Return the rows if the embedding has all of their tokens.
+
+    Args:
+        vocabulary: rows of the model's embedding.
+        file: names a row that does not name its own file.
+
+    Raises:
+        DataError: names the first row with another token, and the token.
+    """
+    for item in dataset.items:
+        token = unknown_token(item, vocabulary)
+        if token is None:
+            continue
+        row = item.file or file
+        if item.line:
+            row = f"{row}:{item.line}"
+        raise DataError(
+            f"{row}: token {token} is not in the model's vocabulary",
+            expected=f"ids from 0 to {vocabulary - 1}, as the embedding has {vocabulary} rows",
+            received=token,
+            hint="the rows were encoded with another model's tokenizer, "
+            "or the embedding was not resized for all of its tokens",
+        )
+    return dataset
+
+
+def unknown_token(item: Item, vocabulary: int) -> int | None:
+    """Return the first token of a row that is not in the embedding, or None."""
+    for example in (item.example, *item.candidates):
+        if min(example.ids) >= 0 and max(max(example.ids), max(example.labels)) < vocabulary:
+            continue
+        tokens = (*example.ids, *(label for label in example.labels if label >= 0))
+        return next(token for token in tokens if not 0 <= token < vocabulary)
+    return None
+
+
+def rows_sha256(items: Iterable[Item]) -> str:
+    """Hash rows in their order: ids, labels, candidates and answers."""
+    digest = hashlib.sha256()
+    for item in items:
+        for example in (item.example, *item.candidates):
+            digest.update(f"{len(example)} ".encode())
+            digest.update(array("q", example.ids))
+            digest.update(array("q", example.labels))
+        digest.update(f"{item.gold} {item.value} {item.answers!r}\n".encode())
+    return digest.hexdigest()
+
+
+def template_sha256(tokenizer: Any) -> str:
+    """Hash the chat template, or all of them if there are several; `none` without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return "none"
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Hash what turns text into ids: vocabulary, merges, normaliser, added and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+    else:
+        # The part before holds the last call's truncation and padding, which do not belong here.
+        text = backend.to_str()
+        text = text[text.index('"added_tokens"') :]
+    special = getattr(tokenizer, "special_tokens_map", {})
+    # Padding is never trained on.
+    marks = {name: str(value) for name, value in special.items() if name != "pad_token"}
+    return hashlib.sha256(f"{text}\n{json.dumps(marks, sort_keys=True)}".encode()).hexdigest()

@@ -15,11 +15,10 @@ import numpy as np
 from ondevice.core.session import IGNORE
 from ondevice.data.batching import round_up
 from ondevice.data.encode import Encoder
-from ondevice.data.examples import Example, Item, Report, refuse_unread
+from ondevice.data.examples import Example, Item, Report, refuse_unread, unknown_token
 from ondevice.data.lengths import length_of
 from ondevice.data.reading import Reading, about, each_row, open_reading
 from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
-from ondevice.data.vocabulary import unknown_token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,4 +1,4 @@
-"""Files as rows: all at once (`read_rows`), or one at a time (`open_reading`).
+"""Files as rows: encoded (`read_dataset`), all at once (`read_rows`), or one at a time (`Reading`).
 
 Reading one at a time, for counts, lengths or the first rows, takes the same memory for any file.
 """
@@ -13,14 +13,17 @@ from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
+from ondevice.data.encode import Encoder, encode
+from ondevice.data.examples import Dataset, refuse_preferences, refuse_unread
+from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
-from ondevice.data.readers.records import read_records
 from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
-from ondevice.data.tasks.columns import advise_task, infer, no_column, renaming
-from ondevice.data.tasks.formats import converter, fits
+from ondevice.data.tasks.columns import advise_task, no_column, no_format, renaming
+from ondevice.data.tasks.formats import converter, fits, infer
 from ondevice.data.tasks.task import Task
 from ondevice.data.tasks.templates import find_task
+from ondevice.data.token_rows import tokens
 
 REPORT_RECORDS = 5000
 """Records between two calls of `alive` in a long pass."""
@@ -265,7 +268,9 @@ class Reading:
         leader = next(renamed, None)
         if leader is None:
             raise no_column(first, columns or {}, name)
-        self.format, self.task = infer(chain([leader], renamed), leader, chosen, named, name)
+        self.format, self.task = infer(
+            chain([leader], renamed), chosen, named, lambda task: no_format(leader, task, name)
+        )
         self._convert = converter(
             self.format, self.task, lambda: self._renamed(_usable(again())), source.kind
         )
@@ -306,3 +311,67 @@ class Reading:
 
 def _usable(source: Source) -> Iterator[dict[str, Any]]:
     return (record.fields for record in source.records if not isinstance(record.fields, BadRow))
+
+
+def read_dataset(
+    path: Path | str | PythonRows,
+    tokenizer: Any,
+    *,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    columns: Mapping[str, str] | None = None,
+    classes: int = 0,
+    strict_columns: bool = False,
+) -> Dataset:
+    """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
+
+    Raises:
+        DataError: if no row can be used, or the rows are preferences, which no method here trains on.
+    """
+    if isinstance(path, PythonRows):
+        if path.tokenized:
+            return tokens(path, max_length_tokens, strict_columns)
+        rows = as_rows(path, task, columns)
+    else:
+        rows = read_rows(path, task=task, columns=columns)
+    refuse_preferences(rows)
+    return encode(
+        rows,
+        tokenizer,
+        max_length_tokens=max_length_tokens,
+        train_on_prompt=train_on_prompt,
+        classes=classes,
+        strict_columns=strict_columns,
+    )
+
+
+def check_columns(
+    path: Path | str,
+    tokenizer: Any,
+    *,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse a file with columns that nothing reads, as `read_dataset` does with `strict_columns`.
+
+    One row is in memory at a time.
+
+    Raises:
+        DataError: a column, or a key of a turn, is read by neither the format nor the template.
+    """
+    reading, encoder = open_reading(path, task=task, columns=columns), None
+    rows = about(reading)
+    for row in each_row(reading):
+        encoder = encoder or Encoder(
+            rows,
+            row,
+            tokenizer,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=train_on_prompt,
+        )
+        encoder.encoded(row)
+    if encoder is not None:
+        refuse_unread(rows.file, encoder.report)

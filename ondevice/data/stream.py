@@ -25,11 +25,9 @@ from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
 from ondevice.core.untrusted import read_json
 from ondevice.data.batching import Batch, collate
-from ondevice.data.digest import rows_sha256
-from ondevice.data.examples import Dataset, Example, Report, refuse_preferences
-from ondevice.data.readers.files import read_file
-from ondevice.data.readers.json_lines import json_lines
-from ondevice.data.readers.records import check_source
+from ondevice.data.examples import Dataset, Example, Report, refuse_preferences, rows_sha256
+from ondevice.data.readers.files import check_source, read_file
+from ondevice.data.readers.json_files import json_lines
 from ondevice.data.readers.source import Record, Source
 from ondevice.data.readers.text import read_begin, read_lines
 from ondevice.data.reading import named_task, rows_of

@@ -24,8 +24,8 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
-from ondevice.data.tasks.dated import dated
-from ondevice.data.vocabulary import check_ids
+from ondevice.data.encode import dated
+from ondevice.data.examples import check_ids
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state

@@ -14,7 +14,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ondevice.data.digest import rows_sha256, template_sha256, tokenizer_sha256
+from ondevice.data.examples import rows_sha256, template_sha256, tokenizer_sha256
 from ondevice.training import events
 
 DATE = "data.date"

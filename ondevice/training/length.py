@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.data import length_of
+from ondevice.data.encode import dated
 from ondevice.data.examples import refuse_preferences
 from ondevice.data.reading import about, ensure_usable, open_reading
-from ondevice.data.tasks.dated import dated
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 
 from ondevice.core.errors import DataError, OndeviceError
 from ondevice.data import length_of, preview_rows, read_rows
-from ondevice.data.readers import json_list
-from ondevice.data.readers.records import read_records
+from ondevice.data.readers import json_files
+from ondevice.data.readers.files import read_records
 from ondevice.data.readers.source import Limits
 from ondevice.data.reading import check_rows, open_reading
 
@@ -92,7 +92,7 @@ def test_a_list_is_the_same_wherever_its_text_is_cut(
 ) -> None:
     path = write(FILES[name], name)
     whole = list(read_records(path).records)
-    monkeypatch.setattr(json_list, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(json_files, "PIECE_BYTES", piece_bytes)
     cut = list(read_records(path).records)
     assert [str(record) for record in cut] == [str(record) for record in whole]
     path.write_text('[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]')

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import ondevice
 from ondevice.core.errors import DataError
 from ondevice.data import Dataset, Example, Item
-from ondevice.data.vocabulary import check_ids, unknown_token
+from ondevice.data.examples import check_ids, unknown_token
 from ondevice.models.tiny import save_tiny
 from ondevice.training.fit import read_rows_of
 from tests.cli.command import write_rows

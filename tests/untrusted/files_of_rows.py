@@ -120,7 +120,7 @@ def build_saved(folder: Path) -> None:
 
 def read_data(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
-        from ondevice.data.readers.records import read_records
+        from ondevice.data.readers.files import read_records
         from ondevice.data.reading import read_rows
 
         for _ in read_records(folder / name).records:

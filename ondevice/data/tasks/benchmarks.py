@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.readers.records import read_records
+from ondevice.data.readers.files import read_records
 from ondevice.data.rows import BadRow, Row, RowProblem, check_text, describe
 from ondevice.data.tasks.formats import task_fields
 from ondevice.data.tasks.scoring import final_number

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -321,4 +323,36 @@ def _variables_of(source: str) -> frozenset[str]:
 def _no_jinja() -> MissingPackageError:
     return MissingPackageError(
         "chat templates need the package 'jinja2'", hint="pip install jinja2"
+    )
+
+
+CLOCK = "strftime_now"
+"""The function by which transformers gives templates the clock."""
+_PERCENT = "\x00"
+_FORMAT = re.compile(r"""(["'])([^"'\\\n]*%[^"'\\\n]*)\1""")
+
+
+def clock(when: datetime, template: str) -> str:
+    """Write a macro that stands before the template's own clock.
+
+    transformers turns a function that is given to a template into a text, so the clock has to be
+    a part of it. The macro knows the value of every text in the template that may be a format. In
+    another one, which the template composes, it replaces each directive of strftime, with or
+    without glibc's `-`.
+    """
+    values = [["%%", _PERCENT]]
+    for letter in string.ascii_letters:
+        for directive in (f"%{letter}", f"%-{letter}"):
+            value = when.strftime(directive)
+            if value != directive:
+                values.append([directive, value.replace("%", _PERCENT)])
+    values.append([_PERCENT, "%"])
+    known = {text: when.strftime(text) for _, text in _FORMAT.findall(template)}
+    return (
+        f"{{%- macro {CLOCK}(format) -%}}{{%- set known = {json.dumps(known)} -%}}"
+        "{%- if format in known -%}{{- known[format] -}}{%- else -%}"
+        "{%- set now = namespace(text=format) -%}"
+        f"{{%- for directive, value in {json.dumps(values)} -%}}"
+        "{%- set now.text = now.text | replace(directive, value) -%}{%- endfor -%}"
+        "{{- now.text -}}{%- endif -%}{%- endmacro +%}"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
-from ondevice.data.readers.records import read_records
-from ondevice.data.rows import BadRow, Format, describe
+from ondevice.data.readers.files import read_records
+from ondevice.data.rows import BadRow, describe
 from ondevice.data.tasks.formats import format_of
-from ondevice.data.tasks.task import Task, column, plain_name
+from ondevice.data.tasks.task import Task, column
 from ondevice.data.tasks.templates import TASKS
 
 FIELDS = (
@@ -278,31 +278,3 @@ def advise_task(path: str | Path, hint: str | None) -> str | None:
     lowered = {field: first[key] for field, key in _without_case(first).items()}
     format_ = format_of(first) or format_of(lowered)
     return f"{hint}; without --task the rows are read as {format_}" if format_ else hint
-
-
-def infer(
-    records: Iterable[dict[str, Any]],
-    first: dict[str, Any],
-    task: Task | None,
-    named: frozenset[str],
-    name: str,
-) -> tuple[Format, Task | None]:
-    """Infer the file's format and task; a task's format is its kind.
-
-    Columns that the user `named` decide by themselves if they suffice.
-
-    Raises:
-        DataError: no record fits; shows the keys of the `first` one and the file's `name`.
-    """
-    if task is not None:
-        return task.kind, task
-    unknown = None
-    for record in records:
-        if "prompt_fields" in record and not named:
-            task = TASKS.get(plain_name(str(record.get("task"))))
-            if task is not None:
-                return task.kind, task
-            unknown = unknown or record.get("task")
-        elif (format_ := format_of(record, named)) is not None:
-            return format_, None
-    raise no_format(first, unknown, name)

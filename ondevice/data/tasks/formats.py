@@ -31,7 +31,7 @@ from ondevice.data.tasks.conversations import (
     thumbs_row,
 )
 from ondevice.data.tasks.task import Task, choice_index, label_key, letter_of, plain_name, texts_of
-from ondevice.data.tasks.templates import render
+from ondevice.data.tasks.templates import TASKS, render
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -67,6 +67,33 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
     return "text" if "text" in keys else None
+
+
+def infer(
+    records: Iterable[dict[str, Any]],
+    task: Task | None,
+    named: frozenset[str],
+    refuse: Callable[[Any], DataError],
+) -> tuple[Format, Task | None]:
+    """Infer the file's format and task; a task's format is its kind.
+
+    Columns that the user `named` decide by themselves if they suffice.
+
+    Raises:
+        DataError: from `refuse`, called with an unknown task or None, if no record fits.
+    """
+    if task is not None:
+        return task.kind, task
+    unknown = None
+    for record in records:
+        if "prompt_fields" in record and not named:
+            task = TASKS.get(plain_name(str(record.get("task"))))
+            if task is not None:
+                return task.kind, task
+            unknown = unknown or record.get("task")
+        elif (format_ := format_of(record, named)) is not None:
+            return format_, None
+    raise refuse(unknown)
 
 
 MAX_CLASSES = 50

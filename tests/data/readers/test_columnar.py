@@ -10,7 +10,7 @@ import pytest
 
 from ondevice.core.errors import DataError
 from ondevice.data import read_rows
-from ondevice.data.readers.records import read_records
+from ondevice.data.readers.files import read_records
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -10,7 +10,7 @@ import pytest
 
 from ondevice.core.errors import DataError
 from ondevice.data import encode, read_rows
-from ondevice.data.readers.folders import hash_files
+from ondevice.data.readers.files import hash_files
 
 Write = Callable[..., Path]
 ROW = {"prompt": "a", "completion": "b"}

@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.core.errors import DataError, MissingPackageError
 from ondevice.data import read_rows
-from ondevice.data.readers.records import read_records
+from ondevice.data.readers.files import read_records
 from ondevice.data.readers.tables import _even, find_separator
 
 Write = Callable[..., Path]

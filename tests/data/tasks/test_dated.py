@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import transformers.utils.chat_template_utils as chat_template_utils
 
-from ondevice.data.tasks.dated import dated
+from ondevice.data.encode import dated
 from ondevice.models.tiny import tiny_tokenizer
 
 LLAMA = """
