@@ -56,7 +56,7 @@ COLUMNS = [
     {"key": "layers", "title": "Layers"},
     {"key": "lowering_s", "title": "Lowering (s)", "digits": 1},
     {"key": "program_bytes", "title": "Program (MiB)", "scale": 2**-20, "digits": 2},
-    {"key": "weights_bytes", "title": "Weights next to it (MiB)", "scale": 2**-20, "digits": 0},
+    {"key": "weights_bytes", "title": "Weights in files (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "planned_bytes", "title": "Planned (MiB)", "scale": 2**-20, "digits": 1},
     {"key": "anonymous_bytes", "title": "Anonymous memory (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "step_s", "title": "Step (s)"},
@@ -108,7 +108,7 @@ def main() -> None:
     if args.untimed:
         rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
     notes = [
-        f"{args.tokens} tokens, one row, rank {RANK} next to all seven linears, AdamW; one label a token. The joint "
+        f"{args.tokens} tokens, one row, rank {RANK} on all seven linear layers, AdamW; one label a token. The joint "
         "graph gives only gradients. Program: that of all layers if each has its own. Anonymous memory: the most "
         "during a step beyond the loaded runtime's."
     ]

@@ -90,7 +90,7 @@ def main() -> None:
         columns=COLUMNS,
         title="Gradients of block programs by the form of their weights",
         notes=[
-            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} next to all seven linears; "
+            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} on all seven linear layers; "
             "each A and each B is a tensor."
         ],
         show_versions=("torch", "executorch"),

@@ -75,7 +75,7 @@ def main() -> None:
         rows.append(trained(args, name))
         print(rows[-1], flush=True)
     notes = [
-        f"{args.model}, float32, {args.seeds} seeds, MeSP and LoRA of rank 8 next to every linear layer, the rest the "
+        f"{args.model}, float32, {args.seeds} seeds, MeSP and LoRA of rank 8 on every linear layer, the rest the "
         f"methods' own settings; {args.eval_rows} validation rows, accuracy after the last step, and the best of "
         f"{args.evaluations} evaluations."
     ]

@@ -4,7 +4,7 @@ together.
 Each variant is written in words, behind '@' its rates: 'xs q4 r16 adam refresh500@1e-3,3e-3'.
 Words: what moves (`full` all of B behind a random A, `grad-a` or `act` behind the A of one exact
 gradient or of the activations, `xs` the small R of C R A from one exact gradient, `diag` its
-diagonal alone, `rand` the whole between random C and A), `q4`, `r16`, `b4` (rows a step),
+diagonal only, `rand` the whole between random C and A), `q4`, `r16`, `b4` (rows a step),
 `onesided`, `fo` (backpropagation), a rule (`sgd`, `momentum`, `adam`, `sign`, `muon`, `norm`,
 `norm-momentum`), `vocab` (the loss over all tokens instead of the answers), `refresh500` (a new
 exact gradient every so many steps), `cal256` (of so many rows, 64 otherwise), `exact0.2` (each

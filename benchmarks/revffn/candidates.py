@@ -42,7 +42,7 @@ SIGNS: dict[str, Callable[[int], float]] = {
 COLUMNS = [
     {"key": "network", "title": "Network"},
     {"key": "step", "title": "One step"},
-    {"key": "side_bits", "title": "Bits next to, a value and layer"},
+    {"key": "side_bits", "title": "Extra bits, per value and layer"},
     {"key": "text_loss", "title": "Loss, text", "digits": 3},
     {"key": "text_change", "title": "Against the base model (%)", "digits": 2},
     {"key": "text_late", "title": "Reading what is on its way (%)", "digits": 2},

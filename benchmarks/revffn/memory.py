@@ -101,7 +101,7 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     ]
     notes = [
         f"Llama of hidden 256, vocabulary 2048, {args.rows} rows of {args.length} tokens, float32, AdamW. `full` keeps "
-        "4 bits a value and layer for its inversion, next to the GPU if there is one; `exact` keeps nothing."
+        "4 bits a value and layer for its inversion, in host memory if there is a GPU; `exact` keeps nothing."
     ]
     return rows, columns, notes
 

@@ -256,8 +256,10 @@ def main() -> None:
     title = f"Answers of {args.model}, {args.prompt} tokens of prompt and {args.answer} of answer, "
     title += f"{args.threads} thread(s)"
     load = f"Load average {before:.1f} before and {os.getloadavg()[0]:.1f} after. "
-    load += f"The benchmark itself makes {args.threads}; "
-    load += "if it is more, other work ran at the same time and only the ratios of a round count."
+    load += f"The benchmark itself adds {args.threads}; "
+    load += (
+        "if it is higher, other work ran at the same time, and only the ratios of a round count."
+    )
     finish("serve/answers", rows, args, COLUMNS, title=title, notes=[load])
 
 

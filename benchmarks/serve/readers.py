@@ -36,11 +36,11 @@ ID = re.compile(rb"^id: (\d+)$", re.MULTILINE)
 COLUMNS = [
     {"key": "step", "title": "Step"},
     {"key": "readers", "title": "Readers"},
-    {"key": "alone_s", "title": "Step alone (ms)", "scale": 1e3, "digits": 1},
-    {"key": "read_s", "title": "Step while read (ms)", "scale": 1e3, "digits": 1},
+    {"key": "alone_s", "title": "Step without readers (ms)", "scale": 1e3, "digits": 1},
+    {"key": "read_s", "title": "Step with readers (ms)", "scale": 1e3, "digits": 1},
     {"key": "slower_percent", "title": "Slower (%)", "digits": 1},
-    {"key": "alone_cpu", "title": "Daemon's CPU alone (% of a core)", "digits": 0},
-    {"key": "read_cpu", "title": "while read (% of a core)", "digits": 0},
+    {"key": "alone_cpu", "title": "Daemon's CPU without readers (% of a core)", "digits": 0},
+    {"key": "read_cpu", "title": "with readers (% of a core)", "digits": 0},
     {"key": "frames", "title": "Events received"},
     {"key": "lost", "title": "Lost or out of order"},
 ]

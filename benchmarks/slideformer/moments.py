@@ -96,7 +96,7 @@ def main() -> None:
         rows,
         args,
         COLUMNS,
-        title="SlideFormer: moments in 16 and 8 bits next to float32",
+        title="SlideFormer: moments in 16 and 8 bits against float32",
         notes=notes,
     )
 

@@ -35,11 +35,11 @@ ADAM = la.AdamStep(1e-5, step=3)
 COLUMNS = [
     {"key": "moments", "title": "Moments"},
     {"key": "where", "title": "Updated on"},
-    {"key": "copies", "title": "Copies of a step next to it"},
+    {"key": "copies", "title": "Copies of a step meanwhile"},
     {"key": "host_per_s", "title": "Host (10⁹/s)", "scale": 1e-9, "digits": 2},
     {"key": "gpu_per_s", "title": "GPU (10⁹/s)", "scale": 1e-9, "digits": 2},
     {"key": "per_s", "title": "Together (10⁹/s)", "scale": 1e-9, "digits": 2},
-    {"key": "of_host", "title": "Times the host alone", "digits": 2},
+    {"key": "of_host", "title": "Relative to the host only", "digits": 2},
 ]
 
 

@@ -95,7 +95,7 @@ class RevffnConfig(StrictConfig):
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["block", "global"] = "block"
-    """`block` clips each block's gradients to the limit alone, in the same backward pass. `global`
+    """`block` clips each block's gradients separately, in the same backward pass. `global`
     divides by the norm of the whole gradient: with the fused update it takes two passes, once for
     the norm and once to update."""
 
