@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.api.runfile import RunConfig
+from ondevice.artifact.manifest import read_manifest
 from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods, target
+from ondevice.data.readers.objects import take_rows
+from ondevice.data.reading import as_rows
+from ondevice.data.token_rows import tokens
 from ondevice.models import read_dims
+from ondevice.models.open import artifact_tokenizer
+from ondevice.models.sources.memory import wrap_model
+from ondevice.planning.advice import measure
+from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.devices import place
+from ondevice.planning.estimate import plan_run
+from ondevice.planning.fits import ensure_fits, memory_limit
+from ondevice.planning.precision import with_precision
 from ondevice.training.callbacks import Callback
+from ondevice.training.decisions import (
+    DATE,
+    LENGTH,
+    METHOD_NAME,
+    placement_of,
+    recorded_decisions,
+    with_decisions,
+    with_placement,
+)
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
 from ondevice.training.identity import date_of, iso
+from ondevice.training.length import with_length
 
 if TYPE_CHECKING:
-    from ondevice.api.runfile import RunConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
     from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
+    from ondevice.planning.estimate import Plan
+
+log = logging.getLogger("ondevice.planning")
 
 
 @naming_methods()
@@ -66,56 +93,60 @@ def train(
     Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
     compute with it, and return the same.
     """
-    from ondevice.planning.fits import plan_within
-    from ondevice.training.decisions import (
-        DATE,
-        METHOD_NAME,
-        placement_of,
-        recorded_decisions,
-        with_decisions,
-        with_placement,
-    )
-
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
-    config, loaded = _resolve(config, model, tokenizer)
-    train_rows, held_out = _python_rows(rows), _python_rows(eval_rows)
+    loaded = None if model is None else wrap_model(model, tokenizer)
+    if not isinstance(config, RunConfig):
+        config = _load(config, loaded)
+    train_rows = None if rows is None else take_rows(rows)
+    held_out = None if eval_rows is None else take_rows(eval_rows)
     # Before the plan, which may fetch the model.
     config.check_data(given=train_rows is not None, evaluates=held_out is not None)
     recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
     decided: dict[str, Any] = {METHOD_NAME: config.method.name} if config.chosen else {}
     decided[DATE] = recorded.get(DATE) or iso(time.time())
-    config = with_decisions(config, recorded).for_training()
-    size = train_rows.batch_size if train_rows is not None else None
+    if recorded:
+        config = with_decisions(config, recorded)
+    config = config.for_training()
+    size = None if train_rows is None else train_rows.batch_size
     if size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": size})
         config = config.model_copy(update={"train": loop})
     placement = place(config)
     _check_method(config, placement, loaded)
-    config, messages = _with_precision(config, placement, decided)
-    config, notes = _with_length(config, train_rows, loaded, decided)
+    if placement.spec.capability(OwnPrecision):
+        config, messages = _with_precision(config, placement, decided)
+    else:
+        messages = placement.precision(config.model.dtype)
+    notes: tuple[str, ...] = ()
+    if config.data.max_length_tokens is None:
+        config, notes = _with_length(config, train_rows, loaded, decided)
     if config.chosen:
         messages = [config.chosen, *messages]
     dims = loaded.dims if loaded else None
-    with plan_within(config, placement, force, dims, with_placement(config, recorded)) as plan:
-        resolved = None
-        if placement.spec.capability(DecidesFromMemory):
-            resolved = plan.request.method
-            messages += [plan.request.why] if plan.request.why else []
-            decided |= placement_of(config, resolved)
-        options = Options(
-            resume=resume,
-            overwrite=overwrite,
-            adapter=adapter,
-            sinks=sinks,
-            callbacks=callbacks,
-            notes=notes,
-            said=tuple(messages),
-            rows=train_rows,
-            eval_rows=held_out,
-            loaded=loaded,
-            resolved=resolved,
-            decided=decided,
-        )
+    plan = _plan(config, placement, dims, with_placement(config, recorded) if recorded else None)
+    if not (force or plan.fits):
+        ensure_fits(plan)
+    resolved = None
+    if placement.spec.capability(DecidesFromMemory):
+        resolved = plan.request.method
+        messages += [plan.request.why] if plan.request.why else []
+        decided |= placement_of(config, resolved)
+    options = Options(
+        resume=resume,
+        overwrite=overwrite,
+        adapter=adapter,
+        sinks=sinks,
+        callbacks=callbacks,
+        notes=notes,
+        said=tuple(messages),
+        rows=train_rows,
+        eval_rows=held_out,
+        loaded=loaded,
+        resolved=resolved,
+        decided=decided,
+    )
+    limit = config.train.memory_limit_bytes
+    with nullcontext() if limit is None else memory_limit(limit, plan):
         return train_model(config, placement, options)
 
 
@@ -152,15 +183,32 @@ def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel |
         )
 
 
+def _plan(
+    config: RunConfig, placement: Placement, dims: ModelDims | None, placed: RunConfig | None
+) -> Plan:
+    """Plan a run; on a GPU, `auto` settings first need its rates, which takes some seconds.
+
+    Args:
+        placed: the same run with settings that were decided before, which hold if it still fits.
+    """
+    if placed is not None:
+        plan = plan_run(placed, placement, dims)
+        if plan.fits:
+            return plan
+        log.warning("the placement that this run began with no longer fits: it is decided again")
+    plan = plan_run(config, placement, dims)
+    decides = plan.request.method != config.method
+    if decides and placement.device == "cuda" and placement.world == 1:
+        plan = plan_run(config, placement, dims, measure(plan))
+    return plan
+
+
 def _with_precision(
     config: RunConfig, placement: Placement, decided: dict[str, Any]
 ) -> tuple[RunConfig, list[str]]:
     """Return the run file with its method's own precision, and messages; a choice is added to `decided`."""
     own = placement.spec.capability(OwnPrecision)
-    if own is None:
-        return config, placement.precision(config.model.dtype)
-    from ondevice.planning.precision import with_precision
-
+    assert own is not None  # noqa: S101  checked by the caller
     is_open = own.setting not in config.method.model_fields_set
     config, messages = with_precision(config, placement)
     if is_open:
@@ -168,26 +216,17 @@ def _with_precision(
     return config, messages
 
 
-def _resolve(config: Any, model: Any, tokenizer: Any) -> tuple[RunConfig, LoadedModel | None]:
-    """Return the run file, whatever it was given as, and the model if one was given."""
-    from ondevice.api.runfile import RunConfig
-
-    loaded = None
-    if model is not None:
-        from ondevice.models.sources.memory import wrap_model
-
-        loaded = wrap_model(model, tokenizer)
+def _load(config: object, loaded: LoadedModel | None) -> RunConfig:
+    """Return the run that a run file's path or a dictionary of its keys describes."""
     if isinstance(config, (str, Path)):
-        config = RunConfig.load(Path(config), _named(loaded, {}))
-    elif isinstance(config, dict):
-        config = RunConfig.load(None, _named(loaded, config))
-    if not isinstance(config, RunConfig):
-        raise ConfigError(
-            "the run is of the wrong type",
-            expected="an ondevice.RunConfig, the path of a run file, or a dictionary of its keys",
-            received=type(config).__name__,
-        )
-    return config, loaded
+        return RunConfig.load(Path(config), _named(loaded, {}))
+    if isinstance(config, dict):
+        return RunConfig.load(None, _named(loaded, config))
+    raise ConfigError(
+        "the run is of the wrong type",
+        expected="an ondevice.RunConfig, the path of a run file, or a dictionary of its keys",
+        received=type(config).__name__,
+    )
 
 
 def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -198,14 +237,6 @@ def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, An
     return {"model.source": loaded.source.source, "model.dtype": dtype, **settings}
 
 
-def _python_rows(rows: Any) -> PythonRows | None:
-    if rows is None:
-        return None
-    from ondevice.data.readers.objects import take_rows
-
-    return take_rows(rows)
-
-
 def _with_length(
     config: RunConfig,
     rows: PythonRows | None,
@@ -213,23 +244,15 @@ def _with_length(
     decided: dict[str, Any],
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run file with the maximum length that its rows need, and notes; the length is added to `decided`."""
-    if config.data.max_length_tokens is not None:
-        return config, ()
-    from ondevice.training.decisions import LENGTH
-    from ondevice.training.length import with_length
-
-    when, notes = date_of(decided), ()
+    when = date_of(decided)
+    notes: tuple[str, ...] = ()
     if rows is None:
         config, notes = with_length(config, loaded=loaded, when=when)
     elif rows.tokenized:
-        from ondevice.data.token_rows import tokens
-
         longest = tokens(rows, None).max_length_tokens
         data = config.data.model_copy(update={"max_length_tokens": longest})
         config = config.model_copy(update={"data": data})
     else:
-        from ondevice.data.reading import as_rows
-
         read = as_rows(rows, config.data.task, config.data.columns)
         config, notes = with_length(config, read, loaded, when)
     decided[LENGTH] = config.data.max_length_tokens
@@ -273,9 +296,6 @@ def run_artifact(
     callbacks: Iterable[Callback] = (),
 ) -> Trained:
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
-    from ondevice.artifact.manifest import read_manifest
-    from ondevice.training.decisions import DATE, recorded_decisions
-
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config.check_data()
     manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
@@ -284,9 +304,6 @@ def run_artifact(
     options = Options(resume, overwrite, adapter, sinks, callbacks, decided=decided)
     if limit is None:
         return _run_manifest(folder, manifest, config, options)
-    from ondevice.planning.artifacts import plan_artifact
-    from ondevice.planning.fits import ensure_fits, memory_limit
-
     estimate = plan_artifact(folder, manifest, limit)
     ensure_fits(estimate)
     with memory_limit(limit, estimate):
@@ -295,12 +312,18 @@ def run_artifact(
 
 def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: Options) -> Trained:
     """Run `run_artifact`'s program, once the plan is known to fit."""
-    from ondevice.models.open import artifact_tokenizer
-
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
     length, vocabulary = max(manifest.lengths_tokens), manifest.model.dims.get("vocab")
-    rows = read_rows_of(config, tokenizer, length, manifest.task, options, vocabulary=vocabulary)
+    rows = read_rows_of(
+        config.data,
+        tokenizer,
+        length,
+        config.train.seed,
+        task=manifest.task,
+        options=options,
+        vocabulary=vocabulary,
+    )
     identity = {
         "artifact": manifest.files[manifest.program],
         "learning_rate": config.method.learning_rate,

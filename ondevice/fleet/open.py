@@ -49,7 +49,9 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     loaded, placement = _load(config)
     length = config.data.max_length_tokens
     vocabulary = vocabulary_of(loaded)
-    rows = read_rows_of(config, loaded.tokenizer, length, vocabulary=vocabulary)
+    rows = read_rows_of(
+        config.data, loaded.tokenizer, length, config.train.seed, vocabulary=vocabulary
+    )
     config = config.model_copy(
         update={"method": config.method.with_answers(lambda: label_tokens_of_rows(rows.train))}
     )

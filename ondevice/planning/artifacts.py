@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import ExportConfig
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config, target
 from ondevice.core.untrusted import read_object, well_formed
@@ -24,8 +25,6 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
         manifest: read from it.
         memory_limit_bytes: as for `plan`.
     """
-    from ondevice.core.dims import ModelDims
-
     runtime = target(manifest.target).runtime
     dtype = "float32"
     if runtime == "torch":

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 from ondevice.core.config import size_text
 from ondevice.core.errors import DoesNotFitError, OndeviceError
 from ondevice.core.registry import methods, spec_of
-from ondevice.planning.advice import measure
-from ondevice.planning.estimate import BASELINE_BYTES, plan_request, plan_run
+from ondevice.planning.estimate import BASELINE_BYTES, plan_request
 from ondevice.planning.limit import own_memory, status_bytes, was_refused
 
 if TYPE_CHECKING:
-    from ondevice.api.runfile import RunConfig
-    from ondevice.core.dims import ModelDims
-    from ondevice.core.method import Placement, Reduction
+    from ondevice.core.method import Reduction
     from ondevice.planning.estimate import Plan, Request
 
 Change = Callable[["Request"], "Request | None"]
@@ -167,43 +164,8 @@ CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 
 
 @contextmanager
-def plan_within(
-    config: RunConfig,
-    placement: Placement,
-    force: bool = False,
-    dims: ModelDims | None = None,
-    decided: RunConfig | None = None,
-) -> Iterator[Plan]:
-    """Plan a run file's run, refuse it if it does not fit, and limit its memory within the block.
-
-    If the method has `auto` settings and the machine has a GPU, the machine's rates are measured
-    first, which takes some seconds.
-
-    Args:
-        decided: the same run with settings that were decided before; used if it still fits.
-
-    Raises:
-        DoesNotFitError: as `ensure_fits`, and as `memory_limit`.
-    """
-    estimate = plan_run(decided or config, placement, dims)
-    if decided is not None and not estimate.fits:
-        log.warning("the placement that this run began with no longer fits: it is decided again")
-        decided, estimate = None, plan_run(config, placement, dims)
-    if (
-        decided is None
-        and estimate.request.method != config.method
-        and placement.device == "cuda"
-        and placement.world == 1
-    ):
-        estimate = plan_run(config, placement, dims, measure(estimate))
-    ensure_fits(estimate, force)
-    with memory_limit(config.train.memory_limit_bytes, estimate):
-        yield estimate
-
-
-@contextmanager
-def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
-    """Limit this process to `limit_bytes` within the block; None sets no limit.
+def memory_limit(limit_bytes: int, plan: Plan) -> Iterator[None]:
+    """Limit this process to `limit_bytes` within the block.
 
     An allocation beyond the limit fails here, with the plan, before the system ends the process.
 
@@ -219,9 +181,6 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
     Raises:
         DoesNotFitError: an allocation was refused; lists the planned parts.
     """
-    if limit_bytes is None:
-        yield
-        return
     if plan.request.runtime == "mlx":
         log.warning(
             "--memory-limit was compared with the plan; only a cgroup can limit MLX while it runs"

@@ -24,8 +24,11 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
-from ondevice.data.encode import dated
+from ondevice.data.encode import dated, encode
 from ondevice.data.examples import check_ids
+from ondevice.data.stream import Stream, StreamBatches
+from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.models import load_model, open_model
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
@@ -35,16 +38,16 @@ from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
+from ondevice.training.ordinary import Ordinary, save_ordinary
 from ondevice.training.schedule import WarmupDecay
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.config import DataConfig, TrainConfig
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.data import Dataset
     from ondevice.data.readers.objects import PythonRows
-    from ondevice.data.stream import Stream, StreamBatches
-    from ondevice.training.ordinary import Ordinary
 
 Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
@@ -96,8 +99,6 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
     Under `torchrun` rank 0 reads the data and writes; the others compute with it, and return the same.
     """
-    from ondevice.models import load_model, open_model
-
     source, spec = config.model, placement.spec
     wanted: dict[str, Any] = {"revision": source.revision, "dtype": source.dtype}
     if options.loaded is not None:
@@ -121,9 +122,10 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     length, classes = config.data.max_length_tokens, loaded.dims.classes
     rows = read_rows_of(
-        config,
+        config.data,
         loaded.tokenizer,
         length,
+        config.train.seed,
         options=options,
         classes=classes,
         vocabulary=vocabulary_of(loaded),
@@ -142,8 +144,6 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
 
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    from ondevice.data.tasks.label_tokens import label_tokens_of_rows
-
     answers, reason = label_tokens_of_rows(rows.train)
     if rows.stream is not None and len(answers) == 1:
         return (), "the first window has one label alone"
@@ -167,11 +167,29 @@ class RunRows:
         """Return facts about the rows to train on."""
         return self.train.figures() if self.stream is None else self.stream.figures()
 
+    def batches(
+        self, session: Session, settings: TrainConfig, packing: bool
+    ) -> Batches | StreamBatches:
+        """Return the batches of every step."""
+        # An exported program fixes the rows of a step; any other session takes what the run file says.
+        size = session.batch_size or settings.batch_size
+        lengths = session.lengths_tokens
+        if self.stream is not None:
+            return StreamBatches(self.stream, size, lengths, self.pad, packing=packing)
+        return Batches(self.train, size, lengths, settings.seed, self.pad, packing=packing)
+
 
 def read_rows_of(
-    config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None,
-    classes: int = 0, vocabulary: int | None = None,
-) -> RunRows:  # fmt: skip
+    data: DataConfig,
+    tokenizer: Any,
+    max_length_tokens: int,
+    seed: int,
+    *,
+    task: str | None = None,
+    options: Options | None = None,
+    classes: int = 0,
+    vocabulary: int | None = None,
+) -> RunRows:
     """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
 
     The chat template sees the date that the options decided.
@@ -182,7 +200,7 @@ def read_rows_of(
     Raises:
         DataError: a file has no row that can be used, or a row has a token that the model does not know.
     """
-    data, options = config.data, options or Options()
+    options = options or Options()
     path, eval_path = options.rows or data.path, options.eval_rows or data.eval_path
     assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
     encoded = partial(encoded_identity, tokenizer)
@@ -209,7 +227,8 @@ def read_rows_of(
 
     if data.streaming and not options.rows:
         stream = _open_stream(
-            config,
+            data,
+            seed,
             tokenizer,
             max_length_tokens,
             task,
@@ -220,7 +239,7 @@ def read_rows_of(
         return RunRows(stream.first, evaluation, pad, stream, encoded(None, evaluation))
     train = read(path)
     if data.validation_split:
-        train, evaluation = split_rows(train, data.validation_split, config.train.seed)
+        train, evaluation = split_rows(train, data.validation_split, seed)
     else:
         evaluation = read(eval_path) if eval_path else None
     return RunRows(train, evaluation, pad, None, encoded(train, evaluation))
@@ -234,17 +253,14 @@ def vocabulary_of(loaded: Any) -> int:
 
 
 def _open_stream(
-    config: RunConfig,
+    data: DataConfig,
+    seed: int,
     tokenizer: Any,
     max_length_tokens: int,
     task: str | None,
     classes: int,
     checked: Callable[[Dataset], Dataset],
 ) -> Stream:
-    from ondevice.data.encode import encode
-    from ondevice.data.stream import Stream
-
-    data = config.data
     assert data.path is not None  # noqa: S101  checked by `check_data`
     return Stream(
         data.path,
@@ -262,20 +278,8 @@ def _open_stream(
         task=data.task or task,
         columns=data.columns,
         window_records=data.shuffle_records,
-        seed=config.train.seed,
+        seed=seed,
     )
-
-
-def _batches(session: Session, rows: RunRows, config: RunConfig) -> Batches | StreamBatches:
-    # An exported program fixes the rows of a step; any other session takes what the run file says.
-    size, packing = session.batch_size or config.train.batch_size, config.data.packing
-    if rows.stream is None:
-        return Batches(
-            rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing
-        )
-    from ondevice.data.stream import StreamBatches
-
-    return StreamBatches(rows.stream, size, session.lengths_tokens, rows.pad, packing=packing)
 
 
 def fit(
@@ -297,9 +301,9 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    batches = _batches(session, rows, config)
-    config = in_steps(config, batches.steps_per_epoch)
-    settings = config.train
+    batches = rows.batches(session, config.train, config.data.packing)
+    settings = in_steps(config.train, batches.steps_per_epoch)
+    config = config.model_copy(update={"train": settings})
     if settings.objective != "loss":
         identity = identity | {
             "objective": settings.objective,
@@ -383,8 +387,6 @@ def fit(
             session.save_model(temporary)
         network = session.ordinary_session if isinstance(session, HasOrdinary) else None
         if network is not None:
-            from ondevice.training.ordinary import save_ordinary
-
             ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
     if result.raised is not None:
@@ -396,28 +398,23 @@ def fit(
     return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary, figures)
 
 
-def in_steps(config: RunConfig, steps_per_epoch: float) -> RunConfig:
-    """Return the run file with steps in place of epochs: how many, and after how many an evaluation is due.
+def in_steps(settings: TrainConfig, steps_per_epoch: float) -> TrainConfig:
+    """Return the settings with steps in place of epochs: how many, and after how many an evaluation is due.
 
     Raises:
         ConfigError: the run shall stop early and is never evaluated on the way.
     """
-    train = config.train
-    if train.epochs is not None:
-        steps = max(1, math.ceil(train.epochs * steps_per_epoch - 1e-9))
-        train = train.model_copy(
-            update={
-                "steps": steps,
-                "eval_every": train.eval_every or max(1, math.ceil(steps_per_epoch - 1e-9)),
-            }
-        )
-    if train.patience is not None and not train.eval_every:
+    if settings.epochs is not None:
+        steps = max(1, math.ceil(settings.epochs * steps_per_epoch - 1e-9))
+        every = settings.eval_every or max(1, math.ceil(steps_per_epoch - 1e-9))
+        settings = settings.model_copy(update={"steps": steps, "eval_every": every})
+    if settings.patience is not None and not settings.eval_every:
         raise ConfigError(
             "train.patience counts evaluations, and there is one, at the end",
             expected="train.eval_every, or train.epochs",
             hint="--eval-every 50 evaluates every 50 steps",
         )
-    return config.model_copy(update={"train": train})
+    return settings
 
 
 def adapter_identity(adapter: Path | None) -> dict[str, Any]:

@@ -13,9 +13,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import ondevice
+from ondevice.api import train as training
 from ondevice.methods.slideformer import auto
 from ondevice.methods.slideformer.torch import SlideformerSession
-from ondevice.planning import fits as planning
 from ondevice.planning import precision
 from ondevice.training.events import FILE_NAME, read_log, read_start
 from tests.api.flipped import flip
@@ -79,13 +79,13 @@ def test_a_resumed_run_keeps_its_placement(unstable, tmp_path, monkeypatch) -> N
 def test_a_placement_that_no_longer_fits_is_decided_again(tmp_path, monkeypatch, caplog) -> None:
     data = classes(tmp_path / "rows.jsonl")
     run(data, tmp_path / "run", 1, **{"method.name": "slideformer"})
-    plan_run, fits = planning.plan_run, iter((False, True))
+    plan_run, fits = training.plan_run, iter((False, True))
 
     def smaller(*arguments):  # the memory that was free at the first start is not free now
         plan = plan_run(*arguments)
         return plan if next(fits) else replace(plan, usable_bytes=1)
 
-    monkeypatch.setattr(planning, "plan_run", smaller)
+    monkeypatch.setattr(training, "plan_run", smaller)
     result = run(data, tmp_path / "run", 2, resume=True, **{"method.name": "slideformer"})
     assert result.result.steps == 2 and "no longer fits" in caplog.text
 

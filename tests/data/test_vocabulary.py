@@ -120,7 +120,7 @@ def test_a_padding_token_beyond_the_embedding_is_not_used(model: Path, tmp_path:
     )
     assert (
         tokenizer.pad_token_id > 260
-        and read_rows_of(config, tokenizer, 32, vocabulary=260).pad == 0
+        and read_rows_of(config.data, tokenizer, 32, 0, vocabulary=260).pad == 0
     )
 
 
