@@ -1,29 +1,30 @@
-"""LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors;
-mlx-lm's can be read too.
+"""Read LoRA adapters: PEFT's adapter_config.json and adapter_model.safetensors, or mlx-lm's files.
 
-What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's
-files; what PEFT wrote loads here when it is plain LoRA. Anything else is refused by name, part by
-part: a part that is ignored in silence makes another model than the one that was trained.
+PEFT's files load here if they are plain LoRA. Anything else is refused by name, part by part: a
+part that is ignored in silence makes another model than the one that was trained.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ondevice.artifact.expert_pairs import own_names, peft_names
-from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.expert_pairs import own_names
 from ondevice.artifact.mlx_lm_files import WEIGHTS_NAME as MLX_LM_WEIGHTS_NAME
 from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
 from ondevice.artifact.pairs import (
     CONFIG_NAME,
+    DIGEST_KEY,
     KEY,
+    PEFT_PREFIX,
+    WEIGHTS_NAME,
     check_tensors,
     digest,
+    renamed,
+    save_adapter,
     stored_tensors,
     targets_of,
 )
@@ -34,75 +35,7 @@ from ondevice.core.errors import ArtifactError
 from ondevice.core.session import Adapter, layer_of
 from ondevice.core.untrusted import read_object
 
-
-def save_adapter(adapter: Adapter, folder: str | Path) -> None:
-    """Write `adapter` as a PEFT adapter, all at once; an adapter that is there is replaced.
-
-    Raises:
-        ArtifactError: the tensors are not complete, finite A and B pairs of `adapter.rank`.
-        StorageError: the disk is full, or `folder` holds something else than an adapter.
-    """
-    from safetensors.numpy import save
-
-    tensors = {
-        name: np.ascontiguousarray(value, dtype=np.float32)
-        for name, value in adapter.tensors.items()
-    }
-    rank = check_tensors(tensors, str(folder), adapter.rank)
-    if rank != adapter.rank:
-        message = f"adapter for {folder}: field 'rank'"
-        raise ArtifactError(
-            message, expected=f"{rank}, as the tensors have it", received=adapter.rank
-        )
-    if adapter.expert_parameters:
-        theirs = peft_names(adapter.expert_parameters)
-        tensors = {_renamed(name, theirs): value for name, value in tensors.items()}
-    metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
-    data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
-    config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
-    # With a marker: an adapter is replaced, a folder of other files never.
-    with atomic_directory(folder, marker=CONFIG_NAME) as partial:
-        (partial / WEIGHTS_NAME).write_bytes(_sorted_metadata(data))
-        (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
-
-
-def _sorted_metadata(data: bytes) -> bytes:
-    # safetensors writes metadata in the order of a hash map, another in each call: one adapter
-    # shall be one file.
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
-
-
-def peft_config(adapter: Adapter) -> dict[str, Any]:
-    """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
-    alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
-    modules, layers = _modules_and_layers(adapter)
-    parameters = {}
-    if adapter.expert_parameters:
-        parameters = {"target_parameters": list(adapter.expert_parameters)}
-    return parameters | {
-        "auto_mapping": None,
-        "base_model_name_or_path": adapter.base_model or None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": layers,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": adapter.rank,
-        "revision": None,
-        "target_modules": modules,
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    }
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Adapter", "load_adapter", "save_adapter", "targets_of"]
 
 
 def is_mlx_lm(folder: Path) -> bool:
@@ -133,7 +66,7 @@ def load_adapter(folder: str | Path) -> Adapter:
     modules = {name.rpartition(".lora_")[0] for name in tensors}
     if parameters or any(name.endswith((".experts", ".base_layer")) for name in modules):
         own = own_names(modules, parameters, str(config_path))
-        tensors = {_renamed(name, own): value for name, value in tensors.items()}
+        tensors = {renamed(name, own): value for name, value in tensors.items()}
     given = config.get("r")
     rank = check_tensors(
         tensors, str(weights_path), given if isinstance(given, int) and given > 0 else None
@@ -153,30 +86,6 @@ def load_adapter(folder: str | Path) -> Adapter:
     check_targets(linears, config, config_path)
     check_layers(linears, layer_of, config, config_path)
     return adapter
-
-
-def _renamed(tensor: str, names: dict[str, str]) -> str:
-    linear, _, side = tensor.rpartition(".lora_")
-    return f"{names.get(linear, linear)}.lora_{side}"
-
-
-def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
-    """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's
-    linear layers."""
-    linears = [name for name in adapter.linears if not is_expert_parameter(name)]
-    layers = sorted({layer_of(name) for name in linears})
-    if (
-        -1 in layers
-        or adapter.expert_parameters
-        or len(linears) != len(layers) * len(adapter.target_modules)
-    ):
-        return sorted(linears), None
-    return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers
-
-
-WEIGHTS_NAME = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."
-DIGEST_KEY = "ondevice.tensors_sha256"
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -1,20 +1,32 @@
-"""The tensors of a LoRA adapter in memory: pairs A and B by linear layer, checked and hashed."""
+"""The tensors of a LoRA adapter: pairs A and B by linear layer, checked, hashed and written.
+
+An adapter is written as PEFT's adapter_config.json and adapter_model.safetensors, which load in
+`peft.PeftModel.from_pretrained` and in everything that reads PEFT's files.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ondevice.artifact.expert_pairs import peft_names
+from ondevice.artifact.files import atomic_directory
 from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.session import Adapter, layer_of
 from ondevice.core.untrusted import TensorHeader, parse_header, read_plain
 
 CONFIG_NAME = "adapter_config.json"
 """Name of the configuration's file, in PEFT's layout and in mlx-lm's."""
 KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+WEIGHTS_NAME = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+DIGEST_KEY = "ondevice.tensors_sha256"
 MOST_ADAPTER_BYTES = 8 << 30
 """An adapter is read into memory at once; the largest that we know has 1.4 GB."""
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
@@ -121,3 +133,92 @@ def digest(tensors: dict[str, np.ndarray]) -> str:
         result.update(f"{name} {value.shape}\n".encode())
         result.update(value.tobytes())
     return result.hexdigest()
+
+
+def save_adapter(adapter: Adapter, folder: str | Path) -> None:
+    """Write `adapter` as a PEFT adapter, all at once; an adapter that is there is replaced.
+
+    Raises:
+        ArtifactError: the tensors are not complete, finite A and B pairs of `adapter.rank`.
+        StorageError: the disk is full, or `folder` holds something else than an adapter.
+    """
+    from safetensors.numpy import save
+
+    tensors = {
+        name: np.ascontiguousarray(value, dtype=np.float32)
+        for name, value in adapter.tensors.items()
+    }
+    rank = check_tensors(tensors, str(folder), adapter.rank)
+    if rank != adapter.rank:
+        message = f"adapter for {folder}: field 'rank'"
+        raise ArtifactError(
+            message, expected=f"{rank}, as the tensors have it", received=adapter.rank
+        )
+    if adapter.expert_parameters:
+        theirs = peft_names(adapter.expert_parameters)
+        tensors = {renamed(name, theirs): value for name, value in tensors.items()}
+    metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
+    data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
+    config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
+    # With a marker: an adapter is replaced, a folder of other files never.
+    with atomic_directory(folder, marker=CONFIG_NAME) as partial:
+        (partial / WEIGHTS_NAME).write_bytes(_sorted_metadata(data))
+        (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
+
+
+def _sorted_metadata(data: bytes) -> bytes:
+    # safetensors writes metadata in the order of a hash map, another in each call: one adapter
+    # shall be one file.
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def peft_config(adapter: Adapter) -> dict[str, Any]:
+    """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
+    alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
+    modules, layers = _modules_and_layers(adapter)
+    parameters = {}
+    if adapter.expert_parameters:
+        parameters = {"target_parameters": list(adapter.expert_parameters)}
+    return parameters | {
+        "auto_mapping": None,
+        "base_model_name_or_path": adapter.base_model or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": layers,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "revision": None,
+        "target_modules": modules,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def renamed(tensor: str, names: dict[str, str]) -> str:
+    linear, _, side = tensor.rpartition(".lora_")
+    return f"{names.get(linear, linear)}.lora_{side}"
+
+
+def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
+    """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's
+    linear layers."""
+    linears = [name for name in adapter.linears if not is_expert_parameter(name)]
+    layers = sorted({layer_of(name) for name in linears})
+    if (
+        -1 in layers
+        or adapter.expert_parameters
+        or len(linears) != len(layers) * len(adapter.target_modules)
+    ):
+        return sorted(linears), None
+    return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers

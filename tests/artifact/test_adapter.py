@@ -13,7 +13,8 @@ import safetensors.numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ondevice.artifact.adapter import Adapter, load_adapter, peft_config, save_adapter
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.artifact.pairs import peft_config
 from ondevice.core.errors import ArtifactError, StorageError
 from ondevice.nn.lora import LoRALinear
 

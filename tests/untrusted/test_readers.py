@@ -259,7 +259,7 @@ READERS = {
     "pickle.load", "pickle.loads", "np.load", "torch.load",
 }  # fmt: skip
 OWN = {
-    "ondevice/artifact/adapter.py": "a header that `save` gave in the lines before",
+    "ondevice/artifact/pairs.py": "a header that `save` gave in the lines before",
     "ondevice/cli/daemon.py": "the daemon's own answers",
     "ondevice/core/untrusted/__init__.py": "the one place",
     "ondevice/gguf/write_tokenizer.py": "the rules of a tokenizer that is loaded",
