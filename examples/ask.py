@@ -16,7 +16,7 @@ import numpy as np
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
-from ondevice.models.open import artifact_tokenizer
+from ondevice.models.load import artifact_tokenizer
 
 
 def next_word(session: Any, tokenizer: Any, text: str) -> str:

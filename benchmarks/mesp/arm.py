@@ -109,7 +109,7 @@ def give(artifacts: dict[str, Path], folder: Path, steps: int, rate: float = RAT
     """Write what both sides are to compute: batches of text, and the adapter to begin with."""
     from ondevice.api.open import open_artifact
     from ondevice.exporters.base import text_batches
-    from ondevice.models.open import load_tokenizer
+    from ondevice.models.load import load_tokenizer
 
     for name, artifact in artifacts.items():
         session = open_artifact(artifact)

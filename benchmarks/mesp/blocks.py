@@ -284,7 +284,7 @@ def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path
 
 def shape(model: str) -> Any:
     """One layer of a model's shape, with random weights."""
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
 
     return tiny_model("llama", **{**SHAPES[model], "layers": 1})
 

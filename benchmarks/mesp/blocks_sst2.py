@@ -163,7 +163,7 @@ def run(
     from ondevice.core.dims import ModelDims
     from ondevice.data import Batches, pad_id_of, read_dataset
     from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
-    from ondevice.models.open import artifact_tokenizer
+    from ondevice.models.load import artifact_tokenizer
     from ondevice.models.registry import family_classes
     from ondevice.training.evaluate import evaluate_dataset
 
@@ -198,7 +198,7 @@ def run(
 
 def first_rows(source: Path, target: Path, count: int, model: str, longest: int) -> None:
     """Copy the first rows that are short enough, with the template around them."""
-    from ondevice.models.open import load_tokenizer
+    from ondevice.models.load import load_tokenizer
 
     tokenizer, lines = load_tokenizer(model), source.read_text(encoding="utf-8").splitlines()
     sentences = [json.loads(line)["prompt_fields"]["sentence"] for line in lines]

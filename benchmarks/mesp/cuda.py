@@ -82,7 +82,7 @@ def model(layers: int) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from ondevice.models.families.llama import Llama
-    from ondevice.models.loaded import wrap
+    from ondevice.models.load import wrap
     from ondevice.models.sources.resolve import SourceInfo
     from ondevice.models.tiny import tiny_tokenizer
 

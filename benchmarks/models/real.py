@@ -84,7 +84,7 @@ def end(name: str, results: list[dict[str, Any]], args: Any, title: str) -> None
 
 def rows_of(args: Any) -> list[list[int]]:
     """Token ids of the first paragraphs that are not headings, each cut to `--tokens`."""
-    from ondevice.models.open import load_tokenizer
+    from ondevice.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     paragraphs = [line.strip() for line in args.text.read_text(encoding="utf-8").splitlines()]

@@ -65,7 +65,7 @@ def build(shape: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ondevice.models import SourceInfo, tiny_model
-    from ondevice.models.loaded import wrap
+    from ondevice.models.load import wrap
     from ondevice.models.registry import family_for
 
     sizes: dict[str, Any] = dict(zip(FIELDS, SHAPES[shape], strict=True))

@@ -128,7 +128,7 @@ def from_nothing(kind: str, seed: int, args: Any) -> dict[str, Any]:
 
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.methods.slideformer.engine import SlideformerEngine
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
 
     device = (
         args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

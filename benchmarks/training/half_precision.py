@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def start_model(dtype: torch.dtype) -> Any:
     """Build the same model in either precision: its weights are bfloat16 values."""
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
 
     loaded = tiny_model("llama", **SIZES)
     random = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ except ImportError:
     ) from None
 
 from ondevice.core.registry import method_config, open_session, spec_of
-from ondevice.models.open import artifact_tokenizer
+from ondevice.models.load import artifact_tokenizer
 from ondevice.models.packed import load_packed
 from ondevice.models.sources.resolve import SourceInfo
 

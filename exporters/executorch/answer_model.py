@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ondevice.artifact.adapter import Adapter
-    from ondevice.models.loaded import LoadedModel
+    from ondevice.models.load import LoadedModel
 
 KNOWN = ("norms", "rotary", "score_scale", "embedding_scale", "residual_scale", "logit_scale")
 """Traits of a block that differ from Llama's and are computed here; of norms, those of q and k."""

@@ -30,7 +30,7 @@ def open_chat(
 
     folder = Path(source)
     if (folder / MANIFEST_NAME).is_file() or has_answers(folder):
-        from ondevice.models.open import artifact_tokenizer
+        from ondevice.models.load import artifact_tokenizer
 
         tokenizer = artifact_tokenizer(folder)
         generator = Generator(_program(folder), tokenizer, end_tokens(tokenizer), source)

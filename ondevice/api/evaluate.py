@@ -18,7 +18,7 @@ from ondevice.core.session import Evaluator
 from ondevice.core.untrusted import read_json
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.examples import refuse_preferences
-from ondevice.models.open import artifact_tokenizer
+from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.devices import resolve_device
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.fit import adapter_identity

@@ -19,7 +19,7 @@ from ondevice.data.readers.objects import take_rows
 from ondevice.data.reading import as_rows
 from ondevice.data.token_rows import tokens
 from ondevice.models import read_dims
-from ondevice.models.open import artifact_tokenizer
+from ondevice.models.load import artifact_tokenizer
 from ondevice.models.sources.memory import wrap_model
 from ondevice.planning.advice import measure
 from ondevice.planning.artifacts import plan_artifact

@@ -51,7 +51,7 @@ def chat(
 ) -> None:
     """Chat with a model or an artifact, with or without an adapter."""
     from ondevice.api.chat import open_chat
-    from ondevice.models.open import check_model
+    from ondevice.models.load import check_model
 
     source = one_of(first, model, "model")
     if source is None:

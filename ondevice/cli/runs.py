@@ -29,7 +29,7 @@ def train(
     overrides: dict[str, Any],
 ) -> None:
     """Fine-tune a model in PyTorch or MLX, with any of the methods."""
-    from ondevice.models.open import check_model
+    from ondevice.models.load import check_model
 
     run_config = RunConfig.load(config, overrides)
     # Mistakes are reported before the frameworks are imported, which takes seconds.
@@ -92,7 +92,7 @@ def run(
         manifest = read_manifest(artifact)
         _read_rows(run_config, manifest.task)
         if run_config.data.strict_columns:
-            from ondevice.models.open import artifact_tokenizer
+            from ondevice.models.load import artifact_tokenizer
 
             length = max(manifest.lengths_tokens)
             _check_columns(run_config, artifact_tokenizer(artifact), length, manifest.task)
@@ -194,7 +194,7 @@ def evaluate(
     from ondevice.data.readers.files import check_source
     from ondevice.data.reading import named_task
     from ondevice.data.tasks.benchmarks import BENCHMARKS, find_benchmark
-    from ondevice.models.open import check_model
+    from ondevice.models.load import check_model
 
     source = one_of(first, model, "model")
     if source is None:

@@ -13,7 +13,7 @@ from ondevice.core.errors import ModelError, VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import KEPT, merge
 from ondevice.models import read_dims
-from ondevice.models.open import save_tokenizer
+from ondevice.models.save import save_tokenizer
 from ondevice.training.fuse import PROMPTS, distance
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.models.open import DTYPES
+from ondevice.models.load import DTYPES
 from ondevice.training.fuse import fuse
 
 

@@ -17,7 +17,7 @@ from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.config import FleetRun
 from ondevice.models import load_model
-from ondevice.models.open import artifact_tokenizer
+from ondevice.models.load import artifact_tokenizer
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.planning.devices import place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ondevice.core.capabilities import AnyDecoder, Classifies, KnowsBlocks
 from ondevice.core.errors import OndeviceError
 from ondevice.core.registry import DEFAULT_METHOD, method, methods, target
-from ondevice.models.open import read_dims
+from ondevice.models.load import read_dims
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims

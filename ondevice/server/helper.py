@@ -295,7 +295,7 @@ def preview(
     from ondevice.data.reading import open_reading
     from ondevice.data.tasks.columns import parse_columns
     from ondevice.models import load_tokenizer, read_dims
-    from ondevice.models.open import artifact_tokenizer
+    from ondevice.models.load import artifact_tokenizer
 
     if artifact is None:
         tokenizer, vocabulary = load_tokenizer(str(model)), read_dims(str(model)).vocab
@@ -321,7 +321,7 @@ def preview(
 
 def check_model(folder: str) -> dict[str, Any]:
     """Check a model's sizes, tokenizer and shapes of weights; raise ModelError for a bad one."""
-    from ondevice.models.open import dims_and_family, load_tokenizer
+    from ondevice.models.load import dims_and_family, load_tokenizer
     from ondevice.models.sources.resolve import check_folder, check_weights
 
     dims, family = dims_and_family(folder, None)

@@ -16,7 +16,7 @@ from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
 from ondevice.models.families.base import quiet_transformers
-from ondevice.models.open import DTYPES
+from ondevice.models.load import DTYPES
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
 

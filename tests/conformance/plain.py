@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ondevice.core.registry import spec_of
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.runtime_ops import generator
 from tests.methods.prge.reference import Reference
 from tests.methods.reference import in_double, plain_loss

@@ -29,7 +29,7 @@ from ondevice.exporters.cuda.session import TorchProgramSession
 from ondevice.methods.prge.program import build_program
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model, open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.nn.packed import pack_model, unpack_model
 from tests.conformance.plain import (
     Plain,

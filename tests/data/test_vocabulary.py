@@ -143,7 +143,7 @@ def test_a_nested_configuration_is_checked_against_its_language_models_vocabular
     import shutil
 
     from ondevice.core.errors import ModelError
-    from ondevice.models.open import read_tokenizer
+    from ondevice.models.load import read_tokenizer
 
     folder = tmp_path / "nested"
     shutil.copytree(model, folder)

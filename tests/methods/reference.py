@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ondevice.core.registry import method_config, open_session
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 
 LENGTH = 12
 LORA = {"rank": 3, "alpha": 6.0, "target_modules": ("q_proj", "v_proj", "down_proj")}

@@ -9,7 +9,7 @@ import torch
 from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Replaying
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch, open_tiny
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8

@@ -17,7 +17,7 @@ from ondevice.core.registry import method_config, methods, name_methods, spec_of
 from ondevice.core.session import IGNORE
 from ondevice.data.batching import Batches, pack_examples, pad_examples
 from ondevice.data.examples import Dataset, Example, Item
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 
 LENGTHS = (5, 17, 2, 9, 12, 3, 7)
 ROOM = 24

@@ -15,8 +15,8 @@ pytest.importorskip("bitsandbytes")
 from safetensors.torch import load_file, save_file
 
 from ondevice.core.errors import ArtifactError
+from ondevice.models.load import tiny_model
 from ondevice.models.packed import load_packed, save_packed
-from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model
 
 IDS = torch.arange(24).view(2, 12)

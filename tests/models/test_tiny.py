@@ -21,7 +21,7 @@ print(read_dims("tiny:qwen2_moe").layers)
 @pytest.mark.parametrize("family", list(family_classes()))
 def test_dimensions_are_those_of_the_model(family: str) -> None:
     pytest.importorskip("transformers")
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
 
     assert tiny_dims(family) == (tiny_model(family).dims, family_classes()[family])
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 pytest.importorskip("bitsandbytes")
 
 from ondevice.core.errors import ConfigError, ModelError
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.nn.packed import KINDS, Int8Matrix, Nf4Matrix, PackedLinear, pack_model, unpack_model
 
 LEVELS = (

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ondevice.core.errors import ModelError
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.torch import PrgeSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.nn.quantized import GROUP, Q4Linear, Q8Embedding, quantize_q4_model
 from ondevice.runtime_ops import torch_ops
 from ondevice.runtime_ops.quantized import dequantize_q4, dequantize_q8_rows

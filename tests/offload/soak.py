@@ -39,7 +39,7 @@ from ondevice.methods.slideformer import disk, disk_states, store, updater
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.torch import SlideformerSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.offload import drive, worker
 from ondevice.offload import engine as offload_engine
 from ondevice.offload.ranks import SINGLE, Ranks

@@ -14,7 +14,7 @@ from ondevice.methods.lsp import engine as lsp_engine  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.methods.lsp.fit import fit  # noqa: E402
 from ondevice.methods.lsp.matrix import Plane  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.graphs import SHAPES, WARM, Graphs  # noqa: E402
 from tests.methods.lsp.dense import low_rank, pair  # noqa: E402
 from tests.methods.lsp.test_engine import FAMILIES, RATE, furthest, settings  # noqa: E402

@@ -97,7 +97,7 @@ def test_an_nf4_plan_of_7b_fits_a_board_and_a_step_within_4_5_gb() -> None:
 def test_packed_weights_are_planned_as_they_are() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("bitsandbytes")
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
     from ondevice.nn.packed import pack_model
 
     for quantize in ("nf4", "int8"):

@@ -15,7 +15,7 @@ from ondevice.methods.mesp.memory import (
     weights,
 )
 from ondevice.models import open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.planning.devices import find_device
 from ondevice.planning.estimate import plan
 

@@ -12,7 +12,7 @@ import torch
 from ondevice.core.errors import DataError
 from ondevice.data.tasks.benchmarks import LETTERS, Question, choice_row
 from ondevice.methods.model_loss import ModelSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.training.benchmark import (
     ANSWERS,
     FIGURES,

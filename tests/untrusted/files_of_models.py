@@ -34,7 +34,7 @@ def build_sharded(folder: Path) -> None:
 def read_config(folder: Path) -> None:
     """Read the sizes, and look at the shapes that they give, as a plan does."""
     from ondevice.api.evaluate import network_method
-    from ondevice.models.open import dims_and_family
+    from ondevice.models.load import dims_and_family
     from ondevice.models.sources.resolve import check_folder, check_weights
 
     network_method(folder / "model")
@@ -77,7 +77,7 @@ def read_weights(folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> None:
-    from ondevice.models.open import read_tokenizer as read
+    from ondevice.models.load import read_tokenizer as read
 
     read(folder / "model")("a text")
 
@@ -103,7 +103,7 @@ def read_record(folder: Path) -> None:
 
 
 def build_gguf(folder: Path) -> None:
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
     from tests.models.conftest import _write_gguf
 
     model = tiny_model(

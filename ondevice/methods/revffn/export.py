@@ -15,8 +15,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.traits import check_traits
 from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
-from ondevice.models.open import save_tokenizer
-from ondevice.models.save import FILE_NAME
+from ondevice.models.save import FILE_NAME, save_tokenizer
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible

@@ -23,8 +23,7 @@ from ondevice.methods.revffn.passes import Passes
 from ondevice.methods.revffn.reversible import Gradients, Reversible
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
 from ondevice.models.families.base import quiet_transformers
-from ondevice.models.loaded import wrap
-from ondevice.models.open import load_tokenizer
+from ondevice.models.load import load_tokenizer, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
 from ondevice.models.sources.resolve import SourceInfo

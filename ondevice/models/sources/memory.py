@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.models.loaded import LoadedModel, wrap
+from ondevice.models.load import LoadedModel, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.sources.resolve import SourceInfo
 

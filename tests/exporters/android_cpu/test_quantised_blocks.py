@@ -22,7 +22,7 @@ from ondevice.core.registry import method_config, target
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS, BlockFunctions
 from ondevice.methods.mesp.program import EXECUTORCH
 from ondevice.models import load_model
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch
 from tests.programs import config, model, program, report
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch, in_double, open_tiny, plain_loss
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config, open_session
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import exact
 from tests.methods.reference import LORA, batch, open_tiny
 

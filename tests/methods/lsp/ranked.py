@@ -15,7 +15,7 @@ from ondevice.core.session import Leading
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.torch import Follower, Leader, LspSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.offload.ranks import SINGLE, Ranks, join
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches

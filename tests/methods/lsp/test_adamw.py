@@ -18,7 +18,7 @@ from ondevice.methods.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.methods.lsp.linear import is_linear  # noqa: E402
 from ondevice.methods.lsp.matrix import Group, Plane  # noqa: E402
 from ondevice.methods.lsp.projector import Projector  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from tests.methods.lsp.dense import near, normal, sides  # noqa: E402
 
 KEEP = 1e9

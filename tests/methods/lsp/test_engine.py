@@ -18,7 +18,7 @@ from ondevice.methods.lsp import engine as lsp_engine  # noqa: E402
 from ondevice.methods.lsp import updates  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig, ProjectorConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
 from tests.offload.faults import LaggingDevice, LateDevice  # noqa: E402

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from ondevice.methods.lsp import updates  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.ranks import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402

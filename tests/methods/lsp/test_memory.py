@@ -13,7 +13,7 @@ from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.methods.lsp.memory import host_memory, memory  # noqa: E402
 from ondevice.methods.lsp.sizes import bus_bytes, exact, narrow  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.methods.slideformer.test_memory import live, only_new, storages  # noqa: E402
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.methods.lsp.torch import LspSession  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from tests.methods.lsp.ranked import RUNS, checkpoints, compute, data, go_on, opened  # noqa: E402
 from tests.methods.slideformer.test_ranks import DEVICE, environment, needs_gloo  # noqa: E402
 from tests.ports import free_port  # noqa: E402

@@ -14,7 +14,7 @@ from ondevice.core.registry import method_config  # noqa: E402
 from ondevice.methods.mesp.block_functions import BlockFunctions  # noqa: E402
 from ondevice.methods.mesp.blocks import HeadGradient, HeadSums  # noqa: E402
 from ondevice.methods.mesp.memory import HEAD_ROWS  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 7])

@@ -12,7 +12,7 @@ from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.methods.mezo import torch as mezo_torch
 from ondevice.methods.mezo.config import MezoConfig
 from ondevice.methods.mezo.torch import MezoSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.runtime_ops import generator
 from tests.methods.reference import batch, in_double, plain_loss
 

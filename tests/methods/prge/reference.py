@@ -15,7 +15,7 @@ import torch
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout
 from ondevice.models import LoadedModel
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.runtime_ops import generator
 from tests.methods.reference import in_double, plain_loss
 

@@ -46,7 +46,7 @@ def main() -> None:
     from ondevice.methods.prge.cuda import CudaPrgeProgram
     from ondevice.methods.prge.layout import AdapterLayout
     from ondevice.methods.prge.step import PrgeProgram, flat_adapter
-    from ondevice.models.tiny import tiny_model
+    from ondevice.models.load import tiny_model
     from ondevice.runtime_ops import torch_ops
     from tests.methods.reference import batch
 

@@ -14,7 +14,7 @@ from ondevice.core.registry import method_config
 from ondevice.data.batching import Batch
 from ondevice.methods.prge.graphed import GraphedPrgeSession
 from ondevice.methods.prge.torch import PrgeSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.nn.packed import Int8Matrix, pack_model
 from tests.methods.reference import batch
 

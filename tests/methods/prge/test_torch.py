@@ -12,7 +12,7 @@ from ondevice.core.errors import ArtifactError
 from ondevice.methods.prge import step as prge_step
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.torch import PrgeSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.prge.algorithm1 import CopiesState
 from tests.methods.prge.reference import Reference, noise
 from tests.methods.reference import batch

@@ -19,7 +19,7 @@ from benchmarks.common import peak_bytes
 from benchmarks.revffn.peers import Ordinary
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn.updates import Updates
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch
 
 pytestmark = pytest.mark.gpu

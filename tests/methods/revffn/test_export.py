@@ -19,7 +19,7 @@ from ondevice.core.errors import ModelError, TrainingError
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn import METHOD
 from ondevice.methods.revffn.torch import open_reversible
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch
 from tests.warm import Warm
 

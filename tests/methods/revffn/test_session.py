@@ -13,7 +13,7 @@ from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Replaying
 from ondevice.methods.revffn.torch import ROUTER, RevffnSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.reference import batch
 
 RATE = 1e-3

@@ -25,7 +25,7 @@ from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.offload.ranks import SINGLE, Ranks, join
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches, run

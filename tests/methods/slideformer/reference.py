@@ -19,7 +19,7 @@ import torch
 
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from ondevice.offload.kernels import ChunkedLoss
 
 Batch = tuple[np.ndarray, np.ndarray]

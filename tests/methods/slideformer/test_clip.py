@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.updater import Updater  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.gradients import Clipping  # noqa: E402
 from ondevice.offload.ranks import SINGLE  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from ondevice.methods.slideformer import disk, disk_states, store, updater  # noqa: E402
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.ranks import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402

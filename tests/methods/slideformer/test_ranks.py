@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import ondevice  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
-from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.ranks import SINGLE, check_rows, join, launched  # noqa: E402
 from ondevice.offload.units import Joined  # noqa: E402
 from ondevice.training.checkpoint import read_state  # noqa: E402

@@ -11,7 +11,7 @@ import torch
 
 from ondevice.methods.mesp.torch import attention
 from ondevice.models import open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 
 pytestmark = pytest.mark.gpu

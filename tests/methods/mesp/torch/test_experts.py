@@ -15,7 +15,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.mesp.memory import memory
 from ondevice.models import load_model, open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 from tests.methods.mesp.torch.live import LiveBytes
 from tests.methods.reference import in_double

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ondevice.methods.mesp.config import ALL_TARGETS
 from ondevice.methods.mesp.torch import attention
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, exact_and_rounding, learned, rows, session
 from tests.methods.reference import in_double
 from tests.methods.rounding import ALLOWED

@@ -10,7 +10,7 @@ import pytest
 
 from ondevice.methods.mesp.memory import memory, trained_numbers, weights
 from ondevice.models import open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import rows, session
 from tests.methods.mesp.torch.live import LiveBytes
 

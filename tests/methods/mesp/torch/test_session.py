@@ -25,7 +25,7 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Replaying
 from ondevice.methods.mesp.torch.loss import Loss
 from ondevice.models import open_model, save_tiny
-from ondevice.models.tiny import tiny_model
+from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, opened_with, rows, session
 from tests.methods.reference import in_double
 
