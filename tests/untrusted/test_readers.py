@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.artifact.files import DamagedError
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError, DataError, OndeviceError
+from ondevice.core.errors import ArtifactError, ConfigError, DataError, ModelError
 from ondevice.core.untrusted import (
     Refused,
     check_name,
@@ -55,8 +56,9 @@ from tests.untrusted.files_of_runs import build_artifact, build_checkpoints
     ],
 )
 def test_json_beyond_a_limit_is_refused(data: bytes, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(Refused) as caught:
         parse_json(data)
+    assert reason in str(caught.value)
 
 
 def test_json_within_the_limits_is_what_json_reads() -> None:
@@ -81,8 +83,9 @@ def test_json_within_the_limits_is_what_json_reads() -> None:
     ids=["in itself", "deep", "aliases", "merges", "date", "code", "many"],
 )  # fmt: skip
 def test_yaml_beyond_a_limit_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(Refused) as caught:
         parse_yaml(text)
+    assert reason in str(caught.value)
 
 
 def test_yaml_may_use_an_alias() -> None:
@@ -109,7 +112,7 @@ def test_a_link_that_leads_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder" / "within").symlink_to("deep/file")
     assert inside(tmp_path / "folder", "within") == tmp_path / "folder" / "within"
     for name in ("out", "up/secret"):
-        with pytest.raises(Refused, match="leads outside"):
+        with pytest.raises(Refused):
             inside(tmp_path / "folder", name)
     # A folder that is itself reached through a link is its owner's.
     (tmp_path / "alias").symlink_to("folder")
@@ -129,9 +132,9 @@ def test_the_hubs_cache_links_into_its_blobs(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Refused, match="plain file"):
+    with pytest.raises(Refused):
         read_plain(tmp_path / "pipe", 10)
-    with pytest.raises(ConfigError, match="not readable"):
+    with pytest.raises(ConfigError):
         read_object(tmp_path / "pipe", ConfigError)
 
 
@@ -146,8 +149,9 @@ def test_a_part_of_a_book_that_states_more_than_the_file_has_is_refused(tmp_path
     )  # the first entry of the directory; its sizes are at 20 and 24
     data[start + 20 : start + 28] = (3 << 30).to_bytes(4, "little") * 2
     path.write_bytes(data)
-    with pytest.raises(DataError, match="more bytes than the file has"):
+    with pytest.raises(DataError) as caught:
         read_rows(path)
+    assert "more bytes than the file has" in str(caught.value)
 
 
 def header(entries: dict[str, object], size: int = 16) -> bytes:
@@ -179,8 +183,9 @@ def entry(**changes: object) -> dict[str, object]:
 )
 def test_a_tensor_that_is_not_in_its_file_is_refused(data: bytes, reason: str) -> None:
     assert parse_header(header({"a": entry()})).tensors["a"].shape == (2, 2)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(Refused) as caught:
         parse_header(data)
+    assert reason in str(caught.value)
 
 
 def put(values: dict, path: list, value: object) -> None:
@@ -211,8 +216,9 @@ def test_an_artifact_reads_only_its_own_hashed_files(field: str, name: str, tmp_
     values = json.loads((folder / "manifest.json").read_text())
     put(values, FIELDS[field], name)
     (folder / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match=r"leads outside|no hash"):
+    with pytest.raises(ArtifactError) as caught:
         read_manifest(folder, check_files=False)
+    assert caught.value.received == name
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "link"])
@@ -227,8 +233,9 @@ def test_an_artifact_lists_only_its_own_files(name: str, tmp_path: Path) -> None
         "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of "x"
     )
     (folder / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match="leads outside"):
+    with pytest.raises(ArtifactError) as caught:
         read_manifest(folder)
+    assert caught.value.received == name
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "link"])
@@ -240,7 +247,7 @@ def test_parts_of_checkpoints_and_models_stay_in_their_folder(name: str, tmp_pat
     meta = json.loads((checkpoint / "meta.json").read_text())
     read_meta(checkpoint)
     (checkpoint / "meta.json").write_text(json.dumps({**meta, "parts": {name: "0"}}))
-    with pytest.raises(OndeviceError, match="damaged"):
+    with pytest.raises(DamagedError):
         read_meta(checkpoint)
 
     build_sharded(tmp_path)
@@ -250,7 +257,7 @@ def test_parts_of_checkpoints_and_models_stay_in_their_folder(name: str, tmp_pat
     index = json.loads((model / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.norm.weight"] = name
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(OndeviceError, match="cannot be read"):
+    with pytest.raises(ModelError):
         check_folder(model)
 
 

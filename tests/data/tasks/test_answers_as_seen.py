@@ -281,11 +281,9 @@ def test_ids_of_tool_calls_reach_the_template_and_a_missing_one_is_a_problem(
     assert whole(dataset, mistral) == [mistral.apply_chat_template(messages, tokenize=False)]
     assert "abc123def" in stretches(dataset, mistral)[0][0]
     nameless = CALLED | {"tool_calls": [{key: CALL[key] for key in ("type", "function")}]}
-    with pytest.raises(
-        DataError,
-        match="refuses the turns: Tool call IDs should be alphanumeric strings with length 9",
-    ):
+    with pytest.raises(DataError) as caught:
         read(write, mistral, {"messages": [ASKED, nameless, RESULT, ANSWERED]})
+    assert "Tool call IDs should be alphanumeric strings with length 9" in caught.value.message
 
 
 def test_every_key_and_column_that_the_template_names_reaches_it(

@@ -151,6 +151,8 @@ def test_every_key_is_read_or_named(shape: str, write: Write, qwen: Any) -> None
         )
         assert changed or named & set(path), path
     assert all(any(name in path for path in paths(row)) for name in named)
-    with pytest.raises(DataError, match="nothing reads") if named else nullcontext():
+    with pytest.raises(DataError) if named else nullcontext() as caught:
         encode(read_rows(write([row, row | {"label": "negative"}] if shape == "IMDb" else [row])), qwen,
                max_length_tokens=9_999, strict_columns=True)  # fmt: skip
+    if caught is not None:
+        assert all(name in caught.value.received for name in named)
