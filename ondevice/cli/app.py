@@ -24,7 +24,7 @@ from ondevice.core.errors import (
     StorageError,
 )
 from ondevice.core.near import nearest
-from ondevice.core.registry import name_methods
+from ondevice.core.registry import methods, name_methods
 from ondevice.core.version import own_version
 
 try:  # newer versions of typer carry click inside
@@ -222,7 +222,6 @@ def _usage(error: Any) -> ConfigError:
 def _keys_named(name: str) -> list[str]:
     """List the run file's keys whose last part is `name`; a key of any method counts."""
     from ondevice.api.runfile import RunConfig  # loads pydantic, which the list of verbs must not
-    from ondevice.core.registry import methods
 
     keys = []
     for section, field in RunConfig.model_fields.items():

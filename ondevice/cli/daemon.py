@@ -10,6 +10,7 @@ import typer
 from ondevice.cli.common import mebibytes, out, print_json, table
 from ondevice.core.config import parse_bytes
 from ondevice.core.errors import ConfigError
+from ondevice.server.client import Client
 
 if TYPE_CHECKING:
     from ondevice.server.client import Client
@@ -28,8 +29,6 @@ Job = Annotated[str, typer.Argument(help="Id of the job.")]
 
 def open_client(url: str | None, ca: Path | None) -> Client:
     """Build the client of the daemon at `url`, which trusts `ca` and the system's certificates."""
-    from ondevice.server.client import Client
-
     return Client(url, ca=ca)
 
 

@@ -37,13 +37,11 @@ def data(
     file = one_of(first, named, "data")
     if file is None:
         raise ConfigError("no data is given", expected="--data FILE, or a file as the first word")
-    from ondevice.data import preview_rows, read_rows
-    from ondevice.data.examples import Report, refuse_unread
-    from ondevice.data.reading import open_reading
+    from ondevice.data import examples, preview_rows, read_rows, reading
 
     # The file first: its mistakes are reported before a tokenizer is loaded, which takes seconds.
     named_columns = flags.columns_of(columns)
-    reading = open_reading(file, task=task, columns=named_columns)
+    opened = reading.open_reading(file, task=task, columns=named_columns)
     from ondevice.models import load_tokenizer, read_dims
 
     try:
@@ -53,12 +51,12 @@ def data(
             raise
         read = read_rows(file, task=task, columns=named_columns, allow_empty=True)
         if strict_columns:
-            refuse_unread(str(file), Report(unread=unread_columns(read)))
+            examples.refuse_unread(str(file), examples.Report(unread=unread_columns(read)))
         _without_tokens(read, rows, json, str(error.hint))
         return
     vocabulary = None if model is None else read_dims(model, revision).vocab
     shown = preview_rows(
-        reading,
+        opened,
         tokenizer,
         max_length,
         rows=rows,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import private
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, out, print_json, show, show_table, table
@@ -15,6 +16,16 @@ from ondevice.cli.fleet_flower import begin, certificates, device, server
 from ondevice.cli.history import Picture, picture_file
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from ondevice.fleet.config import FleetRun
+from ondevice.fleet.engine import simulate_with_flower
+from ondevice.fleet.frozen import Space, matched
+from ondevice.fleet.log import replay as replay_log
+from ondevice.fleet.member import load_vector, vector_name
+from ondevice.fleet.open import open_for
+from ondevice.fleet.plot import curve_of
+from ondevice.fleet.plot import plot as draw
+from ondevice.fleet.simulate import simulate as simulate_fleet
+from ondevice.fleet.status import status as status_of
+from ondevice.fleet.store import read_file
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
@@ -70,12 +81,8 @@ def simulate(
     if engine not in ("own", "flower"):
         raise ConfigError("unknown engine", expected="own or flower", received=engine)
     if engine == "flower":
-        from ondevice.fleet.engine import simulate_with_flower
-
         result = simulate_with_flower(run, resume=resume, overwrite=overwrite)
     else:
-        from ondevice.fleet.simulate import simulate as simulate_fleet
-
         result = simulate_fleet(
             run,
             resume=resume,
@@ -123,9 +130,6 @@ def replay(
     """Rebuild a fleet's adapter from its log, without data or forward passes.
 
     Without --out it needs no model and prints only the adapter's hash."""
-    from ondevice.fleet.log import replay as replay_log
-    from ondevice.fleet.store import read_file
-
     content = read_file(log)
     state = replay_log(content, rounds=rounds)
     taken = content.events_until(rounds)
@@ -136,11 +140,6 @@ def replay(
         )
     if target_dir is not None:
         import tempfile
-
-        from ondevice.artifact.adapter import save_adapter
-        from ondevice.fleet.frozen import Space, matched
-        from ondevice.fleet.member import load_vector, vector_name
-        from ondevice.fleet.open import open_for
 
         session, _ = open_for(content.charter, model)
         name = vector_name(session, content.charter.session_size)
@@ -171,8 +170,6 @@ def status(
     json: common.Json = False,
 ) -> None:
     """Show a fleet's rounds with losses and bytes, and the hash of its adapter."""
-    from ondevice.fleet.status import status as status_of
-
     values = status_of(log, delta)
     if json:
         print_json(values)
@@ -194,9 +191,6 @@ def plot(
     json: common.Json = False,
 ) -> None:
     """Plot accuracy of simulated fleets by round and by bytes."""
-    from ondevice.fleet.plot import curve_of
-    from ondevice.fleet.plot import plot as draw
-
     picture = picture_file(target, "fleet.png")
     draw(fleets, picture)
     curves = {str(folder): curve_of(folder) for folder in fleets}

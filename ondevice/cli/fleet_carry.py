@@ -12,6 +12,13 @@ from ondevice.cli import common, flags
 from ondevice.cli.common import err, print_json, show_table, table
 from ondevice.cli.fleet_flower import Artifact, Copy, Folder
 from ondevice.core.errors import ConfigError, FleetError
+from ondevice.data.readers.files import check_source
+from ondevice.fleet import qr
+from ondevice.fleet.carry import Desk, Parcel, files_of, parcel_of
+from ondevice.fleet.device import Device, DeviceSettings
+from ondevice.fleet.qr import read
+from ondevice.fleet.store import Store
+from ondevice.training.checkpoint import RunLock
 
 carry = typer.Typer(
     no_args_is_help=True,
@@ -43,10 +50,6 @@ def carry_out(
     """Write a device's next file: the rounds it has not seen, and a task.
 
     The first file also has the charter."""
-    from ondevice.fleet.carry import Desk
-    from ondevice.fleet.store import Store
-    from ondevice.training.checkpoint import RunLock
-
     _check_fleet(folder)
     with RunLock(folder), Store.open(folder) as store:
         files = Desk(store).out(device, last)
@@ -73,11 +76,6 @@ def carry_in(
     json: common.Json = False,
 ) -> None:
     """Read the devices' replies from files. A refused reply is reported; the others count."""
-    from ondevice.fleet.carry import Desk
-    from ondevice.fleet.qr import read
-    from ondevice.fleet.store import Store
-    from ondevice.training.checkpoint import RunLock
-
     refused: dict[str, str] = {}
     _check_fleet(folder)
     with RunLock(folder), Store.open(folder) as store:
@@ -123,11 +121,6 @@ def carry_answer(
     json: common.Json = False,
 ) -> None:
     """Act as the device: apply a round's files, do the task on its rows, write the reply."""
-    from ondevice.data.readers.files import check_source
-    from ondevice.fleet.carry import Parcel, files_of, parcel_of
-    from ondevice.fleet.device import Device, DeviceSettings
-    from ondevice.fleet.qr import read
-
     if data is not None:
         check_source(data)
     end = Device(
@@ -170,8 +163,6 @@ def carry_answer(
 
 def _picture(name: Path, data: bytes) -> str:
     """Write a file's QR code next to it, show it in a terminal, and return its name."""
-    from ondevice.fleet import qr
-
     picture = name.with_name(name.name + ".png")
     qr.write(data, picture)
     if err.is_terminal:
@@ -181,6 +172,4 @@ def _picture(name: Path, data: bytes) -> str:
 
 def _check_fleet(folder: Path) -> None:
     """Refuse a folder without a fleet, before a lock is written to it."""
-    from ondevice.fleet.store import Store
-
     Store.open(folder).close()

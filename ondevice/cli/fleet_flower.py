@@ -9,7 +9,18 @@ import typer
 
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json, show_table, table
+from ondevice.data.readers.files import check_source
+from ondevice.fleet.averaging.arrays import arrays_of
+from ondevice.fleet.averaging.store import AdapterStore
+from ondevice.fleet.certificates import make
 from ondevice.fleet.config import FleetRun
+from ondevice.fleet.device import DeviceSettings
+from ondevice.fleet.flower import join, serve
+from ondevice.fleet.link import Link
+from ondevice.fleet.open import open_task
+from ondevice.fleet.status import status as status_of
+from ondevice.fleet.store import Store
+from ondevice.training.checkpoint import RunLock
 
 Host = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
 Port = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
@@ -54,14 +65,9 @@ def begin(
     """Begin a fleet: write the charter, which every device checks. Needs the model but no data."""
     run = FleetRun.load(config, overrides)
     run.check_device_keys(device_keys)
-    from ondevice.fleet.open import open_task
-    from ondevice.fleet.store import Store
 
     run, session, source = open_task(run)
     if run.averages:
-        from ondevice.fleet.averaging.arrays import arrays_of
-        from ondevice.fleet.averaging.store import AdapterStore
-
         charter, arrays = run.adapter_charter(source), arrays_of(session)
         AdapterStore.create(run.train.out, charter, arrays).close()
         elements = sum(value.size for value in arrays.values())
@@ -98,11 +104,6 @@ def server(
     """Run a fleet's rounds over Flower with the devices that connect.
 
     Started again, the server goes on after the last round."""
-    from ondevice.fleet.flower import serve
-    from ondevice.fleet.link import Link
-    from ondevice.fleet.status import status as status_of
-    from ondevice.training.checkpoint import RunLock
-
     status_of(folder)  # fails here if there is no fleet
     settings = {"rounds": rounds, "least_devices": devices, "sample": sample, "wait_s": wait}
     report = (lambda line: None) if json or quiet else _line
@@ -140,11 +141,6 @@ def device(
     epsilon: common.Epsilon = None,
 ) -> None:
     """Take part in a fleet over Flower until interrupted."""
-    from ondevice.data.readers.files import check_source
-    from ondevice.fleet.device import DeviceSettings
-    from ondevice.fleet.flower import join
-    from ondevice.fleet.link import Link
-
     check_source(data)
     settings = DeviceSettings(
         folder=str(target_dir),
@@ -174,8 +170,6 @@ def certificates(
     json: common.Json = False,
 ) -> None:
     """Make TLS certificates for a fleet's server and key pairs for its devices."""
-    from ondevice.fleet.certificates import make
-
     files = [str(file) for file in make(folder, tuple(host or ["localhost"]), devices)]
     if json:
         print_json({"files": files})

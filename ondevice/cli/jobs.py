@@ -14,6 +14,8 @@ from ondevice.cli.adapters import To, WeightsDtype
 from ondevice.cli.common import err, out, print_json, show
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
+from ondevice.training import events
+from ondevice.training.progress import ProgressSink
 
 app = typer.Typer(
     help="Create, watch and control the jobs of a daemon. The token is read from ONDEVICE_TOKEN.",
@@ -83,9 +85,6 @@ def watch(
 ) -> None:
     """Follow a job until it ends. With --json, print one event per line."""
     import json as json_module
-
-    from ondevice.training import events
-    from ondevice.training.progress import ProgressSink
 
     client = open_client(url, ca)
     last: dict[str, Any] = {}

@@ -12,6 +12,10 @@ from ondevice.cli.common import out, print_json, show
 from ondevice.core.capabilities import AnyDecoder
 from ondevice.core.config import size_text
 from ondevice.core.registry import methods
+from ondevice.models import family_classes
+from ondevice.models.registry import decoder_types
+from ondevice.models.sources.cache import cache_root
+from ondevice.models.sources.stored import find_stored, remove_model, stored_models
 
 
 def models(
@@ -27,17 +31,12 @@ def models(
     json: common.Json = False,
 ) -> None:
     """List the supported types of models and the models in the caches, or delete one."""
-    from ondevice.models.sources.stored import find_stored, remove_model, stored_models
-
     if remove is not None:
         model = find_stored(remove) if dry_run else remove_model(remove)
         values: dict[str, Any] = {"removed": model.to_dict(), "dry_run": dry_run}
         verb = "would delete" if dry_run else "deleted"
         show(values, f"{verb} {model.source}, {size_text(model.bytes)}", json)
         return
-    from ondevice.models import family_classes
-    from ondevice.models.registry import decoder_types
-    from ondevice.models.sources.cache import cache_root
 
     own = family_classes()
     others = [name for name in decoder_types() if name not in own]

@@ -14,6 +14,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ondevice.api.phone import pull as bring
+from ondevice.api.phone import push as send
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 
@@ -30,8 +32,6 @@ def push(
     json: common.Json = False,
 ) -> None:
     """Copy an artifact to the app on a phone that is connected by USB."""
-    from ondevice.api.phone import push as send
-
     columns = (
         "pushing",
         BarColumn(),
@@ -60,8 +60,6 @@ def push(
 
 def pull(target_dir: common.Out = None, serial: Serial = None, json: common.Json = False) -> None:
     """Copy the app's adapters from the phone into DIR/MODEL/ADAPTER."""
-    from ondevice.api.phone import pull as bring
-
     adapters = bring(target_dir or Path("adapters-from-phone"), serial=serial)
     if json:
         print_json({"adapters": [str(path) for path in adapters]})

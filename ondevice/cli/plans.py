@@ -41,12 +41,7 @@ def plan(
     overrides: dict[str, Any],
 ) -> None:
     """Show the memory a run needs, part by part, and whether it fits. Nothing is loaded."""
-    from ondevice.planning.advice import describe, measure, predict_step, recommend
-    from ondevice.planning.devices import place
-    from ondevice.planning.estimate import PLAN_LENGTH_TOKENS
-    from ondevice.planning.estimate import plan as make_plan
-    from ondevice.planning.precision import with_precision
-    from ondevice.planning.render import render
+    from ondevice.planning import advice, devices, estimate, precision, render
 
     if "train.batch_size" in overrides:
         overrides["export.batch_size"] = overrides["train.batch_size"]
@@ -59,27 +54,20 @@ def plan(
     if not exported or spec.kind == "torch":
         run_config = run_config.for_training()
     method_spec = spec_of(run_config.method)
-    if (
-        device == "this"
-        and not exported
-        and method_spec.capability(OwnPrecision)
-        and find_spec("torch") is not None
-    ):
-        run_config, _ = with_precision(run_config, place(run_config))
-    if (
-        run_config.data.path is not None
-        and run_config.data.max_length_tokens is None
-        and not exported
-    ):
+    precise = method_spec.capability(OwnPrecision) and find_spec("torch") is not None
+    if device == "this" and not exported and precise:
+        run_config, _ = precision.with_precision(run_config, devices.place(run_config))
+    rows = run_config.data
+    if rows.path is not None and rows.max_length_tokens is None and not exported:
         from ondevice.training.length import with_length
 
         run_config.check_data()
         run_config, notes = with_length(run_config)
         for note in notes:
             err.print(note, markup=False)
-    length_tokens = run_config.data.max_length_tokens or PLAN_LENGTH_TOKENS
+    length_tokens = run_config.data.max_length_tokens or estimate.PLAN_LENGTH_TOKENS
     estimate_with = partial(
-        make_plan,
+        estimate.plan,
         run_config.model.source,
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
@@ -94,21 +82,26 @@ def plan(
         device=device,
         device_file=device_file,
     )
-    estimate = estimate_with()
-    rates = measure(estimate) if calibrate else None
+    planned = estimate_with()
+    rates = None
+    added: dict[str, Any] = {}
+    if calibrate:
+        rates = advice.measure(planned)
     if rates is not None:
-        estimate = estimate_with(rates=rates)
-    advice = {} if rates is None else {"offload": predict_step(estimate, rates)}
-    if recommendation := recommend(estimate, rates):
-        advice["recommendation"] = recommendation
+        planned = estimate_with(rates=rates)
+        added["offload"] = advice.predict_step(planned, rates)
+    if recommendation := advice.recommend(planned, rates):
+        added["recommendation"] = recommendation
     if json:
-        print_json(estimate.to_dict() | advice)
+        print_json(planned.to_dict() | added)
     else:
-        out.print(render(estimate))
-        lines = describe(advice["offload"]) if "offload" in advice else []
-        for line in [*lines, *advice.get("recommendation", {}).get("sentences", ())]:
+        out.print(render.render(planned))
+        if "offload" in added:
+            for line in advice.describe(added["offload"]):
+                out.print(line)
+        for line in added.get("recommendation", {}).get("sentences", ()):
             out.print(line)
-    if not estimate.fits and not force:  # for scripts: an exit code, but no error message
+    if not planned.fits and not force:  # for scripts: an exit code, but no error message
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
@@ -119,16 +112,15 @@ def doctor(
     json: common.Json = False,
 ) -> None:
     """Run a kernel in every installed backend; name missing packages and how to install them."""
-    from ondevice.planning.doctor import doctor as examine
-    from ondevice.planning.doctor import exit_code
-    from ondevice.planning.render import render_checks
+    from ondevice.planning import doctor as examination
+    from ondevice.planning import render
 
     with err.status("running a kernel in every backend") as status:
-        checks = examine(target, progress=lambda name: status.update(f"running {name}"))
-    code = exit_code(checks)
+        checks = examination.doctor(target, progress=lambda name: status.update(f"running {name}"))
+    code = examination.exit_code(checks)
     if json:
         print_json({"checks": [check.to_dict() for check in checks], "ok": code == 0})
     else:
-        out.print(render_checks(checks))
+        out.print(render.render_checks(checks))
     if code:
         raise typer.Exit(code)

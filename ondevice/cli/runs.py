@@ -9,8 +9,10 @@ import typer
 
 from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
-from ondevice.cli.common import err, mebibytes, one_of, out, print_json, show, table
+from ondevice.cli.common import err, mebibytes, one_of, print_json, show, table
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ondevice.planning.devices import place
+from ondevice.training.progress import ProgressSink, describe_data
 
 Artifact = Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")]
 
@@ -35,15 +37,16 @@ def train(
     # Mistakes are reported before the frameworks are imported, which takes seconds.
     run_config.check_data()
     check_model(run_config.model.source, run_config.model.revision)
-    from ondevice.api.train import train as train_run
-    from ondevice.planning.devices import place
-
     placement = place(run_config)
     if dry_run:
+        from ondevice.cli.dry_run import dry_run_model
+
         if placement.rank == 0:  # under torchrun every rank runs this verb, and one prints
-            _dry_run(run_config, placement, json)
+            dry_run_model(run_config, placement, json)
         return
-    with _progress(json or quiet) as sink:
+    from ondevice.api.train import train as train_run
+
+    with ProgressSink(silent=json or quiet) as sink:
         trained = train_run(
             run_config,
             resume=resume,
@@ -86,22 +89,13 @@ def run(
     run_config = resolve(artifact, config, overrides)
     run_config.check_data()
     if dry_run:
-        from ondevice.artifact.manifest import read_manifest
-        from ondevice.planning.artifacts import plan_artifact
+        from ondevice.cli.dry_run import dry_run_artifact
 
-        manifest = read_manifest(artifact)
-        _read_rows(run_config, manifest.task)
-        if run_config.data.strict_columns:
-            from ondevice.models.load import artifact_tokenizer
-
-            length = max(manifest.lengths_tokens)
-            _check_columns(run_config, artifact_tokenizer(artifact), length, manifest.task)
-        plan = plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes)
-        _print_plan(run_config, plan, (), json)
+        dry_run_artifact(artifact, run_config, json)
         return
     from ondevice.api.train import run_artifact
 
-    with _progress(json or quiet) as sink:
+    with ProgressSink(silent=json or quiet) as sink:
         trained = run_artifact(
             artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink]
         )
@@ -191,10 +185,7 @@ def evaluate(
     """Compute loss and accuracy, or a benchmark, of a model or artifact.
 
     Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter."""
-    from ondevice.data.readers.files import check_source
-    from ondevice.data.reading import named_task
-    from ondevice.data.tasks.benchmarks import BENCHMARKS, find_benchmark
-    from ondevice.models.load import check_model
+    from ondevice.cli import evaluation
 
     source = one_of(first, model, "model")
     if source is None:
@@ -203,16 +194,7 @@ def evaluate(
         )
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
-    benchmark = find_benchmark(task)
-    # Mistakes are reported before the frameworks are imported, which takes seconds.
-    if benchmark is None:
-        check_source(data)
-        if task is not None:
-            named_task(task, data)
-    if not Path(source).is_dir():  # a folder may be an artifact, or a network of a method
-        check_model(source, revision)
-    from ondevice.api.evaluate import evaluate as evaluate_rows
-
+    benchmark = evaluation.check(source, data, task, revision)
     chosen = {
         "adapter": adapter,
         "rows": rows,
@@ -230,7 +212,7 @@ def evaluate(
             )
         chosen |= {"shots": shots or 0, "max_new_tokens": max_new_tokens}
         chosen |= {"out": target_dir, "overwrite": overwrite}
-        _benchmark(source, benchmark, Path(data), json, quiet, **chosen)
+        evaluation.run_benchmark(source, benchmark, Path(data), json, quiet, **chosen)
         return
     for_benchmarks = {
         "--shots": shots,
@@ -241,124 +223,14 @@ def evaluate(
     if used := [flag for flag, value in for_benchmarks.items() if value]:
         raise ConfigError(
             f"{used[0]} is only for a benchmark",
-            expected=f"--task {' or '.join(BENCHMARKS)}",
+            expected=f"--task {' or '.join(evaluation.BENCHMARKS)}",
             received=task,
         )
-    result = evaluate_rows(
-        source,
-        Path(data),
-        task=task,
-        columns=flags.columns_of(columns),
-        strict_columns=strict_columns,
-        **chosen,
-    )
-    figures = result.figures()
-    if json:
-        interval = {"accuracy_interval": result.accuracy_interval}
-        print_json(figures | {"correct": result.correct} | interval)
-    else:
-        accuracy = _accuracy(figures, result.accuracy_interval)
-        table({"correct": result.correct} | figures | {"accuracy": accuracy})
-
-
-def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **options: Any) -> None:
-    from ondevice.api.benchmark import benchmark
-    from ondevice.training.progress import RowProgress
-
-    with RowProgress(silent=json or quiet) as progress:
-        result = benchmark(source, task, data, on_row=progress, **options)
-    figures = result.figures()
-    if json:
-        print_json(figures)
-    else:
-        groups = {}
-        for name, group in result.groups.items():
-            groups[name] = _accuracy(group, group.get("accuracy_interval")) or group["rows"]
-        table(groups)
-        hidden = ("groups", "accuracy_interval", "interrupted")
-        shown = {name: value for name, value in figures.items() if name not in hidden}
-        table(shown | {"accuracy": _accuracy(figures, result.accuracy_interval)})
-        if task == "mt_bench":
-            err.print("not judged: the answers are in FastChat's format, for a judge", markup=False)
-    if result.interrupted:
-        err.print(
-            f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False
-        )
-        raise typer.Exit(INTERRUPTED_EXIT_CODE)
-
-
-def _accuracy(figures: dict[str, Any], interval: tuple[float, float] | None) -> str | None:
-    """Format an accuracy with its interval and its rows; return None without one."""
-    if figures.get("accuracy") is None or interval is None:
-        return None
-    low, high = interval
-    return f"{figures['accuracy']:.4f} ({low:.4f} to {high:.4f}, 95%) of {figures['rows']}"
-
-
-def _progress(silent: bool) -> Any:
-    from ondevice.training.progress import ProgressSink
-
-    return ProgressSink(silent=silent)
-
-
-def _read_rows(config: Any, task: str | None = None) -> Any:
-    """Read the rows of a dry run, so that bad ones are reported; return those to train on."""
-    from ondevice.data import read_rows
-
-    rows, *_ = [
-        read_rows(path, task=config.data.task or task, columns=config.data.columns)
-        for path in filter(None, (config.data.path, config.data.eval_path))
-    ]
-    return rows
-
-
-def _check_columns(
-    config: Any, tokenizer: Any, length_tokens: int, task: str | None = None
-) -> None:
-    """Refuse the columns that the run would refuse, according to the tokenizer's template."""
-    from ondevice.data.reading import check_columns
-
-    data = config.data
-    for path in filter(None, (data.path, data.eval_path)):
-        check_columns(
-            path,
-            tokenizer,
-            task=data.task or task,
-            columns=data.columns,
-            max_length_tokens=length_tokens,
-            train_on_prompt=data.train_on_prompt,
-        )
-
-
-def _dry_run(config: Any, placement: Any, json: bool) -> None:
-    from ondevice.planning.estimate import plan_run
-    from ondevice.training.length import with_length
-
-    config, notes = with_length(config, _read_rows(config))
-    if config.data.strict_columns:
-        from ondevice.models import load_tokenizer
-
-        tokenizer = load_tokenizer(config.model.source, config.model.revision)
-        _check_columns(config, tokenizer, config.data.max_length_tokens)
-    if config.chosen:
-        notes = (config.chosen, *notes)
-    _print_plan(config, plan_run(config, placement), notes, json)
-
-
-def _print_plan(config: Any, estimate: Any, notes: tuple[str, ...], json: bool) -> None:
-    from ondevice.planning.render import render
-
-    if json:
-        print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
-    else:
-        for note in notes:
-            err.print(note, markup=False)
-        out.print(render(estimate))
+    chosen |= {"task": task, "strict_columns": strict_columns}
+    evaluation.evaluate_rows(source, Path(data), json, columns=flags.columns_of(columns), **chosen)
 
 
 def _finish(trained: Any, json: bool) -> None:
-    from ondevice.training.progress import describe_data
-
     values = trained.to_dict()
     if json:
         print_json(values)

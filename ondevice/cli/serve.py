@@ -11,6 +11,9 @@ from ondevice.cli import common, flags
 from ondevice.cli.common import err, out, print_json, show
 from ondevice.cli.daemon import bytes_of, window_of
 from ondevice.core.errors import ConfigError
+from ondevice.server import security
+from ondevice.server.store import Store as Opened
+from ondevice.server.store import default_store
 
 app = typer.Typer(
     help="Run the daemon: a queue of jobs, an HTTP API and a web page.",
@@ -46,7 +49,7 @@ def serve(
     """Run the daemon: a queue of jobs, an HTTP API and a web page. Ctrl-C saves and stops."""
     if context.invoked_subcommand is not None:
         return
-    from ondevice.server.serve import serve as run
+    from ondevice.server import serve as daemon
 
     def fleet_progress(folder: Path) -> dict[str, Any] | None:
         from ondevice.fleet.status import progress  # only once somebody asks about fleets
@@ -56,7 +59,7 @@ def serve(
     def ready(address: str) -> None:
         show({"address": address}, f"ready on {address}", json)
 
-    run(store, host, port, tls_cert, tls_key, ready, fleet_progress)
+    daemon.serve(store, host, port, tls_cert, tls_key, ready, fleet_progress)
 
 
 @app.command()
@@ -72,10 +75,6 @@ def token(
     json: common.Json = False,
 ) -> None:
     """Make a token and print it once. From then on every request to the daemon needs a token."""
-    from ondevice.server import security
-    from ondevice.server.serve import default_store
-    from ondevice.server.store import Store as Opened
-
     opened = Opened(store or default_store())
     if revoke is not None:
         security.revoke(opened, revoke)
@@ -136,7 +135,6 @@ def fleet(
     A running daemon notices within a second."""
     from ondevice.data.readers.files import check_source
     from ondevice.server.fleets import Seat, write_seat
-    from ondevice.server.serve import default_store
 
     root = store or default_store()
     seat = None

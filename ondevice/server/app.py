@@ -33,7 +33,7 @@ from ondevice.core.errors import (
 from ondevice.core.version import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
-from ondevice.server.openai import error_body
+from ondevice.server.openai import error_body, error_fields
 from ondevice.server.routes import (
     adapters,
     completions,
@@ -150,22 +150,11 @@ def openapi() -> str:
     return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def error_answer(error: OndeviceError) -> dict[str, Any]:
-    """Convert an error to the fields of `ErrorResponse`."""
-    values = error.to_dict()
-    public = (kind for kind in type(error).__mro__ if kind.__module__ == OndeviceError.__module__)
-    values["error"] = next(public).__name__
-    values["hint"] = values.pop("try")
-    del values["exit_code"]
-    problems = getattr(error, "problems", None)
-    return values | ({"problems": problems[:100]} if problems else {})
-
-
 async def _ours(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return _error(request, status, error_answer(error))
+    return _error(request, status, error_fields(error))
 
 
 def _error(request: Request, status: int, values: dict[str, Any]) -> Response:

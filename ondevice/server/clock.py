@@ -8,13 +8,12 @@ continues across restarts of the daemon and reboots; time while the machine is o
 
 from __future__ import annotations
 
+import sqlite3
 import time
 import uuid
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ondevice.server.store import Store
+from typing import Any, Protocol
 
 KEEP_S = 300.0
 """Seconds between two saves of the time, and the most that a power cut loses."""
@@ -34,6 +33,20 @@ def boot_id() -> str:
         return _UNKNOWN_BOOT
 
 
+class Tables(Protocol):
+    """What the clock uses of a `Store`."""
+
+    root: Path
+
+    def row(self, query: str, *values: Any) -> sqlite3.Row | None: ...
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]: ...
+
+    def transaction(
+        self, *, durable: bool = True
+    ) -> AbstractContextManager[sqlite3.Connection]: ...
+
+
 class StoreClock:
     """Seconds of a store's time, and the ages of the things in it.
 
@@ -41,9 +54,11 @@ class StoreClock:
     matter.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store, self._kept_s = store, 0.0
-        row, now = store.row("SELECT * FROM clock"), uptime_s()
+    def __init__(self, store: Tables) -> None:
+        self.store = store
+        self._kept_s = 0.0
+        row = store.row("SELECT * FROM clock")
+        now = uptime_s()
         counted = 0.0 if row is None else float(row["seconds"])
         if row is not None and row["boot"] == boot_id() and now >= row["uptime_s"]:
             counted += now - row["uptime_s"]

@@ -41,7 +41,7 @@ def complete(
         max_new_tokens: None for as many as the model takes.
         stop: texts that end the generated text, and are not part of it.
         top: how many likeliest tokens to report with each; None for no probabilities at all.
-        model, adapter, artifact, job: as for `server.generate.answer`.
+        model, adapter, artifact, job: as for `server.generate.generate_both`.
 
     Returns:
         `finish` ("stop", "length", or "cancelled"), `completion_tokens`.

@@ -67,7 +67,7 @@ class Conversions:
 
     Args:
         running_job: called before each conversion for the job next to which it must fit; see
-            `server.generate.answer`.
+            `server.generate.generate_both`.
     """
 
     def __init__(self, store: Store, running_job: Callable[[], dict[str, Any] | None]) -> None:

@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import OndeviceError, StorageError
+from ondevice.exits import convert as write
+from ondevice.exits.base import form_of
+from ondevice.exits.check import PROMPTS
+from ondevice.models import read_dims
+from ondevice.planning.estimate import weight_bytes
+from ondevice.server.generate import check_room_here, needs
 
 SPARE_BYTES = 256 << 20
 """Bytes that a conversion leaves free on the disk, for jobs and the database."""
@@ -29,17 +35,15 @@ def convert(
         to, dtype, model: as `ondevice.exits.convert` takes them; a model is a source string.
         out: the file or folder to write. Its parent becomes the working folder, so that texts name
             no other path.
-        job: as `server.generate.answer` takes it.
+        job: as `server.generate.generate_both` takes it.
 
     Raises:
         BusyError: it does not fit next to the running job.
         StorageError: not enough space on the disk.
         OndeviceError: what `ondevice.exits.convert` raises.
     """
-    from ondevice.exits import convert as write
-    from ondevice.exits.base import form_of
-
-    place, form = Path(out), form_of(to)
+    place = Path(out)
+    form = form_of(to)
     if model is not None:
         _check_room(model, dtype or next(iter(form.dtypes), ""), form.merged, place.parent, job)
     told: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
@@ -52,7 +56,8 @@ def convert(
             ended.append(error)
         told.put(None)
 
-    handler, logger = _Stages(told), logging.getLogger("ondevice")
+    handler = _Stages(told)
+    logger = logging.getLogger("ondevice")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     before = os.getcwd()
@@ -99,16 +104,13 @@ def _check_room(
     model: str, dtype: str, merged: bool, place: Path, job: dict[str, Any] | None
 ) -> None:
     """Refuse a conversion that does not fit into memory next to the job, or onto the disk."""
-    from ondevice.exits.check import PROMPTS
-    from ondevice.models import read_dims
-    from ondevice.planning.estimate import weight_bytes
-    from ondevice.server.generate import _check, needs
-
     dims = read_dims(model)
     weights = sum(weight_bytes(dims, "float32"))
     if job is not None:
         parts = needs(dims, weights, "float32", max(map(len, PROMPTS)), "cpu")
-        _check(parts | ({"weights, read back": weights} if merged else {}), "cpu", job)
+        if merged:
+            parts["weights, read back"] = weights
+        check_room_here(parts, "cpu", job)
     need = int(weights / 4 * _BYTES.get(dtype, 2.0)) if merged else 0
     free = shutil.disk_usage(place).free
     if need + SPARE_BYTES > free:

@@ -6,20 +6,28 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import BusyError, ConfigError
-
-if TYPE_CHECKING:
-    from ondevice.core.dims import ModelDims
-    from ondevice.core.manifest import Manifest
-    from ondevice.models import LoadedModel
+from ondevice.core.registry import target, targets
+from ondevice.generation.generator import generate
+from ondevice.models import LoadedModel, SourceInfo, load_model, read_dims
+from ondevice.models.load import artifact_tokenizer
+from ondevice.models.packed import load_packed
+from ondevice.models.save import FILE_NAME
+from ondevice.models.sources.resolve import TINY_PREFIX, config_of
+from ondevice.nn.adapters import adapted
+from ondevice.planning.devices import find_device, resolve_device
+from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES, weight_bytes
 
 MIB = 1 << 20
 _loaded: dict[str, Any] = {}
 
 
-def answer(
+def generate_both(
     model: str | None,
     adapter: str | None,
     prompt: str | list[dict[str, str]],
@@ -29,7 +37,7 @@ def answer(
     artifact: str | None = None,
     job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Answer a prompt with the base model, and with the adapter beside it where one is named.
+    """Continue a prompt with the base model, and also with the adapter if one is named.
 
     Args:
         model: a source string; None with an artifact.
@@ -43,17 +51,13 @@ def answer(
         BusyError: the model does not fit next to the running job.
         ConfigError: the artifact has no weights for PyTorch.
     """
-    from ondevice.artifact.adapter import load_adapter
-    from ondevice.generation.generator import generate
-    from ondevice.nn.adapters import adapted
-
     loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
+    texts: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
         with adapted(loaded, load_adapter(Path(adapter))):
-            answers["adapted"] = generate(loaded, prompt, **options)
-    return answers
+            texts["adapted"] = generate(loaded, prompt, **options)
+    return texts
 
 
 def hold(
@@ -62,8 +66,8 @@ def hold(
     """Return the model that is asked, loaded; it stays, and takes the place of the one before.
 
     Args:
-        tokens: of a prompt and its answer, at most.
-        model, artifact, job: as for `answer`.
+        tokens: of a prompt and the generated text, at most.
+        model, artifact, job: as for `generate_both`.
     """
     wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted:
@@ -75,8 +79,7 @@ def hold(
 def needs(
     dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str
 ) -> dict[str, int]:
-    """Estimate the bytes by part of answering a prompt of at most `tokens`, the answer included."""
-    from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES
+    """Estimate the bytes by part of continuing a prompt; `tokens` counts both, at most."""
 
     item = DTYPE_BYTES[dtype]
     tokens = min(tokens, dims.max_positions or tokens)
@@ -90,32 +93,30 @@ def needs(
 
 
 def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) -> None:
-    """Refuse a model that does not fit beside the running job and what that will still take.
+    """Refuse a model that does not fit next to the running job and what that will still take.
 
     Raises:
         BusyError: with the plan's numbers.
     """
-    need, left = sum(parts.values()), max(0, usable_bytes - job["wants_bytes"])
+    need = sum(parts.values())
+    left = max(0, usable_bytes - job["wants_bytes"])
     if need <= left:
         return
     listed = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
     raise BusyError(
         f"the model does not fit next to job {job['id']}, which runs: {listed}",
-        expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be used now, the job will "
-        f"still take {job['wants_bytes'] / MIB:,.0f} MiB",
+        expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be "
+        f"used now, the job will still take {job['wants_bytes'] / MIB:,.0f} MiB",
         received=f"{need / MIB:,.0f} MiB",
-        hint="pause the job or wait for its end; an artifact with packed weights (NF4) needs less than its model",
+        hint="pause the job or wait for its end; an artifact with packed weights (NF4) needs less "
+        "than its model",
     )
 
 
 def _open(
     model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None
 ) -> LoadedModel:
-    """Plan, where a job runs, and load."""
-    from ondevice.models import load_model, read_dims
-    from ondevice.planning.devices import resolve_device
-    from ondevice.planning.estimate import weight_bytes
-
+    """Plan if a job runs, and load."""
     device = resolve_device("auto")
     if artifact is not None:
         return _open_artifact(Path(artifact), tokens, job, device)
@@ -123,40 +124,32 @@ def _open(
     dims, dtype = read_dims(source), _dtype(source)
     if job is not None:
         weights = sum(weight_bytes(dims, dtype))
-        _check(needs(dims, weights, dtype, tokens, device), device, job)
+        check_room_here(needs(dims, weights, dtype, tokens, device), device, job)
     return load_model(source, dtype=dtype, device=device)
 
 
 def _open_artifact(
     folder: Path, tokens: int, job: dict[str, Any] | None, device: str
 ) -> LoadedModel:
-    from ondevice.artifact.manifest import read_manifest
-    from ondevice.core.dims import ModelDims
-    from ondevice.core.registry import target, targets
-    from ondevice.models import SourceInfo
-    from ondevice.models.load import artifact_tokenizer
-    from ondevice.models.packed import load_packed
-    from ondevice.models.save import FILE_NAME
 
-    manifest: Manifest = read_manifest(folder)
+    manifest = read_manifest(folder)
     if target(manifest.target).runtime != "torch":
+        torch_targets = [spec.name for spec in targets() if spec.runtime == "torch"]
         raise ConfigError(
             "this artifact's program scores texts and generates none",
-            expected=f"an artifact for {' or '.join(spec.name for spec in targets() if spec.runtime == 'torch')}",
+            expected=f"an artifact for {' or '.join(torch_targets)}",
             received=f"one for {manifest.target}",
             hint=f"ask the model that it was made from: {manifest.model.source}",
         )
     packed = folder / "model"
     if job is not None:
         dtype = json.loads((packed / "config.json").read_text(encoding="utf-8"))["dtype"]
-        weights, dims = (
-            (packed / FILE_NAME).stat().st_size,
-            ModelDims.from_manifest(manifest.model.dims),
-        )
+        weights = (packed / FILE_NAME).stat().st_size
+        dims = ModelDims.from_manifest(manifest.model.dims)
         parts = needs(dims, weights, dtype, tokens, device)
         if manifest.quantize != "none":
             parts["dense matrix"] = 2 * max(a * b for a, b in dims.linear_shapes.values())
-        _check(parts, device, job)
+        check_room_here(parts, device, job)
     base = manifest.model
     info = SourceInfo(base.source, packed, base.revision, known_sha256=base.sha256)
     return load_packed(packed, device, artifact_tokenizer(folder), info)
@@ -164,23 +157,18 @@ def _open_artifact(
 
 def _dtype(source: str) -> str:
     """Return bfloat16 for weights in bfloat16: float32 would need twice the memory."""
-    from ondevice.models.sources.resolve import TINY_PREFIX, config_of
-
     config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
-    return (
-        "bfloat16"
-        if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
-        else "float32"
-    )
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if stored == "bfloat16" else "float32"
 
 
-def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
+def check_room_here(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
     """Run `check_room` here; a job on a GPU with separate memory needs none of the CPU's."""
-    from ondevice.planning.devices import find_device
-
     here = find_device(f"this-{device}")
     apart = job["device"] != device and here.kind != "board"
-    check_room(parts, here.usable_bytes, job | ({"wants_bytes": 0} if apart else {}))
+    if apart:
+        job = {**job, "wants_bytes": 0}
+    check_room(parts, here.usable_bytes, job)
 
 
 def _stamp(source: str) -> tuple[int, int] | None:

@@ -7,17 +7,21 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field, field_validator
 
+from ondevice.api.export import run_config
+from ondevice.api.runfile import RunConfig
+from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import ConfigError
+from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.registry import DEFAULT_METHOD, method
 from ondevice.core.untrusted import read_json
+from ondevice.models import family_classes, find_cached
+from ondevice.models.sources.hub import HUB_ID
+from ondevice.models.sources.package import KNOWN
 from ondevice.server.store import ID, MissingError, Store
-
-if TYPE_CHECKING:
-    from ondevice.api.runfile import RunConfig
 
 ARTIFACT = "artifact:"
 """Prefix of an artifact's id in place of a model's."""
@@ -40,7 +44,6 @@ class Window(StrictConfig):
 
     start: Clock
     """Time at which a job may start or go on."""
-
     end: Clock
     """Time at which it is stopped, with its state saved."""
 
@@ -50,10 +53,8 @@ class Limits(StrictConfig):
 
     memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
     """Memory of all processes of the job, without pages of files. A job that exceeds it fails."""
-
     time_s: float | None = Field(default=None, gt=0, lt=1e9)
     """Total seconds of running. A job that exceeds it saves its state and fails."""
-
     retries: int = Field(default=3, ge=0, le=1_000_000)
     """Crashes in a row, without a new checkpoint between them, after which a job fails."""
 
@@ -63,31 +64,22 @@ class JobSpec(StrictConfig):
 
     name: str = Field(default="", max_length=200)
     """For people."""
-
     model: str | None = Field(default=None, max_length=200)
     """A model of GET /v1/models, or a hub id. A job has a model or an artifact."""
-
     artifact: str | None = Field(default=None, max_length=200)
     """An artifact of GET /v1/artifacts."""
-
     dataset: str = Field(max_length=64)
     """A data set of GET /v1/datasets."""
-
     eval_dataset: str | None = Field(default=None, max_length=64)
     """Held-out rows, only evaluated."""
-
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters to start from."""
-
     config: dict[str, Any] = Field(default_factory=dict)
     """Sections `method`, `train`, `data` and `model` of a run file, without the store's keys."""
-
     window: Window | None = None
     """Daily window in which it may run; None for always."""
-
     limits: Limits = Field(default_factory=Limits)
     """Memory, time and retries."""
-
     force: bool = False
     """Run even if the plan says it does not fit."""
 
@@ -103,7 +95,6 @@ class JobRequest(JobSpec):
 
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher runs first."""
-
     dry_run: bool = False
     """Check everything and return the plan; create nothing."""
 
@@ -115,9 +106,6 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         ConfigError: a wrong setting, or one that the store sets.
         MissingError: the data set, model, artifact or adapter does not exist.
     """
-    from ondevice.api.export import run_config
-    from ondevice.api.runfile import RunConfig
-
     if (spec.model is None) == (spec.artifact is None):
         raise ConfigError(
             "a job has a model or an artifact", expected="one of them", received="both or none"
@@ -156,25 +144,19 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
 
 def with_method(spec: JobSpec, choose: Callable[[], str]) -> JobSpec:
     """Return a job with its method named; `choose` finds it in a helper process."""
-    method = spec.config.get("method", {})
-    if (
-        spec.model is None
-        or spec.artifact is not None
-        or not isinstance(method, dict)
-        or "name" in method
-    ):
+    values = spec.config.get("method", {})
+    has_model = spec.model is not None and spec.artifact is None
+    if not has_model or not isinstance(values, dict) or "name" in values:
         return spec
     return spec.model_copy(
-        update={"config": {**spec.config, "method": {"name": choose(), **method}}}
+        update={"config": {**spec.config, "method": {"name": choose(), **values}}}
     )
 
 
 def method_name(config: dict[str, Any]) -> str:
     """Return the method's name in a job's `config`, or the default of older versions."""
-    from ondevice.core.registry import DEFAULT_METHOD
-
-    method = config.get("method", {})
-    return str(method.get("name", DEFAULT_METHOD) if isinstance(method, dict) else method)
+    values = config.get("method", {})
+    return str(values.get("name", DEFAULT_METHOD) if isinstance(values, dict) else values)
 
 
 def dataset_file(store: Store, name: str) -> Path:
@@ -216,11 +198,9 @@ def _check_sections(config: dict[str, Any]) -> None:
     """Refuse keys that the store sets, also hidden in a key with dots."""
     for section, values in config.items():
         if section not in _SECTIONS:
-            reason = (
-                "a job cannot export"
-                if section == "export"
-                else f"'{section}' is not a section of a job"
-            )
+            reason = f"'{section}' is not a section of a job"
+            if section == "export":
+                reason = "a job cannot export"
             raise ConfigError(reason, expected=", ".join(_SECTIONS), received=section)
         for key in values if isinstance(values, dict) else ():
             if key in _OURS.get(section, ()):
@@ -243,8 +223,6 @@ def _check_sections(config: dict[str, Any]) -> None:
 
 def _check_method(values: Any) -> None:
     """Refuse settings of a method that are paths, because they would be the server's."""
-    from ondevice.core.registry import method
-
     if not isinstance(values, dict):
         return
     fields = method(values["name"]).config.model_fields
@@ -261,9 +239,8 @@ def _check_values(config: dict[str, Any]) -> None:
         ValueError: invalid Unicode, a number that is not finite or exceeds 64 bits, or deep
             nesting.
     """
-    waiting: list[tuple[Any, int]] = [
-        (config, 0)
-    ]  # no recursion, which hostile input would overflow
+    # No recursion, which hostile input would overflow.
+    waiting: list[tuple[Any, int]] = [(config, 0)]
     while waiting:
         value, depth = waiting.pop()
         if depth > _DEEPEST:
@@ -298,9 +275,6 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 def list_models(store: Store) -> list[dict[str, Any]]:
     """List the models on this machine: id, kind, size, and the sizes in their configuration."""
-    from ondevice.models import family_classes, find_cached
-    from ondevice.models.sources.package import KNOWN
-
     models = []
     for folder in sorted((store.root / "models").iterdir()):
         if ID.fullmatch(folder.name) and (source := _source(folder)):
@@ -333,10 +307,6 @@ def locate_model(store: Store, name: str) -> str:
         MissingError: neither a folder of the store, a known package, a `tiny:` family, nor a hub
             id.
     """
-    from ondevice.models import family_classes
-    from ondevice.models.sources.hub import HUB_ID
-    from ondevice.models.sources.package import KNOWN
-
     if ID.fullmatch(name) and (source := _source(store.path("models", name))):
         return source
     kind, _, rest = name.partition(":")
@@ -354,9 +324,6 @@ def locate_model(store: Store, name: str) -> str:
 
 def list_artifacts(store: Store) -> list[dict[str, Any]]:
     """List the artifacts of the store: id, target, runtime, method, model. Jobs check hashes."""
-    from ondevice.artifact.manifest import read_manifest
-    from ondevice.core.errors import ArtifactError
-
     artifacts = []
     for folder in sorted((store.root / "artifacts").iterdir()):
         if not ID.fullmatch(folder.name) or not (folder / "manifest.json").is_file():

@@ -8,23 +8,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ondevice.planning.devices import available_bytes, cores, total_bytes
+from ondevice.server.events import Hub
+from ondevice.server.queue import Queue
 from ondevice.server.store import MissingError
+from ondevice.server.supervisor import Supervisor
 
-if TYPE_CHECKING:
-    from ondevice.server.daemon import Daemon
-
-HWMON, THERMAL = Path("/sys/class/hwmon"), Path("/sys/class/thermal")
+HWMON = Path("/sys/class/hwmon")
+THERMAL = Path("/sys/class/thermal")
 
 
 def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str, Any]:
     """Return memory, disk, load, temperatures (degrees Celsius) and power (watts), if known."""
     import psutil
 
-    from ondevice.planning.devices import available_bytes, cores, total_bytes
-
-    disk, swap = shutil.disk_usage(root), psutil.swap_memory()
+    disk = shutil.disk_usage(root)
+    swap = psutil.swap_memory()
     return {
         "time_s": time.time(),
         "cores": cores(),
@@ -112,8 +113,11 @@ def _gpus() -> list[dict[str, Any]]:
 class Metrics:
     """Counters since the daemon started, and figures that are read on request."""
 
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
+    def __init__(self, root: Path, queue: Queue, supervisor: Supervisor, hub: Hub) -> None:
+        self.root = root
+        self.queue = queue
+        self.supervisor = supervisor
+        self.hub = hub
         self.began_s = time.monotonic()
         self.requests: Counter[tuple[str, str, int]] = Counter()
 
@@ -125,35 +129,39 @@ class Metrics:
 
     def to_dict(self) -> dict[str, Any]:
         """GET /v1/metrics."""
-        daemon = self.daemon
-        running = daemon.supervisor.running
-        try:
-            job = daemon.queue.get(running.job) if running is not None else None
-        except MissingError:  # it ended and was deleted meanwhile
-            job = None
         return {
             "uptime_s": time.monotonic() - self.began_s,
-            "jobs": daemon.queue.counts(),
-            "event_streams": daemon.hub.readers,
+            "jobs": self.queue.counts(),
+            "event_streams": self.hub.readers,
             "requests": sum(list(self.requests.values())),
-            "running": None
-            if job is None or running is None
-            else {
-                "job": job.id,
-                "step": int(job.progress.get("step", 0)),
-                "steps": int(job.progress.get("steps", 0)),
-                "loss": _finite(job.progress.get("loss")),
-                "tokens_per_s": _finite(job.progress.get("tokens_per_s")),
-                "memory_bytes": running.memory_bytes,
-                "peak_memory_bytes": running.peak_bytes,
-            },
+            "running": self._running(),
+        }
+
+    def _running(self) -> dict[str, Any] | None:
+        """Return the figures of the running job; None without one."""
+        running = self.supervisor.running
+        if running is None:
+            return None
+        try:
+            job = self.queue.get(running.job)
+        except MissingError:  # it ended and was deleted meanwhile
+            return None
+        return {
+            "job": job.id,
+            "step": int(job.progress.get("step", 0)),
+            "steps": int(job.progress.get("steps", 0)),
+            "loss": _finite(job.progress.get("loss")),
+            "tokens_per_s": _finite(job.progress.get("tokens_per_s")),
+            "memory_bytes": running.memory_bytes,
+            "peak_memory_bytes": running.peak_bytes,
         }
 
     def collect(self) -> Iterator[Any]:
         """Yield the figures for the registry of `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        figures, machine = self.to_dict(), system(self.daemon.store.root)
+        figures = self.to_dict()
+        machine = system(self.root)
         yield GaugeMetricFamily(
             "ondevice_uptime_seconds", "Since the daemon started.", figures["uptime_s"]
         )

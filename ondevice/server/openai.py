@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
-from ondevice.core.errors import ConfigError
+from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.schemas import ErrorResponse
 
 TOP = 20
@@ -259,16 +259,27 @@ class RefusalResponse(BaseModel):
     error: Refusal
 
 
+def error_fields(error: OndeviceError) -> dict[str, Any]:
+    """Convert an error to the fields of `ErrorResponse`."""
+    values = error.to_dict()
+    public = (kind for kind in type(error).__mro__ if kind.__module__ == OndeviceError.__module__)
+    values["error"] = next(public).__name__
+    values["hint"] = values.pop("try")
+    del values["exit_code"]
+    if problems := getattr(error, "problems", None):
+        values["problems"] = problems[:100]
+    return values
+
+
 def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
     """Convert an `ErrorResponse` to OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = "model_not_found" if status == 404 else values["error"]
-    told = [values["message"]]
-    told += [
-        f"{word}: {values[word]}"
-        for word in ("expected", "received")
-        if values.get(word) is not None
-    ]
-    told += [f"try: {values['hint']}"] if values.get("hint") else []
-    own = {"message": "; ".join(map(str, told)), "type": kind, "code": code, "param": None}
+    parts = [str(values["message"])]
+    for word in ("expected", "received"):
+        if values.get(word) is not None:
+            parts.append(f"{word}: {values[word]}")
+    if values.get("hint"):
+        parts.append(f"try: {values['hint']}")
+    own = {"message": "; ".join(parts), "type": kind, "code": code, "param": None}
     return {"error": {**values, **own}}

@@ -15,6 +15,7 @@ from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.server.fleets import Progress
 from ondevice.server.security import Tries, ensure_guarded, is_loopback, needs_token
 from ondevice.server.service import notify, start_log, watchdog_s
+from ondevice.server.store import default_store
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -27,15 +28,6 @@ _log = logging.getLogger(__name__)
 DRAIN_S = 5
 LOOK_TICKS = 10
 """Turns of the server's loop, of a tenth of a second, between two checks for late connections."""
-
-
-def default_store() -> Path:
-    """Return `$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
-    for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
-        if folders := os.environ.get(name):
-            return Path(folders.split(":")[0]).expanduser()
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".local" / "share") / "ondevice"
 
 
 def serve(

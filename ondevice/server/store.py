@@ -123,6 +123,15 @@ time (`clock`).
 """
 
 
+def default_store() -> Path:
+    """Return `$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
+    for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
+        if folders := os.environ.get(name):
+            return Path(folders.split(":")[0]).expanduser()
+    base = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
+    return base.expanduser() / "ondevice"
+
+
 class MissingError(ConfigError):
     """The store has nothing with this name."""
 

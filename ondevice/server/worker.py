@@ -16,15 +16,19 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ondevice.api.runfile import RunConfig
+from ondevice.api.train import run_artifact, train
+from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, OndeviceError
 from ondevice.core.registry import name_methods
+from ondevice.training.events import FILE_NAME, Event, plain
 
-if TYPE_CHECKING:
-    from ondevice.training.events import Event
-
-JOB, ATTEMPT, RESULT, ERROR, RUN = "job.json", "attempt.json", "result.json", "error.json", "run"
+JOB = "job.json"
+ATTEMPT = "attempt.json"
+RESULT = "result.json"
+ERROR = "error.json"
+RUN = "run"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,9 +66,6 @@ def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
 
     It is only known then: a resume first cuts the log back to its checkpoint.
     """
-    from ondevice.artifact.files import atomic_write
-    from ondevice.training.events import FILE_NAME
-
     noted = False
 
     def sink(event: Event) -> None:
@@ -79,10 +80,6 @@ def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
 
 def run(folder: Path) -> int:
     """Train the job of `job.json`; return the exit status."""
-    from ondevice.api.runfile import RunConfig
-    from ondevice.api.train import run_artifact, train
-    from ondevice.artifact.files import atomic_write
-
     job = json.loads((folder / JOB).read_text())
     config = RunConfig.parse(job["config"], "job")
     adapter = Path(job["adapter"]) if job["adapter"] else None
@@ -95,7 +92,6 @@ def run(folder: Path) -> int:
         trained = train(config, resume=True, force=job["force"], adapter=adapter, sinks=sinks)
     if trained.result.interrupted:
         return INTERRUPTED_EXIT_CODE
-    from ondevice.training.events import plain
 
     atomic_write(folder / RESULT, json.dumps(plain(trained.to_dict())))
     return 0
@@ -103,15 +99,12 @@ def run(folder: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     """Run the process; an OndeviceError is written to `error.json`, for the daemon to report."""
-    from ondevice.artifact.files import atomic_write
-
-    folder, parent = Path(arguments[0]), int(arguments[1])
-    die_with(parent)
+    folder = Path(arguments[0])
+    die_with(int(arguments[1]))
     quiet_frameworks()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("torch.utils._pytree").setLevel(
-        logging.ERROR
-    )  # torchao's import warns of its own enums
+    # The import of torchao warns of its own enums.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     (folder / ERROR).unlink(missing_ok=True)
     try:
         return run(folder)

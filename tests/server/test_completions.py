@@ -228,7 +228,7 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
     from ondevice.server.pools import Pools
 
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
-    monkeypatch.setattr("ondevice.planning.devices.find_device", lambda name: small)
+    monkeypatch.setattr("ondevice.server.generate.find_device", lambda name: small)
     plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 500 << 20}
     daemon = SimpleNamespace(
         store=store,

@@ -82,10 +82,10 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
 def test_it_is_the_packed_layers_that_answer(artifact, forgotten) -> None:
     from ondevice.nn.packed import PackedLinear
 
-    generate.answer(None, None, "a", **QUESTION, artifact=str(artifact))
+    generate.generate_both(None, None, "a", **QUESTION, artifact=str(artifact))
     loaded = generate._loaded["loaded"]
     assert isinstance(loaded.family.linear(0, "q_proj"), PackedLinear)
-    generate.answer("tiny:llama", None, "a", **QUESTION)
+    generate.generate_both("tiny:llama", None, "a", **QUESTION)
     assert not isinstance(generate._loaded["loaded"].family.linear(0, "q_proj"), PackedLinear)
 
 
@@ -98,7 +98,7 @@ def test_weights_in_bfloat16_stay_so(tmp_path, forgotten) -> None:
     loaded = load_model(str(folder), dtype="bfloat16")
     loaded.model.save_pretrained(folder)
     assert generate._dtype(str(folder)) == "bfloat16" and generate._dtype("tiny:llama") == "float32"
-    assert generate.answer(str(folder), None, "a", **QUESTION)["base"] is not None
+    assert generate.generate_both(str(folder), None, "a", **QUESTION)["base"] is not None
     assert generate._loaded["loaded"].family.head_weight.dtype == torch.bfloat16
 
 
@@ -114,11 +114,11 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
     from ondevice.server.pools import Pools
 
     monkeypatch.setattr(
-        "ondevice.planning.devices.find_device",
+        "ondevice.server.generate.find_device",
         lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20),
     )
     plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 7 << 20}
-    calls = {"plan": lambda **_: plan, "generate": generate.answer}
+    calls = {"plan": lambda **_: plan, "generate": generate.generate_both}
     daemon = SimpleNamespace(
         store=store,
         supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),

@@ -288,6 +288,7 @@ OWN = {
     "ondevice/server/events.py": "the daemon's own database",
     "ondevice/server/generate.py": "a model that the daemon packed",
     "ondevice/server/helper.py": "a process that this one started",
+    "ondevice/server/helper_process.py": "the process that started this one",
     "ondevice/server/jobs.py": "the daemon's own folder",
     "ondevice/server/queue.py": "the daemon's own database",
     "ondevice/server/routes/data.py": "the daemon's own database",

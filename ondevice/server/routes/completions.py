@@ -13,7 +13,14 @@ from fastapi.responses import Response, StreamingResponse
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
-from ondevice.server.openai import ChatRequest, Completion, RefusalResponse, TextRequest, error_body
+from ondevice.server.openai import (
+    ChatRequest,
+    Completion,
+    RefusalResponse,
+    TextRequest,
+    error_body,
+    error_fields,
+)
 from ondevice.server.pools import Pool
 from ondevice.server.routes import Serving, json_response
 from ondevice.server.schemas import ErrorResponse
@@ -146,9 +153,7 @@ def _events(
                 yield b"data: [DONE]\n\n"
                 return
             except OndeviceError as error:
-                from ondevice.server.app import error_answer
-
-                yield _event(error_body(500, error_answer(error)))
+                yield _event(error_body(500, error_fields(error)))
                 return
             yield _event(completion.part(part))
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.tasks.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
@@ -83,8 +84,6 @@ def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
 @router.get("/settings", response_model=schemas.Settings)
 def run_settings() -> dict[str, Any]:
     """Return the JSON schema of a job's `config`, for forms."""
-    from ondevice.api.runfile import RunConfig
-
     return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
 
 

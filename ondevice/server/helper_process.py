@@ -1,0 +1,240 @@
+"""A helper process of the daemon: it runs one call after another that needs a framework.
+
+`python -m ondevice.server.helper_process DAEMON_PID` reads a call a line and writes its replies;
+the daemon's end of the pipe is `server.helper`.
+
+A call that reads an uploaded file has a memory limit, which the kernel enforces. A file that needs
+more is refused with an error, and the process ends, so that the next call starts with a small one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ondevice.api.runfile import RunConfig
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import DataError, OndeviceError, TrainingError
+from ondevice.data import preview_rows
+from ondevice.data.readers.source import FROM_OUTSIDE
+from ondevice.data.reading import check_rows, open_reading
+from ondevice.data.tasks.columns import parse_columns
+from ondevice.models import load_tokenizer, read_dims
+from ondevice.models.choice import choose_method
+from ondevice.models.load import artifact_tokenizer, dims_and_family
+from ondevice.models.sources.resolve import check_folder, check_weights
+from ondevice.planning.artifacts import plan_artifact
+from ondevice.planning.devices import place
+from ondevice.planning.estimate import plan_run
+from ondevice.planning.limit import own_memory, status_bytes, was_refused
+from ondevice.planning.render import MEANING
+from ondevice.server.complete import complete
+from ondevice.server.convert import convert
+from ondevice.server.generate import generate_both
+from ondevice.server.interrupt import listen_for_stop
+from ondevice.server.worker import quiet_frameworks
+from ondevice.training.length import with_length
+
+PREVIEW_ROWS = 20_000
+"""Most rows that a preview reads: tokenizing a large file takes minutes."""
+PROBLEMS = 100
+"""Most bad rows that a response names."""
+
+
+def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
+    """Plan a job: memory by part and time per step, within its memory limit if it has one."""
+    run = RunConfig.parse(config, "job")
+    if artifact is None:
+        run, _ = with_length(run)
+        planned = plan_run(run, place(run))
+    else:
+        folder = Path(artifact)
+        planned = plan_artifact(folder, read_manifest(folder), run.train.memory_limit_bytes)
+    parts = planned.parts | planned.host_parts
+    return planned.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
+
+
+def validate(file: str, task: str | None, columns: dict[str, str] | None = None) -> dict[str, Any]:
+    """Check every row; return format, counts, and line, field and reason of the first bad rows."""
+    checked = check_rows(
+        file, task=task, columns=columns, limits=FROM_OUTSIDE, most_problems=PROBLEMS, alive=_alive
+    )
+    name = Path(file).name
+    problems = [problem.to_dict() | {"file": name} for problem in checked.problems]
+    return {
+        "format": checked.format,
+        "rows": checked.rows,
+        "bad_rows": checked.bad_rows,
+        "problems": problems,
+    }
+
+
+def preview(
+    file: str,
+    model: str | None,
+    task: str | None,
+    max_length_tokens: int | None,
+    train_on_prompt: bool,
+    rows: int,
+    artifact: str | None = None,
+    columns: list[str] | None = None,
+    strict_columns: bool = False,
+) -> dict[str, Any]:
+    """Decode examples, with lengths and labels, by the tokenizer of the model or the artifact."""
+    if artifact is None:
+        tokenizer = load_tokenizer(str(model))
+        vocabulary = read_dims(str(model)).vocab
+    else:
+        tokenizer = artifact_tokenizer(Path(artifact))
+        vocabulary = read_manifest(Path(artifact)).model.dims.get("vocab")
+    named = parse_columns(columns or ())
+    read = open_reading(
+        file, task=task, columns=named, limits=FROM_OUTSIDE, most_records=PREVIEW_ROWS, alive=_alive
+    )  # fmt: skip
+    shown = preview_rows(
+        read,
+        tokenizer,
+        max_length_tokens,
+        train_on_prompt,
+        rows,
+        PROBLEMS,
+        strict_columns,
+        vocabulary,
+    )
+    return shown.to_dict() | {"file": Path(file).name}
+
+
+def check_model(folder: str) -> dict[str, Any]:
+    """Check a model's sizes, tokenizer and shapes of weights; raise ModelError for a bad one."""
+    dims, family = dims_and_family(folder, None)
+    check_folder(Path(folder))
+    check_weights(Path(folder), family.weight_shapes(dims))
+    load_tokenizer(folder)
+    return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
+
+
+def choose(source: str) -> dict[str, str]:
+    """Choose the method of a job that names none. This may need a framework to inspect a block."""
+    name, said = choose_method(source)
+    return {"method": name, "said": said}
+
+
+ROWS_BYTES = 400 << 20
+"""Memory for checking rows; with the process and its libraries it stays below 512 MiB."""
+TOKENIZER_BYTES = 2 << 30
+"""Memory for a call that loads a tokenizer: transformers imports PyTorch, and both take 450 MiB."""
+CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "plan": (plan, None),  # opens the GPU, whose driver maps more memory than any limit
+    "validate": (validate, ROWS_BYTES),
+    "preview": (preview, TOKENIZER_BYTES),
+    "check_model": (check_model, TOKENIZER_BYTES),
+    "choose": (choose, TOKENIZER_BYTES),
+    "generate": (
+        generate_both,
+        None,
+    ),  # these three load a model, and check the free memory themselves
+    "complete": (complete, None),
+    "convert": (convert, None),
+}
+"""The calls, each with its limit of memory in bytes, without the files of libraries."""
+
+
+def serve(source: Any, target: Any) -> None:
+    """Run calls until the other side closes, or until a call was refused memory."""
+    global _alive
+    _alive = partial(_send, target, {"part": None})
+    at_start_bytes = status_bytes("RssAnon")
+    for line in source:
+        request = json.loads(line)
+        call, limit = CALLS[request["call"]]
+        try:
+            with own_memory(None if limit is None else at_start_bytes + limit):
+                value = call(**request["arguments"])
+                reply = {
+                    "value": _send_parts(value, target) if isinstance(value, Generator) else value
+                }
+        except OndeviceError as error:
+            reply = {"error": error.to_dict()}
+        except Exception as error:
+            if limit is not None and was_refused(error):
+                _send(target, {"error": _too_large(request["call"], limit).to_dict(), "ends": True})
+                return
+            reply = {"error": _unexpected(request["call"], error).to_dict()}
+        _send(target, reply)
+
+
+def _alive() -> None:
+    """Send a sign of life in a long call; `serve` replaces this function."""
+
+
+def _too_large(call: str, limit: int) -> DataError:
+    if call == "validate":
+        hint = "write the rows as JSON lines, one row a line, or split the longest rows"
+    else:
+        hint = "a smaller file, or rows as JSON lines"
+    return DataError(
+        "the file needs too much memory to be read",
+        expected=f"at most {limit >> 20} MiB in the helper process",
+        received="more",
+        hint=hint,
+    )
+
+
+def _unexpected(call: str, error: Exception) -> OndeviceError:
+    """Return the error of a call that raised something other than an OndeviceError."""
+    if isinstance(error, (ValueError, OSError, RecursionError)):
+        return DataError(f"{call}: {type(error).__name__}: {error}")
+    traceback.print_exception(error)
+    return TrainingError(f"{call} failed: {type(error).__name__}: {error}")
+
+
+def _send(target: Any, reply: dict[str, Any]) -> None:
+    target.write(json.dumps(reply).encode() + b"\n")
+    target.flush()
+
+
+def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
+    """Write each part on a separate line, and return the final value."""
+    while True:
+        try:
+            part = next(parts)
+        except StopIteration as end:
+            return end.value
+        _send(target, {"part": part})
+
+
+def end_with(parent: int) -> None:
+    """End when the daemon is gone.
+
+    It polls, because the kernel's PR_SET_PDEATHSIG fires when the thread that started it ends.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process."""
+    threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
+    quiet_frameworks()
+    # Freed memory goes back to the system; pyarrow's pools would keep it, counted by the limit.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    listen_for_stop()
+    # Replies go to a copy of standard output, which itself becomes standard error: a library that
+    # prints there would break the protocol.
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
