@@ -49,7 +49,7 @@ def read_weights(folder: Path) -> None:
     from ondevice.artifact.files import read_tensors
     from ondevice.core.errors import OndeviceError
     from ondevice.methods.mesp.mlx.weights import TensorFile
-    from ondevice.methods.mesp.torch.weights import Files
+    from ondevice.methods.mesp.torch.streamed import Files
     from ondevice.models.sources.resolve import check_weights
 
     def each_by_mlx() -> None:

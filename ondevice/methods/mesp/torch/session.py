@@ -18,16 +18,17 @@ from ondevice.methods.mesp.lora import (
     check_not_partially_updated,
     lora_parameters,
 )
+from ondevice.methods.mesp.torch.checkpointed import CheckpointedModel, checkpointed_parameters
 from ondevice.methods.mesp.torch.loss import labelled
 from ondevice.methods.mesp.torch.model import Model
 from ondevice.methods.mesp.torch.optimizer import Optimizer
-from ondevice.methods.mesp.torch.weights import Resident, Streamed
+from ondevice.methods.mesp.torch.streamed import Streamed
+from ondevice.methods.mesp.torch.weights import Resident
 from ondevice.models import ModelFiles
 from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.differentiated import DifferentiatedModel
     from ondevice.models import LoadedModel
 
 HINT = (
@@ -48,10 +49,10 @@ class MespSession(PackingSession):
     ) -> None:
         self.loaded = model
         self.config = config
-        self.model: Model | DifferentiatedModel
+        self.model: Model | CheckpointedModel
         with memory_errors("the model", HINT):
             if not isinstance(model, ModelFiles) and model.dims.whole:
-                self._open_differentiated(model, seed, device)
+                self._open_unknown(model, seed, device)
             else:
                 self._open_known(model, seed, device)
         self.backend = f"torch-{self.device.type}"
@@ -65,25 +66,21 @@ class MespSession(PackingSession):
         )
         if isinstance(model, ModelFiles):
             self.device = torch.device(device or "cpu")
-            self.weights: Any = Streamed(model, self.device, config.loss_tiles, config.bits)
+            self.weights: Any = Streamed(model, self.device, config.bits)
         else:
             self.device = torch.device(device) if device else model.family.head_weight.device
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
         self.model = Model(self.weights, self.optimizer, config)
 
-    def _open_differentiated(self, model: LoadedModel, seed: int, device: str | None) -> None:
-        from ondevice.methods.mesp.torch import differentiated
-
+    def _open_unknown(self, model: LoadedModel, seed: int, device: str | None) -> None:
         module: Any = model.model
         self.device = torch.device(device) if device else model.family.head_weight.device
         module.to(self.device)
-        parameters = differentiated.differentiated_parameters(model, self.config)
-        self.weights = differentiated.Whole(model)
+        parameters = checkpointed_parameters(model, self.config)
         self.optimizer = Optimizer(parameters, self.config, seed, self.device)
-        self.model = differentiated.DifferentiatedModel(
-            model, self.weights, self.optimizer, self.config
-        )
+        self.model = CheckpointedModel(model, self.optimizer, self.config)
+        self.weights = self.model
 
     def step_placed(
         self,

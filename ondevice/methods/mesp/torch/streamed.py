@@ -1,0 +1,198 @@
+"""Frozen weights in their files: a thread reads the next block, or tile of the head, while the
+device computes with this one; two of them are in memory.
+
+Reads go through the system's page cache into memory of this process, so that what a step takes does
+not depend on what the system keeps cached, and a disk that disappears is an error with a name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.untrusted import read_header
+from ondevice.methods.mesp.torch.weights import Dense, Frozen, Positions, by_layer, factor, scaled
+
+if TYPE_CHECKING:
+    from ondevice.core.untrusted.tensors import TensorPlace
+    from ondevice.models import ModelFiles
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Files:
+    """The tensors of a folder of safetensors files, by name.
+
+    Raises:
+        ModelError: a file is shorter than its header says, or a tensor's dtype is not that of a
+            weight.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors: dict[str, tuple[Path, TensorPlace]] = {}
+        self.open: dict[Path, int] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                tensors = read_header(path).tensors
+            except (OSError, ValueError) as error:
+                raise ModelError(
+                    f"{path} is damaged", received=str(error), hint="copy the model again"
+                ) from None
+            for name, stored in tensors.items():
+                if stored.dtype not in DTYPES:
+                    raise ModelError(
+                        f"{path}: tensor '{name}'",
+                        expected=", ".join(DTYPES),
+                        received=stored.dtype,
+                    )
+                self.tensors[name] = (path, stored)
+            self.open[path] = os.open(path, os.O_RDONLY)
+
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
+        """Read a tensor, or `rows` of it, on the CPU in the file's dtype.
+
+        Raises:
+            ModelError: the file has become shorter.
+        """
+        path, stored = self.tensors[name]
+        shape = stored.shape if rows is None else (rows, *stored.shape[1:])
+        value = torch.empty(shape, dtype=DTYPES[stored.dtype])
+        memory = value.view(-1).view(torch.uint8).numpy().data
+        at = stored.start + first * prod(shape[1:]) * value.element_size()
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self.open[path], [memory[done:]], at + done)
+            if count == 0:
+                raise ModelError(
+                    f"{path} became shorter while it was read",
+                    expected=f"all of tensor '{name}'",
+                    hint="the run's last checkpoint is unharmed: copy the model again and resume",
+                )
+            done += count
+        return value
+
+    def close(self) -> None:
+        for descriptor in self.open.values():
+            os.close(descriptor)
+        self.open = {}
+
+
+class Streamed:
+    """A model's weights in its files; see `Weights`.
+
+    Raises:
+        ConfigError: 4 bits are requested.
+        ModelError: a mixture of experts, or the files lack a tensor or are truncated.
+    """
+
+    def __init__(self, files: ModelFiles, device: torch.device, bits: int | None = None) -> None:
+        if bits:
+            raise ConfigError(
+                "torch streams weights as the files have them",
+                expected="method.bits: null with method.weight_placement: streamed",
+                received="method.bits: 4",
+                hint="--backend mlx streams 4-bit weights",
+            )
+        if files.dims.experts:
+            raise ModelError(
+                f"{files.folder}: a mixture of experts is not streamed",
+                expected="method.weight_placement: resident",
+                received="method.weight_placement: streamed",
+                hint="the router chooses experts too late to read them; "
+                "model.dtype: bfloat16 halves the weights",
+            )
+        self.dims = files.dims
+        self.device = device
+        self.vocab = files.dims.vocab
+        self.dtype: torch.dtype = getattr(torch, files.dtype)
+        self.family = _skeleton(files)
+        self.files = Files(files.folder)
+        for name in files.family.weight_shapes(files.dims):
+            if name not in self.files.tensors:
+                raise ModelError(
+                    f"{files.folder}: missing tensor in the weights files",
+                    expected=name,
+                    hint="copy it again",
+                )
+        self.head = EMBEDDING if files.dims.tied else "lm_head.weight"
+        self.norm = factor(self.dims, self._fetch("model.norm.weight"))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self.coming: dict[tuple[int, ...], Future[Any]] = {}
+        """What is being read: (number,) of a block, (first, last row) of a tile."""
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Read the rows of the batch's tokens, and no others."""
+        unique, index = ids_BT.cpu().unique(return_inverse=True)
+        rows = torch.cat([self.files.read(EMBEDDING, token, 1) for token in unique.tolist()])
+        return scaled(self.dims, rows[index.reshape(-1)].to(self.device, self.dtype))
+
+    def positions(self, length_tokens: int) -> Positions:
+        return by_layer(self.family, length_tokens, self.device, self.dtype)
+
+    @contextmanager
+    def block(self, i: int, then: int | None) -> Iterator[Frozen]:
+        yield self._take(self._block, (i,), None if then is None else (then,))
+
+    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
+        return self._take(self._tile, (low, high), then)
+
+    def _take(
+        self,
+        read: Callable[..., Any],
+        request: tuple[int, ...],
+        then: tuple[int, ...] | None,
+    ) -> Any:
+        """Return what `read(*request)` reads; the thread then reads what is needed next."""
+        coming = self.coming.pop(request, None) or self.thread.submit(read, *request)
+        for unused in self.coming.values():
+            unused.exception()
+        self.coming.clear()
+        weights = coming.result()
+        if then is not None:
+            self.coming[then] = self.thread.submit(read, *then)
+        return weights
+
+    def _fetch(self, name: str, *rows: int) -> Tensor:
+        return self.files.read(name, *rows).to(self.device, self.dtype)
+
+    def _tile(self, low: int, high: int) -> Tensor:
+        return self._fetch(self.head, low, high - low)
+
+    def _block(self, i: int) -> Frozen:
+        linears = {}
+        for target in self.family.linear_targets:
+            name = f"model.layers.{i}.{self.family.linear_parents[target]}.{target}"
+            bias = self._fetch(f"{name}.bias") if self.dims.linear_bias(target) else None
+            linears[target] = (Dense(self._fetch(f"{name}.weight")), bias)
+        norms = {
+            place: factor(self.dims, self._fetch(f"model.layers.{i}.{name}.weight"))
+            for place, name in self.dims.traits.norms
+        }
+        return Frozen(norms, linears)
+
+    def close(self) -> None:
+        """End the thread and close the files."""
+        self.thread.shutdown(wait=True, cancel_futures=True)
+        self.files.close()
+
+
+def _skeleton(files: ModelFiles) -> Any:
+    """The family over a model without memory; only its rotary embedding has numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config)
+    return files.family(model)
