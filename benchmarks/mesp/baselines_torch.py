@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.reference import (
     AutogradModel,
     autograd_blocks,
@@ -21,7 +20,7 @@ from ondevice.methods.mesp.torch.reference import (
     with_leaves,
 )
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import Block
+from ondevice.methods.mesp.torch.stages import Block, Blocks
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import Position

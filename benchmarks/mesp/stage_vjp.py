@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from ondevice.core.registry import method_config
-from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.reference import AutogradKernels
+from ondevice.methods.mesp.torch.reference import AutogradKernels, leaves_of, with_leaves
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import QKV, Block, Stages
+from ondevice.methods.mesp.torch.stages import QKV, Block, Blocks, Stages
 from ondevice.models import load_model
 from tests.methods.mesp.reference import errors, learned, rows
 from tests.methods.mesp.torch.live import LiveBytes
@@ -39,6 +38,17 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(True)
 
 
+def attend(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last queries to all keys; the last query is the last token."""
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    queries = q.shape[2]
+    tokens = k.shape[2]
+    seen = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    grouped = q.shape[1] != k.shape[1]
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
 class VjpBlocks(Blocks):
     """The stages of `Blocks.backward`, each differentiated by autograd as it is computed again."""
 
@@ -46,10 +56,10 @@ class VjpBlocks(Blocks):
         super().__init__(hand.stages, hand.chunk_tokens)
         self.graph = Stages(hand.stages.dims, AutogradKernels())
 
-    def vjp(self, run: Any, block: Block, targets: Any, inputs: Any, g: Any, on_gradient: Any) -> Any:
+    def vjp(
+        self, run: Any, block: Block, targets: Any, inputs: Any, g: Any, on_gradient: Any
+    ) -> Any:
         """Gradients of `inputs` through `run(block, *inputs)`; those of A and B are called back."""
-        from ondevice.methods.mesp.torch.reference import leaves_of, with_leaves
-
         layers = {name: one for name, one in block.linears.items() if name in targets}
         learned_block = with_leaves(Block(block.norms, layers, block.layer))
         pairs = leaves_of(learned_block)
@@ -64,7 +74,14 @@ class VjpBlocks(Blocks):
         return found[: len(leaves)]
 
     def backward(
-        self, block: Block, x: Tensor, g: Tensor, position: Any, rows: int, on_gradient: Any, last: bool = False
+        self,
+        block: Block,
+        x: Tensor,
+        g: Tensor,
+        position: Any,
+        rows: int,
+        on_gradient: Any,
+        last: bool = False,
     ) -> Tensor:
         s = self.graph
         plain = self.stages
@@ -75,8 +92,11 @@ class VjpBlocks(Blocks):
             m = plain.out(block, x, o)
         g = self._mlp_backward(block, m, g, on_gradient)
         del m
-        run = lambda b, o: s.join(b, "o_proj", "after_attention", torch.zeros_like(g), o)
-        (go,) = self.vjp(run, block, ("o_proj",), (o,), g, on_gradient)
+
+        def out(b: Block, o: Tensor) -> Tensor:
+            return s.join(b, "o_proj", "after_attention", torch.zeros_like(g), o)
+
+        (go,) = self.vjp(out, block, ("o_proj",), (o,), g, on_gradient)
         del o
         gq = torch.empty_like(q)
         gk = torch.zeros_like(k)
@@ -84,16 +104,6 @@ class VjpBlocks(Blocks):
         go = go.view(q.shape)
         for low in range(0, q.shape[1], QUERIES):
             high = min(low + QUERIES, q.shape[1])
-            seen = torch.ones(high - low, high, dtype=torch.bool).tril(low)
-
-            def attend(_: Block, q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
-                q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-                grouped = q.shape[1] != k.shape[1]
-                o = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, seen, scale=plain.scores(block, high).scale, enable_gqa=grouped
-                )
-                return o.transpose(1, 2)
-
             inputs = (q[:, low:high], k[:, :high], v[:, :high])
             one, two, three = self.vjp(attend, block, (), inputs, go[:, low:high], on_gradient)
             gq[:, low:high] = one
@@ -119,11 +129,16 @@ class VjpBlocks(Blocks):
         with torch.no_grad():
             n = self.stages.mlp_norm(block, m)
             gate, up = self.stages.gate_up(block, n)
-        run = lambda b, gate, up: s.join(b, "down_proj", "after_mlp", torch.zeros_like(g), s.act(gate, up))
-        ggate, gup = self.vjp(run, block, ("down_proj",), (gate, up), g, on_gradient)
+
+        def down(b: Block, gate: Tensor, up: Tensor) -> Tensor:
+            return s.join(b, "down_proj", "after_mlp", torch.zeros_like(g), s.act(gate, up))
+
+        ggate, gup = self.vjp(down, block, ("down_proj",), (gate, up), g, on_gradient)
         del gate, up
         targets = ("gate_up_proj", "gate_proj", "up_proj")
-        (gn,) = self.vjp(lambda b, n: s.gate_up(b, n), block, targets, (n,), (ggate, gup), on_gradient)
+        (gn,) = self.vjp(
+            lambda b, n: s.gate_up(b, n), block, targets, (n,), (ggate, gup), on_gradient
+        )
         del ggate, gup, n
         (gm,) = self.vjp(lambda b, m: s.mlp_norm(b, m), block, (), (m,), gn, on_gradient)
         return g.add_(gm)
@@ -134,7 +149,7 @@ def opened(form: str, double: bool = False) -> MespSession:
     loaded = load_model(MODEL)
     if double:
         in_double(loaded.model)
-    session = MespSession(loaded, method_config("mesp", {}), 3, None)  # pyright: ignore
+    session = MespSession(loaded, method_config("mesp", {}), 3, None)  # pyright: ignore[reportArgumentType]
     adapter = session.adapter()
     generator = torch.Generator().manual_seed(3)
     for name, value in sorted(adapter.tensors.items()):
@@ -179,6 +194,15 @@ if __name__ == "__main__":
         for length in (128, 256):
             for form in ("hand", "vjp"):
                 for what in ("memory", "error", "time"):
-                    command = [sys.executable, "-m", "benchmarks.mesp.stage_vjp", form, str(length), what]
-                    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.mesp.stage_vjp",
+                        form,
+                        str(length),
+                        what,
+                    ]
+                    line = subprocess.run(
+                        command, capture_output=True, text=True, check=True
+                    ).stdout
                     print(form, length, what, line.strip().splitlines()[-1], flush=True)

@@ -11,7 +11,7 @@ import torch
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP, Session, StepResult
 from ondevice.models.save import save_weights
-from ondevice.offload.device import memory_errors
+from ondevice.nn.memory import memory_errors
 from ondevice.offload.units import Joined
 
 if TYPE_CHECKING:

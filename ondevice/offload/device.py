@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-
-from ondevice.core.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event
@@ -130,29 +127,6 @@ class CpuDevice:
 
     def close(self) -> None:
         return
-
-
-@contextmanager
-def memory_errors(doing: str, hint: str) -> Iterator[None]:
-    """Turn an out-of-memory error of the accelerator or the CPU into one that says what to change.
-
-    Raises:
-        DoesNotFitError: instead of torch's own error.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0].split(". GPU")[0]
-        raise DoesNotFitError(
-            f"{doing} does not fit the accelerator", received=first, hint=hint
-        ) from error
-    except RuntimeError as error:  # the CPU's allocator has no error of its own
-        if "can't allocate memory" not in str(error):
-            raise
-        first = str(error).splitlines()[0]
-        raise DoesNotFitError(
-            f"{doing} does not fit the memory", received=first, hint=hint
-        ) from error
 
 
 Spans = list[tuple[str, str, float, float, int]]

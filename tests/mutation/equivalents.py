@@ -54,17 +54,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "z = self.noise(self.seed, number, tensor, 2, start, count)[0]",
     ): "the first query's noise does not depend on how many are drawn",
     (
-        "ondevice/methods/mesp/torch/attention.py",
+        "ondevice/methods/mesp/torch/kernels.py",
         "FLASH_HEAD = 256",
         "FLASH_HEAD = 255",
     ): "read on a GPU only",
     (
-        "ondevice/methods/mesp/torch/attention.py",
+        "ondevice/methods/mesp/torch/kernels.py",
         "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
         "if not (q_BTHh.is_cuda and half and width | 8 == 0 and width <= FLASH_HEAD):",
     ): "read on a GPU only",
     (
-        "ondevice/methods/mesp/torch/attention.py",
+        "ondevice/methods/mesp/torch/kernels.py",
         "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
         "if not (q_BTHh.is_cuda and half and width % 8 <= 0 and width <= FLASH_HEAD):",
     ): "a remainder is never below 0",

@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/methods/prge/step.py": ("tests/methods/prge/test_torch.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
     "ondevice/methods/mesp/torch/stages.py": GRADIENTS,
-    "ondevice/methods/mesp/torch/attention.py": GRADIENTS,
+    "ondevice/methods/mesp/torch/kernels.py": GRADIENTS,
     "ondevice/methods/revffn/couplings.py": tuple(
         f"{REVFFN}/test_{name}.py" for name in ("inversion", "scale", "reversible")
     ),

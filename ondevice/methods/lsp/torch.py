@@ -18,7 +18,7 @@ from ondevice.methods.engine_session import EngineSession, as_numpy
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
-from ondevice.offload.device import memory_errors
+from ondevice.nn.memory import memory_errors
 from ondevice.offload.host import DTYPES
 from ondevice.offload.ranks import SINGLE, Ranks, join
 from ondevice.offload.units import array_name

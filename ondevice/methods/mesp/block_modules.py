@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ondevice.methods.mesp.block_functions import EMBEDDING, BlockFunctions
 from ondevice.methods.mesp.integer import IntegerKernels
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.stages import Block, Stages
-from ondevice.methods.mesp.torch.weights import halves
+from ondevice.methods.mesp.torch.model import halves
+from ondevice.methods.mesp.torch.stages import Block, Blocks, Stages
 
 
 def seen(length_tokens: int, window: int = 0) -> Tensor:

@@ -28,9 +28,8 @@ from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.methods.mesp.torch.weights import Dense, halves
+from ondevice.methods.mesp.torch.model import Dense, halves
+from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

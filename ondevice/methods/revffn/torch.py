@@ -27,7 +27,7 @@ from ondevice.models.load import load_tokenizer, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
 from ondevice.models.sources.resolve import SourceInfo
-from ondevice.offload.device import memory_errors
+from ondevice.nn.memory import memory_errors
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel

@@ -19,7 +19,7 @@ from ondevice.methods.engine_session import EngineSession, as_numpy
 from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.save import FILE_NAME, save_description, save_weights
-from ondevice.offload.device import memory_errors
+from ondevice.nn.memory import memory_errors
 from ondevice.offload.ranks import SINGLE, Ranks, join
 from ondevice.offload.units import unit_key
 

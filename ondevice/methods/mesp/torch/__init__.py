@@ -1,3 +1,2 @@
-"""MeSP in torch: `stages` are the formulas, `model` their order, `loss` the head, `weights` where
-frozen weights are, `session` the steps, `program` a step as one function for an inference
-runtime."""
+"""MeSP in torch: `stages` are the formulas, `model` their order, frozen weights and the head, and
+`session` the steps."""

@@ -28,7 +28,7 @@ from ondevice.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.optimizer import Optimizer
+    from ondevice.methods.mesp.torch.session import Optimizer
     from ondevice.models import LoadedModel
 
 PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
@@ -141,7 +141,9 @@ class CheckpointedModel:
                 self.family, hidden_ND, labels_N, config.loss_tiles, config.answers
             ).sum()
             self.waiting = set(self.leaves)
-            (total * scale).backward(inputs=[leaf for pair in self.leaves.values() for leaf in pair])
+            (total * scale).backward(
+                inputs=[leaf for pair in self.leaves.values() for leaf in pair]
+            )
         for one in [*self.waiting]:  # no gradient reaches A, B or both
             for leaf in self.leaves[one]:
                 if leaf.grad is None:

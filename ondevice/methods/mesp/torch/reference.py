@@ -12,16 +12,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import Blocks, Model
+from ondevice.methods.mesp.torch.model import Model
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
 from ondevice.nn.experts import peft_layout
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.attention import Scores
-    from ondevice.methods.mesp.torch.weights import Frozen
+    from ondevice.methods.mesp.torch.kernels import Scores
+    from ondevice.methods.mesp.torch.model import Frozen
     from ondevice.models import LoadedModel
 
 EXPERTS_NDIM = 3

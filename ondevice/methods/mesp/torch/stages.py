@@ -19,13 +19,55 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.methods.mesp.torch.attention import Scores, cast
-from ondevice.methods.mesp.torch.rows import RowsApart
+from ondevice.methods.mesp.torch.kernels import Matrix, Position, Scores, TorchKernels, cast
 from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.methods.mesp.torch.kernels import Matrix, Position, TorchKernels
+
+
+@dataclass(frozen=True)
+class RowsApart:
+    """Where the tokens of packed sequences [B, T] are among rows [R, L].
+
+    Attributes:
+        tokens: int64 [n], places in B * T of the tokens whose rows have more than one; padding is
+            not among them.
+        apart: int64 [n], the same tokens' places in R * L.
+        rows: R; `length` is L, tokens of the longest row.
+        shape: (B, T).
+    """
+
+    tokens: Tensor
+    apart: Tensor
+    rows: int
+    length: int
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, position_ids_BT: Tensor) -> RowsApart:
+        """Find the rows of int64 [B, T]; a row begins where the position is 0."""
+        batch, length = position_ids_BT.shape
+        after = torch.cat((position_ids_BT[:, 1:], position_ids_BT.new_zeros(batch, 1)), 1)
+        tokens = ((position_ids_BT > 0) | (after > 0)).reshape(-1).nonzero().squeeze(1)
+        places = position_ids_BT.reshape(-1)[tokens]
+        number = (places == 0).cumsum(0) - 1
+        longest = int(places.max()) + 1
+        return cls(tokens, number * longest + places, int(number[-1]) + 1, longest, (batch, length))
+
+    def take_apart(self, x_BTHh: Tensor) -> Tensor:
+        """Return [R, L, H, h], zero for padding."""
+        out = x_BTHh.new_zeros(self.rows * self.length, *x_BTHh.shape[2:])
+        out[self.apart] = x_BTHh.flatten(0, 1)[self.tokens]
+        return out.view(self.rows, self.length, *x_BTHh.shape[2:])
+
+    def together(self, x_RLHh: Tensor) -> Tensor:
+        """Return [B, T, H, h], contiguous; zero for padding."""
+        batch, length = self.shape
+        out = x_RLHh.new_zeros(batch * length, *x_RLHh.shape[2:])
+        out[self.tokens] = x_RLHh.flatten(0, 1)[self.apart]
+        return out.view(batch, length, *x_RLHh.shape[2:])
+
 
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and
@@ -386,3 +428,141 @@ class Stages:
 
     def _heads(self, x: Tensor, rows: int) -> Tensor:
         return x.view(rows, x.shape[0] // rows, -1, self.dims.head_dim)
+
+
+class GradientSums:
+    """Gradients of the MLP's A and B over all chunks of tokens; with one chunk nothing is
+    summed."""
+
+    def __init__(self, on_gradient: OnGradient, chunks: int) -> None:
+        self.on_gradient = on_gradient
+        self.several = chunks > 1
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, target: str, ga: Tensor, gb: Tensor) -> None:
+        if not self.several:
+            self.on_gradient(target, ga, gb)
+        elif target in self.sums:
+            self.sums[target][0].add_(ga)
+            self.sums[target][1].add_(gb)
+        else:
+            self.sums[target] = (ga, gb)
+
+    def finish(self) -> None:
+        """Pass the sums on; all chunks are through."""
+        while self.sums:
+            target, (ga, gb) = self.sums.popitem()
+            self.on_gradient(target, ga, gb)
+
+
+class Blocks:
+    """Forward and backward of one block over [N, D], N = rows * tokens.
+
+    Args:
+        chunk_tokens: tokens of the MLP at once; None is all, as in a graph, in which a slice has
+            memory of its own.
+    """
+
+    def __init__(self, stages: Stages, chunk_tokens: int | None) -> None:
+        self.stages = stages
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
+        """Return the block's output, in new memory."""
+        s = self.stages
+        q, k, v = s.project(block, s.norm(block, x), rows)
+        q, k = s.rope(block, q, k, position)
+        o, _ = s.attend(block, q, k, v)
+        del q, k, v
+        m = s.out(block, x, o)
+        del o
+        chunks = self._chunks(m)
+        if len(chunks) == 1:
+            return self._mlp(block, m)
+        for chunk in chunks:
+            self._mlp(block, chunk)  # in m's memory
+        return m
+
+    def backward(
+        self,
+        block: Block,
+        x: Tensor,
+        g: Tensor,
+        position: Position,
+        rows: int,
+        on_gradient: OnGradient,
+        last: bool = False,
+    ) -> Tensor:
+        """Return the gradient of `x` from that of the block's output, in g's memory.
+
+        The block's output is not computed again: no gradient needs it. The MLP's backward pass is
+        first, while q, k, v and o wait; so when attention's begins, the MLP's wide tensors are
+        gone.
+
+        Args:
+            last: nothing below is trained; the result is then not a gradient.
+        """
+        s = self.stages
+        n = s.norm(block, x)
+        q, k, v = s.project(block, n, rows)
+        del n
+        q, k = s.rope(block, q, k, position)
+        o, kept = s.attend(block, q, k, v)
+        m = s.out(block, x, o)
+        g = self._mlp_backward(block, m, g, on_gradient)
+        del m
+        go = s.out_backward(block, o, g, on_gradient)
+        del o
+        gq, gk, gv = s.attend_backward(block, go, q, k, v, kept)
+        del go, q, k, v, kept
+        gq, gk = s.rope_backward(block, gq, gk, position)
+        n = s.norm(
+            block, x
+        )  # a second time: it was let go while the MLP and attention had the memory
+        gn = s.project_backward(block, n, (gq, gk, gv), on_gradient, last)
+        del n, gq, gk, gv
+        return g if gn is None else s.norm_backward(block, x, gn, g)
+
+    def _mlp(self, block: Block, m: Tensor) -> Tensor:
+        """m + the MLP of it, in m's memory."""
+        s = self.stages
+        if block.mlp is not None:
+            return s.other_mlp(block, m)
+        n = s.mlp_norm(block, m)
+        gate, up = s.gate_up(block, n)
+        del n
+        act = s.act(gate, up)
+        del gate, up
+        return s.down(block, m, act)
+
+    def _mlp_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+        """The gradient of the block's middle `m`, in g's memory."""
+        chunks = self._chunks(m)
+        gradients = self._chunks(g)
+        sums = GradientSums(on_gradient, len(chunks))
+        if len(chunks) == 1:
+            return self._mlp_chunk_backward(block, m, g, sums)
+        for chunk, gradient in zip(chunks, gradients):
+            self._mlp_chunk_backward(block, chunk, gradient, sums)
+        sums.finish()
+        return g
+
+    def _mlp_chunk_backward(
+        self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
+    ) -> Tensor:
+        s = self.stages
+        if block.mlp is not None:
+            return s.other_mlp_backward(block, m, g, on_gradient)
+        n = s.mlp_norm(block, m)
+        gate, up = s.gate_up(block, n)
+        gact = s.down_backward(block, gate, up, g, on_gradient)
+        ggate, gup = s.act_backward(gate, up, gact)
+        del gate, up, gact
+        gn = s.gate_up_backward(block, n, ggate, gup, on_gradient)
+        del ggate, gup, n
+        return s.mlp_norm_backward(block, m, gn, g)
+
+    def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of [N, D]."""
+        size = self.chunk_tokens or x.shape[0]
+        return (x,) if x.shape[0] <= size else x.split(size)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.untrusted import read_header
-from ondevice.methods.mesp.torch.weights import Dense, Frozen, Positions, by_layer, factor, scaled
+from ondevice.methods.mesp.torch.model import Dense, Frozen, Positions, by_layer, factor, scaled
 
 if TYPE_CHECKING:
     from ondevice.core.untrusted.tensors import TensorPlace

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch import kernels
 from ondevice.models import open_model, save_tiny
 from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
@@ -69,11 +69,11 @@ def test_both_pairs_of_kernels_give_the_tiles_gradients(algorithm, length, monke
     rng = torch.Generator("cuda").manual_seed(length)
     q, g = (torch.randn(2, length, 8, 128, generator=rng, device="cuda") for _ in range(2))
     k, v = (torch.randn(2, length, 2, 128, generator=rng, device="cuda") for _ in range(2))
-    wanted = (attention.attend(q, k, v)[0], *attention.attend_backward(g, q, k, v, None))
-    monkeypatch.setattr(attention, "algorithm_for", lambda *_: algorithm)
+    wanted = (kernels.attend(q, k, v)[0], *kernels.attend_backward(g, q, k, v, None))
+    monkeypatch.setattr(kernels, "algorithm_for", lambda *_: algorithm)
     half = [x.bfloat16() for x in (q, k, v)]
-    out, kept = attention.attend(*half)
-    actual = (out, *attention.attend_backward(g.bfloat16(), *half, kept))
+    out, kept = kernels.attend(*half)
+    actual = (out, *kernels.attend_backward(g.bfloat16(), *half, kept))
     for ours, theirs in zip(actual, wanted, strict=True):
         assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ondevice.methods.mesp.config import ALL_TARGETS
-from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch import kernels
 from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, exact_and_rounding, learned, rows, session
 from tests.methods.reference import in_double
@@ -73,7 +73,7 @@ def test_gradients_match_autograd(model, chosen, count, length, tile_numbers, se
     """In float64 to the last digits of float32; in float32 within the error that its rounding is modelled to make."""
     family, sizes = model
     ids, labels = rows(count, length, seed)
-    before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, tile_numbers
+    before, kernels.CHUNK_SCORES = kernels.CHUNK_SCORES, tile_numbers
     try:
         actual = {}
         for name in ("double", "float"):
@@ -84,7 +84,7 @@ def test_gradients_match_autograd(model, chosen, count, length, tile_numbers, se
             start = opened.adapter().tensors
             actual[name] = learned(opened, ids, labels)
     finally:
-        attention.CHUNK_SCORES = before
+        kernels.CHUNK_SCORES = before
     wanted, theirs, rounding = exact_and_rounding(
         tiny_model(family, seed, **sizes), start, opened, ids, labels
     )
@@ -177,10 +177,10 @@ def test_attention_s_tiles_do_not_depend_on_each_other() -> None:
     q, k, v, g = (torch.randn(2, 37, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
     actual = []
     for numbers in (1, 3000, 1 << 20):
-        before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, numbers
-        out, kept = attention.attend(q, k, v)
-        actual.append((out, *attention.attend_backward(g, q, k, v, kept)))
-        attention.CHUNK_SCORES = before
+        before, kernels.CHUNK_SCORES = kernels.CHUNK_SCORES, numbers
+        out, kept = kernels.attend(q, k, v)
+        actual.append((out, *kernels.attend_backward(g, q, k, v, kept)))
+        kernels.CHUNK_SCORES = before
     for other in actual[1:]:
         for ours, theirs in zip(actual[0], other):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -189,16 +189,16 @@ def test_attention_s_tiles_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("numbers", [1, 1 << 20])
 def test_attention_with_a_mask_is_attention_without(numbers, monkeypatch) -> None:
     """The form of exported graphs, which joins chunks instead of writing into one tensor."""
-    monkeypatch.setattr(attention, "CHUNK_SCORES", numbers)
+    monkeypatch.setattr(kernels, "CHUNK_SCORES", numbers)
     torch.manual_seed(0)
-    length = 2 * attention.CHUNK_QUERIES + 5
+    length = 2 * kernels.CHUNK_QUERIES + 5
     q, k, v, g = (torch.randn(2, length, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
     mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
     torch.testing.assert_close(
-        attention.attend_in_chunks(q, k, v, mask), attention.attend_in_chunks(q, k, v)
+        kernels.attend_in_chunks(q, k, v, mask), kernels.attend_in_chunks(q, k, v)
     )
     masked, plain = (
-        attention.attend_in_chunks_backward(g, q, k, v, *extra) for extra in ((mask,), ())
+        kernels.attend_in_chunks_backward(g, q, k, v, *extra) for extra in ((mask,), ())
     )
     for ours, theirs in zip(masked, plain, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -207,12 +207,12 @@ def test_attention_with_a_mask_is_attention_without(numbers, monkeypatch) -> Non
 def test_a_chunk_of_queries_has_so_many_scores() -> None:
     """As many as a limit allows, but some queries always, and never more than there are."""
     rows, heads, length = 2, 8, 1 << 16
-    few = attention.CHUNK_SCORES // (rows * heads * length)
-    assert attention.chunk_queries(rows, heads, length) == max(attention.CHUNK_QUERIES, few)
-    large = attention.CHUNK_SCORES * attention.GPU_CHUNKS // (rows * heads * 4096)
-    assert attention.CHUNK_QUERIES < large < 4096
-    assert attention.chunk_queries(rows, heads, 4096, gpu=True) == large
-    assert attention.chunk_queries(1, 1, 7) == attention.chunk_queries(1, 1, 7, gpu=True) == 7
+    few = kernels.CHUNK_SCORES // (rows * heads * length)
+    assert kernels.chunk_queries(rows, heads, length) == max(kernels.CHUNK_QUERIES, few)
+    large = kernels.CHUNK_SCORES * kernels.GPU_CHUNKS // (rows * heads * 4096)
+    assert kernels.CHUNK_QUERIES < large < 4096
+    assert kernels.chunk_queries(rows, heads, 4096, gpu=True) == large
+    assert kernels.chunk_queries(1, 1, 7) == kernels.chunk_queries(1, 1, 7, gpu=True) == 7
 
 
 def test_a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s() -> None:

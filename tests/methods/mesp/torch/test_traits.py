@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.methods.mesp.block_modules import seen
-from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch import kernels
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
-from ondevice.methods.mesp.torch.loss import Loss
-from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.methods.mesp.torch.weights import Dense
+from ondevice.methods.mesp.torch.model import Dense, Loss
+from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
 from tests.methods.mesp.torch.plain_block import block_forward
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -76,10 +74,10 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
     st.integers(0, 99),
 )
 def test_gradients_of_a_block_match_autograd(dims, data, length, chunk, seed) -> None:
-    kernels = TorchKernels()
+    chosen = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
         chunk = None
-        kernels = GraphKernels(seen(length, dims.traits.window(0)).double())
+        chosen = GraphKernels(seen(length, dims.traits.window(0)).double())
     adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
     block, count = tensors(dims, adapted, seed), ROWS * length
     x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)
@@ -93,11 +91,11 @@ def test_gradients_of_a_block_match_autograd(dims, data, length, chunk, seed) ->
         expected, [x, *(leaf for pair in leaves.values() for leaf in pair)], g
     )
 
-    before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, 8
-    chunk_queries, attention.CHUNK_QUERIES = attention.CHUNK_QUERIES, 2
+    before, kernels.CHUNK_SCORES = kernels.CHUNK_SCORES, 8
+    chunk_queries, kernels.CHUNK_QUERIES = kernels.CHUNK_QUERIES, 2
     try:
         with torch.no_grad():
-            ours, learned = Blocks(Stages(dims, kernels), chunk), {}
+            ours, learned = Blocks(Stages(dims, chosen), chunk), {}
             y = ours.forward(block, x.detach(), position, ROWS)
             gx = ours.backward(
                 block,
@@ -108,7 +106,7 @@ def test_gradients_of_a_block_match_autograd(dims, data, length, chunk, seed) ->
                 lambda t, *pair: learned.update({t: pair}),
             )
     finally:
-        attention.CHUNK_SCORES, attention.CHUNK_QUERIES = before, chunk_queries
+        kernels.CHUNK_SCORES, kernels.CHUNK_QUERIES = before, chunk_queries
     torch.testing.assert_close(y, expected.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gx, theirs[0], rtol=1e-8, atol=1e-8)
     assert learned.keys() == leaves.keys()
