@@ -23,7 +23,7 @@ from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.torch.model import Dense, Frozen, Positions, by_layer, factor, scaled
 
 if TYPE_CHECKING:
-    from ondevice.core.untrusted.tensors import TensorPlace
+    from ondevice.core.untrusted import TensorPlace
     from ondevice.models import ModelFiles
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
