@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 76),
-        ("lora", "torch", 66),
-        ("mesp", "mlx", 64),
-        ("prge", "torch", 73),
-        ("slideformer", "torch", 84),
+        ("mesp", "torch", 60),
+        ("lora", "torch", 51),
+        ("mesp", "mlx", 50),
+        ("prge", "torch", 58),
+        ("slideformer", "torch", 71),
     ],
 )
 def test_a_run_calls_few_files(

@@ -14,6 +14,7 @@ from ondevice.data.tasks.benchmarks import (
     read_questions,
     read_shots,
 )
+from ondevice.generation.prompt import Messages, prompt_ids
 from ondevice.training.benchmark import (
     ANSWERS,
     Answer,
@@ -113,8 +114,6 @@ def _limit(opened: Opened, requested: int | None) -> int:
 
 
 def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
-    from ondevice.generation.prompt import Messages, prompt_ids
-
     loaded, write = opened.loaded, opened.write
     if loaded is None or write is None:
         hint = "evaluate the model that it was exported from, with --adapter; or --task mmlu"

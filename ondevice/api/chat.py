@@ -8,8 +8,12 @@ from typing import Any
 from ondevice.api.open import open_artifact
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ModelError
+from ondevice.exporters.executorch.blocks_model import BlocksModel, can_generate
+from ondevice.exporters.executorch.packed import ANSWERS, PackedModel, has_answers
 from ondevice.generation.generator import Generator, TokenModel, generator_of
 from ondevice.generation.prompt import end_tokens
+from ondevice.models import load_model
+from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.devices import resolve_device
 
 
@@ -26,17 +30,11 @@ def open_chat(
         ArtifactError: the artifact's program cannot generate, or the adapter does not fit.
         ModelError: the model cannot be read.
     """
-    from ondevice.exporters.executorch.packed import has_answers
-
     folder = Path(source)
     if (folder / MANIFEST_NAME).is_file() or has_answers(folder):
-        from ondevice.models.load import artifact_tokenizer
-
         tokenizer = artifact_tokenizer(folder)
         generator = Generator(_program(folder), tokenizer, end_tokens(tokenizer), source)
     else:
-        from ondevice.models import load_model
-
         loaded = load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto"))
         if loaded.dims.classes:
             raise ModelError(
@@ -51,15 +49,11 @@ def open_chat(
 
 def _program(folder: Path) -> TokenModel:
     """Open the program of an artifact that predicts tokens."""
-    from ondevice.exporters.executorch.packed import ANSWERS, PackedModel, has_answers
-
     if has_answers(folder):
         return PackedModel(folder)
     if has_answers(folder / ANSWERS):
         read_manifest(folder)  # checks the files
         return PackedModel(folder / ANSWERS)
-    from ondevice.exporters.executorch.blocks_model import BlocksModel, can_generate
-
     session: Any = open_artifact(folder)
     if not can_generate(session):
         raise ArtifactError(

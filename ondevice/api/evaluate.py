@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
+from ondevice.api.runfile import RunConfig
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.capabilities import OpensNetwork
 from ondevice.core.config import path_of
@@ -18,7 +19,10 @@ from ondevice.core.session import Evaluator
 from ondevice.core.untrusted import read_json
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.examples import refuse_preferences
+from ondevice.generation.generator import continue_ids
+from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
+from ondevice.nn.adapters import apply_adapter
 from ondevice.planning.devices import resolve_device
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.fit import adapter_identity
@@ -127,10 +131,7 @@ def open_source(
         network = trained_by.open_network(folder, resolve_device(device))
         return Opened(network.session, network.loaded.tokenizer, network.loaded, network.write)
     # Imported here, as an artifact's runtime may do without torch and transformers.
-    from ondevice.generation.generator import continue_ids
     from ondevice.methods.model_loss import ModelSession
-    from ondevice.models import load_model
-    from ondevice.nn.adapters import apply_adapter
 
     loaded = load_model(str(source), revision=revision, dtype=dtype, device=resolve_device(device))
     if adapter is not None:
@@ -171,9 +172,6 @@ def replay(
                 hint="use the artifact that was run",
             )
     else:
-        from ondevice.api.runfile import RunConfig
-        from ondevice.models import load_model
-
         # The head of the log has the whole run file; the device too is the run's, for the same bits.
         config = RunConfig.parse(run.header.config, f"{log}: start event")
         device = "cuda" if run.header.backend == "torch-cuda" else "cpu"

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.api.runfile import RunConfig, read_yaml
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
+from ondevice.data import read_dataset
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
+from ondevice.models import load_tokenizer
+from ondevice.planning.estimate import plan
+from ondevice.planning.fits import ensure_fits
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -53,9 +58,6 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
 
 def _rows(config: RunConfig) -> Dataset | None:
     """Read the run's rows, if the method's program has a use for them."""
-    from ondevice.data import read_dataset
-    from ondevice.models import load_tokenizer
-
     data, spec = config.data, spec_of(config.method)
     program = spec.program(target(config.export.target).kind)
     wanted = (
@@ -77,8 +79,6 @@ def _rows(config: RunConfig) -> Dataset | None:
 
 def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], str]:
     """Find the answers of the run's rows, or of its task if no rows are named."""
-    from ondevice.models import load_tokenizer
-
     if rows is not None:
         return label_tokens_of_rows(rows)
     if config.data.task is None:
@@ -107,9 +107,6 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
 
 def _ensure_fits(config: RunConfig) -> None:
     """Refuse an artifact whose runs would not fit the memory limit."""
-    from ondevice.planning.estimate import plan
-    from ondevice.planning.fits import ensure_fits
-
     export, limit = config.export, config.train.memory_limit_bytes
     spec = target(export.target)
     estimate = plan(
@@ -153,8 +150,6 @@ def run_config(
         ArtifactError: if `folder` is no whole artifact.
         ConfigError: for an unknown key, a wrong value, or an override of what the program fixes.
     """
-    from ondevice.api.runfile import RunConfig, read_yaml
-
     manifest, settings = read_manifest(folder), dict(overrides or {})
     rate = settings.pop("method.learning_rate", None)
     for key in settings:

@@ -12,10 +12,9 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import DEFAULT_METHOD, method_config, methods, spec_of
 from ondevice.core.registry import method as registry_method
 from ondevice.core.untrusted import yaml_documents
+from ondevice.training.loggers import check_installed
 
 if TYPE_CHECKING:
-    from ondevice.data.readers.objects import PythonRows
-
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
@@ -24,10 +23,6 @@ else:
         Field(discriminator="name"),
     ]
     """Any method's settings; `name` says which."""
-
-
-LATER = ("columns", "validation_split", "packing", "streaming")
-"""Settings of the rows that are named in a run's identity only if they are set: older logs do not have them."""
 
 
 NULL = object()
@@ -197,43 +192,7 @@ class RunConfig(StrictConfig):
                 hint="--validation-split 0.1 keeps a tenth of the rows from training",
             )
         if self.train.report_to:
-            from ondevice.training.loggers import check_installed
-
             check_installed(self.train.report_to)
-
-    def data_identity(self, given: PythonRows | None = None) -> dict[str, Any]:
-        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
-
-        Args:
-            given: the rows, if Python holds them.
-        """
-        from ondevice.artifact.files import sha256_file, sha256_spread
-        from ondevice.data.readers.files import check_source
-        from ondevice.data.tasks.task import is_template
-
-        data = self.data
-        hidden = {"path", "eval_path", "strict_columns"} | {
-            name for name in LATER if not getattr(data, name)
-        }
-        hidden |= set() if data.streaming else {"shuffle_records"}
-        hash_file = sha256_spread if data.streaming else sha256_file
-        digest = hash_file(data.path) if data.path is not None and data.path.is_file() else None
-        if (
-            data.path is not None
-            and not data.path.is_file()
-            and check_source(data.path) == "folder"
-        ):
-            from ondevice.data.readers.files import hash_files
-
-            digest = hash_files(data.path)
-        identity = {
-            "sha256": given.sha256 if given is not None else digest,
-            "batch_size": self.train.batch_size,
-            **data.model_dump(mode="json", exclude=hidden),
-        }
-        if data.task is not None and is_template(data.task):
-            identity["task_sha256"] = sha256_file(Path(data.task))
-        return identity
 
 
 PRESETS = Path(__file__).parent / "presets"

@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.registry import target
+from ondevice.data import Batches, pad_id_of, read_dataset
 from ondevice.exporters.base import VerifyRequest
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ def verify(
     manifest = read_manifest(folder)
 
     def rows(session: ProgramSession, tokenizer: Any, count: int) -> Iterator[Batch]:
-        from ondevice.data import Batches, pad_id_of, read_dataset
-
         assert data is not None  # noqa: S101 - else nobody asks
         dataset = read_dataset(
             data, tokenizer, task=manifest.task, max_length_tokens=max(manifest.lengths_tokens)

@@ -33,7 +33,13 @@ from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
-from ondevice.training.identity import ENCODED, date_of, encoded_identity, environment
+from ondevice.training.identity import (
+    ENCODED,
+    data_identity,
+    date_of,
+    encoded_identity,
+    environment,
+)
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
@@ -320,7 +326,7 @@ def fit(
         config=config.model_dump(mode="json"),
         identity={
             **identity,
-            "data": config.data_identity(options.rows),
+            "data": data_identity(config.data, settings.batch_size, options.rows),
             ENCODED: rows.encoded,
             **adapter_identity(options.adapter),
         },

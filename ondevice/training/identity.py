@@ -12,10 +12,18 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ondevice.artifact.files import sha256_file, sha256_spread
 from ondevice.data.examples import rows_sha256, template_sha256, tokenizer_sha256
+from ondevice.data.readers.files import check_source, hash_files
+from ondevice.data.tasks.task import is_template
 from ondevice.training import events
+
+if TYPE_CHECKING:
+    from ondevice.core.config import DataConfig
+    from ondevice.data.readers.objects import PythonRows
 
 DATE = "data.date"
 """Key of a run's decisions: the date and time that its chat template sees, in ISO format and local time."""
@@ -41,6 +49,34 @@ LIBRARIES = (
     "mlx",
     "executorch",
 )
+
+
+LATER = ("columns", "validation_split", "packing", "streaming")
+"""Settings of the rows that an identity has only if they are set: older logs do not have them."""
+
+
+def data_identity(data: DataConfig, batch_size: int, rows: PythonRows | None) -> dict[str, Any]:
+    """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
+
+    Args:
+        rows: those that Python holds, instead of `data.path`.
+    """
+    hidden = {"path", "eval_path", "strict_columns"}
+    hidden |= {name for name in LATER if not getattr(data, name)}
+    if not data.streaming:
+        hidden.add("shuffle_records")
+    digest = None
+    if rows is not None:
+        digest = rows.sha256
+    elif data.path is not None and data.path.is_file():
+        digest = sha256_spread(data.path) if data.streaming else sha256_file(data.path)
+    elif data.path is not None and check_source(data.path) == "folder":
+        digest = hash_files(data.path)
+    settings = data.model_dump(mode="json", exclude=hidden)
+    identity = {"sha256": digest, "batch_size": batch_size, **settings}
+    if data.task is not None and is_template(data.task):
+        identity["task_sha256"] = sha256_file(Path(data.task))
+    return identity
 
 
 def encoded_identity(tokenizer: Any, rows: Any, evaluation: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from ondevice.data import length_of
 from ondevice.data.encode import dated
 from ondevice.data.examples import refuse_preferences
 from ondevice.data.reading import about, ensure_usable, open_reading
+from ondevice.data.stream import first_rows
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ def _rows_of(data: DataConfig) -> Rows | Reading:
     assert data.path is not None  # noqa: S101  checked by the caller
     if not data.streaming:
         return open_reading(data.path, task=data.task, columns=data.columns)
-    from ondevice.data.stream import first_rows
-
     return first_rows(data.path, data.shuffle_records, task=data.task, columns=data.columns)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.core.session import Scoring, require
 from ondevice.data.tasks.scoring import first_line
+from ondevice.generation.generator import continue_ids
 from ondevice.training.evaluate import evaluate_dataset
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ class Objective:
         return float(value)
 
     def _write(self) -> Callable[[Sequence[int]], str]:
-        from ondevice.generation.generator import continue_ids
-
         return partial(
             continue_ids, require(self.session, Scoring).whole_model(), max_new_tokens=ANSWER_TOKENS
         )

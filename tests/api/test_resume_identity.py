@@ -366,7 +366,7 @@ def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(
     options = {"data.streaming": True, "data.shuffle_records": 3, "data.eval_path": None}
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        context.setattr("ondevice.artifact.files.sha256_spread", lambda path: "0" * 64)
+        context.setattr("ondevice.training.identity.sha256_spread", lambda path: "0" * 64)
         case = begin(tmp_path / "case", **options)
         case.go_on(steps=2)
         edit_text("rows.jsonl", *edit)(case)

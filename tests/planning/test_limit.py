@@ -126,11 +126,11 @@ def test_packed_weights_are_planned_as_they_are() -> None:
 
 
 def test_nothing_is_loaded_if_the_plan_does_not_fit(tmp_path, monkeypatch) -> None:
-    from ondevice import models
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import train
+    from ondevice.training import fit
 
-    monkeypatch.setattr(models, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(fit, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
     (tmp_path / "rows.jsonl").write_text(ROWS)
     values = {
         "model.source": "tiny:llama",
