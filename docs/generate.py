@@ -391,11 +391,19 @@ def families() -> str:
     return families_markdown()
 
 
+def supported() -> str:
+    """Each method and place that the conformance table claims."""
+    sys.path.insert(0, str(ROOT))
+    from tests.conformance.table import markdown
+
+    return markdown()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter,
-        fleet_adapter_charter, fleet_settings, families,
+        fleet_adapter_charter, fleet_settings, families, supported,
     )
 }  # fmt: skip
 
@@ -409,7 +417,10 @@ def main(arguments: list[str]) -> int:
     """Rewrite the pages, or with --check only compare; returns the exit status."""
     status = 0
     folder = ROOT / "docs" / "reference"
-    others = ("docs/methods/index.md", "docs/howto/models.md", "README.md")
+    others = (
+        *("docs/methods/index.md", "docs/howto/models.md", "docs/conformance.md"),
+        "README.md",
+    )
     pages = [*sorted(folder.glob("*.md")), *(ROOT / name for name in others)]
     for path in [*pages, folder / "openapi.json"]:
         text = path.read_text() if path.exists() else ""

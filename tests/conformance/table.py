@@ -1,8 +1,8 @@
 """The pairs of method and backend that this project claims, each with the model and limits it is
 tested with.
 
-`test_table.py` runs every row; README's support matrix is `markdown()`, and a test holds the two
-together.
+`test_table.py` runs every row; `markdown()` is the table of docs/conformance.md, which `make docs`
+writes.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def families_markdown() -> str:
 
 
 def markdown() -> str:
-    """README's support matrix."""
+    """Return the table of docs/conformance.md."""
     lines = ["| Method | Runs on | As |", "| --- | --- | --- |"]
     lines += [f"| {method} | {WHERE[backend]} | {claim} |" for method, backend, claim in claims()]
     return "\n".join(lines)

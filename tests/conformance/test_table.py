@@ -4,7 +4,6 @@ resume, round trip."""
 from __future__ import annotations
 
 import functools
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from tests.conformance.plain import (
     PlainRevffn,
     PlainSubspace,
 )
-from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
+from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, model, needs_qnn, program
 
@@ -351,13 +350,6 @@ def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
         ours.tobytes() == theirs.tobytes() and count.tolist() == same.tolist() and count.min() > 0
     )
     assert trained(other).keys() == trained(session).keys()
-
-
-def test_the_documentation_claims_what_is_tested_here(root: Path) -> None:
-    text = (root / "docs/conformance.md").read_text(encoding="utf-8")
-    match = re.search(r"<!-- conformance -->\n(.*?)<!-- /conformance -->", text, re.DOTALL)
-    assert match, "conformance.md lacks the markers of the support matrix"
-    assert match[1].strip() == markdown(), "the support matrix is not the table's:\n" + markdown()
 
 
 def test_every_method_and_target_is_in_the_table() -> None:

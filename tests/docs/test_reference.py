@@ -19,6 +19,7 @@ PAGES = (
     ),
     "docs/methods/index.md",
     "docs/howto/models.md",
+    "docs/conformance.md",
     "README.md",
 )
 
