@@ -19,24 +19,24 @@ from benchmarks.offload.zero import Zero
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.offload import cuda
+from ondevice.methods.slideformer.torch import SlideformerEngine
+from ondevice.offload import device as offload_device
 
 
 class Pinned:
     """Time and size of the host memory that the engine has locked."""
 
     def __init__(self) -> None:
-        self.seconds, self.bytes, self.plain = 0.0, 0, cuda.buffer
-        cuda.buffer = self.buffer
+        self.seconds = 0.0
+        self.bytes = 0
+        self.plain = offload_device.buffer
+        offload_device.buffer = self.buffer
 
     def buffer(self, size_bytes: int, pin: bool) -> torch.Tensor:
         started = time.perf_counter()
         built = self.plain(size_bytes, pin)
-        self.seconds, self.bytes = (
-            self.seconds + time.perf_counter() - started,
-            self.bytes + size_bytes,
-        )
+        self.seconds += time.perf_counter() - started
+        self.bytes += size_bytes
         return built
 
 

@@ -19,8 +19,8 @@ from benchmarks.common import median
 from ondevice.core.dims import ModelDims
 from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
-from ondevice.offload.device import Device
-from ondevice.offload.host import buffer, moments_bytes, moments_in
+from ondevice.offload.device import Device, buffer
+from ondevice.offload.host import moments_bytes, moments_in
 from ondevice.runtime_ops import layer_adam as la
 
 FIELDS = (
@@ -97,7 +97,7 @@ def make_family(
     model.eval()
     family = family_class(model)
     if liger:
-        from ondevice.offload.kernels import patch_layers
+        from ondevice.offload.liger import patch_layers
 
         patch_layers(family)
     return family
@@ -161,7 +161,7 @@ def release(device: str) -> None:
 
 def copy_rates(device: str) -> dict[str, float]:
     """Bytes a second of pinned copies: each way by itself, and both ways at once (the sum)."""
-    from ondevice.offload.engine import open_device
+    from ondevice.offload.device import open_device
 
     opened = open_device(device)
     count = (512 << 20 if opened.type == "cuda" else 1 << 20) // 2

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.offload.model import SHAPES, make_family
 from ondevice.methods.slideformer.window import bind
 from ondevice.models.families.base import Family
-from ondevice.offload.kernels import ChunkedLoss, LigerLoss
+from ondevice.offload.gradients import ChunkedLoss
+from ondevice.offload.liger import LigerLoss
 from ondevice.offload.units import Unit, cut
 
 CHUNK = 2048

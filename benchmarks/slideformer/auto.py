@@ -33,10 +33,10 @@ from benchmarks.offload import peers
 from benchmarks.offload.live import Peak, other, reason, short
 from ondevice.methods.slideformer.auto import Room, Work, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.offload.calibrate import calibrate
 from ondevice.offload.engine import host_threads
-from ondevice.offload.kernels import use_liger
+from ondevice.offload.liger import use_liger
 from ondevice.planning.devices import find_device
 from ondevice.runtime_ops import layer_adam as la
 

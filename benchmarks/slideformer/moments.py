@@ -127,7 +127,7 @@ def from_nothing(kind: str, seed: int, args: Any) -> dict[str, Any]:
     import torch
 
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.engine import SlideformerEngine
+    from ondevice.methods.slideformer.torch import SlideformerEngine
     from ondevice.models.load import tiny_model
 
     device = (

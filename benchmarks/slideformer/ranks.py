@@ -36,11 +36,11 @@ from benchmarks.offload.roundpipe import RoundPipe
 from benchmarks.offload.zero import Zero
 from ondevice.methods.slideformer.auto import Room, Work, agreed, assumed, resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.offload import cores
 from ondevice.offload.calibrate import calibrate
-from ondevice.offload.kernels import use_liger
-from ondevice.offload.ranks import join
+from ondevice.offload.engine import join
+from ondevice.offload.liger import use_liger
 from ondevice.planning.devices import find_device
 
 NEEDS = ("cuda",)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.common import finish, parse_args
 from benchmarks.offload.model import Copies
-from ondevice.offload.device import Device
-from ondevice.offload.engine import host_threads, open_device
+from ondevice.offload.device import Device, open_device
+from ondevice.offload.engine import host_threads
 from ondevice.runtime_ops import layer_adam as la
 
 NEEDS = ("cuda",)

@@ -103,7 +103,7 @@ def nearest(name: str, run: Callable[..., Any]) -> Any:
         def plain(parameters: Any, decay: float) -> Any:
             return [TorchAdamW(parameters, decay)]
 
-        with mock.patch("ondevice.methods.adamw_session.open_adamw", plain):
+        with mock.patch("ondevice.methods.adamw.open_adamw", plain):
             return run()
     if name == "mezo":
         with mock.patch(

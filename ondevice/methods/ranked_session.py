@@ -18,7 +18,7 @@ import numpy as np
 
 from ondevice.artifact.files import write_tensors
 from ondevice.core.errors import OndeviceError, StorageError, TrainingError
-from ondevice.methods.engine_session import EngineSession
+from ondevice.offload.engine import EngineSession
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult

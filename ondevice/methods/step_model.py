@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.method import StepCost
+from ondevice.offload.config import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -80,7 +81,7 @@ def passes_bytes(
         place: where the inputs are; `device` keeps all of them there.
         vocab: columns of the logits that exist at once.
     """
-    item = 2 if config.compute == "bfloat16" else 4
+    item = ITEM_BYTES[config.compute]
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
     kept = (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors, write_tensors
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from ondevice.models.load import LoadedModel
@@ -28,15 +29,19 @@ def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
     Raises:
         OSError: from the disk.
     """
-    import torch
-
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for name, tensor in weights.items()
-    }
+    arrays = {name: as_numpy(tensor) for name, tensor in weights.items()}
     write_tensors(folder / FILE_NAME, arrays, bfloat16=True)
     save_description(folder, next(iter(weights.values())).dtype, loaded)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return the same memory; bfloat16 as uint16."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
 
 
 def save_description(folder: Path, dtype: Any, loaded: Any) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ondevice.offload.config import Rates
-from ondevice.offload.engine import host_threads, open_device
-from ondevice.offload.host import DTYPES, buffer, moments_bytes, moments_in, native
+from ondevice.offload.device import buffer, open_device
+from ondevice.offload.engine import host_threads
+from ondevice.offload.host import DTYPES, moments_bytes, moments_in, native
 from ondevice.offload.storage import TierFile
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 

@@ -1,7 +1,8 @@
-"""Settings of the offload engines; the methods that use them add their own."""
+"""Settings of the offload engines, to which methods add their own, and those that `torchrun` made."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +10,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError
 from ondevice.core.flags import BUS_LIMIT, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a value, by `EngineConfig.compute`."""
 
 
 class EngineConfig(StrictConfig):
@@ -65,11 +70,6 @@ class EngineConfig(StrictConfig):
     """Simulated bus: no direction moves more than this many GB/s; None is the real one."""
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of a value in the compute dtype."""
-        return 2 if self.compute == "bfloat16" else 4
-
-    @property
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
         """Type of AdamW's moments on the host."""
         return "float32"
@@ -92,3 +92,22 @@ class Rates:
     d2h_bytes_s: float | None
     parameters_s: float
     disk_bytes_s: float | None
+
+
+def launched() -> tuple[int, int]:
+    """Return rank and number of processes that `torchrun` set, else 0 and 1."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_rows(rows: int, world: int) -> None:
+    """Check that every rank has the same number of rows, so that all do the same transfers.
+
+    Raises:
+        ConfigError: the rows do not divide.
+    """
+    if rows % world:
+        raise ConfigError(
+            f"{rows} rows cannot be divided among {world} ranks",
+            expected=f"train.batch_size, the rows of all ranks together, a multiple of {world}",
+            received=rows,
+        )

@@ -1,24 +1,22 @@
 """The device that an engine computes on: lanes, events and pinned memory; and the record of a step.
 
-The interface, and the CPU, on which everything runs in order; `cuda` has the accelerator. A
-`Timeline` records spans by lane, `overlap` sums them up, and `chrome_trace` writes them.
+On the CPU everything runs in order; on an accelerator, in CUDA's streams. Untested beyond NVIDIA: on
+AMD, `torch.cuda` is HIP and the same calls exist. A `Timeline` records spans by lane.
 """
 
 from __future__ import annotations
 
-import json
+import mmap
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ondevice.offload.device import Device, Event
+from ondevice.core.errors import DoesNotFitError
 
 Lane = Literal["compute", "h2d", "d2h", "comm"]
 """`comm`: what several ranks do together."""
@@ -129,45 +127,160 @@ class CpuDevice:
         return
 
 
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def since(self, event: _CudaEvent) -> float:
+        """Return seconds since `event`, at least the timer's 1 us; both have been reached.
+
+        `Device.seconds` loses digits the longer a run is."""
+        return max(1e-6, event.event.elapsed_time(self.event) / 1000)
+
+
+class CudaDevice:
+    """Two copy streams and one for ranks, in addition to the current one."""
+
+    type = "cuda"
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
+        self.device = torch.device("cuda", self.index)
+        with torch.cuda.device(self.index):
+            self.streams = {
+                "compute": torch.cuda.current_stream(),
+                "h2d": torch.cuda.Stream(),
+                "d2h": torch.cuda.Stream(),
+                "comm": torch.cuda.Stream(),
+            }
+            self.base = _CudaEvent(self.streams["compute"])
+            self.base.wait()
+        self.base_s = time.perf_counter()
+
+    def record(self, lane: Lane) -> _CudaEvent:
+        return _CudaEvent(self.streams[lane])
+
+    def hold(self, lane: Lane, event: Any) -> None:
+        self.streams[lane].wait_event(event.event)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.streams[lane]):
+            target.copy_(source, non_blocking=True)
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.streams[lane])
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.index)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return locked in place: torch's own pinned allocator rounds up to a power of two.
+
+        Raises:
+            DoesNotFitError: the system does not give or lock so much memory.
+        """
+        return buffer(max(1, numel * dtype.itemsize), pin=True).view(dtype)[:numel]
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def seconds(self, event: Any) -> float:
+        return self.base_s + self.base.event.elapsed_time(event.event) / 1000
+
+    def segments(self) -> int:
+        return torch.cuda.memory_stats(self.index)["segment.all.current"]
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def close(self) -> None:
+        """Wait for all lanes; host memory is unlocked with its last user."""
+        self.synchronize()
+
+
+def open_device(name: str) -> Device:
+    """Open `cpu`, or `cuda` with an optional index."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return CpuDevice()
+    return CudaDevice(device.index)
+
+
+BLOCK_BYTES = 4096
+"""Direct I/O needs offsets, lengths and addresses at multiples of the drive's block."""
+
+
+class _Pages(mmap.mmap):
+    """Anonymous private memory that takes its page lock back before it is unmapped."""
+
+    locked_at = 0
+    """The address that CUDA page-locked; 0 if it did not."""
+
+    def __del__(self) -> None:
+        if self.locked_at:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+
+
+def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
+    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a
+    multiple of 4096.
+
+    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the
+    system with the last tensor that views it. Finish the copies to and from the GPU before that.
+
+    Args:
+        size_bytes: at least 1.
+        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored without CUDA.
+
+    Raises:
+        DoesNotFitError: the system has not that much memory, or CUDA cannot lock it.
+    """
+    if size_bytes < 1:
+        raise ValueError(f"a buffer needs at least 1 byte, not {size_bytes}")
+    size_bytes = round_up(size_bytes)
+    try:
+        pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _no_memory(size_bytes, error.strerror or str(error)) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    if pin and torch.cuda.is_available():
+        code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
+        if int(code) != 0:
+            raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
+        pages.locked_at = tensor.data_ptr()
+    return tensor
+
+
+def round_up(size_bytes: int) -> int:
+    """Return `size_bytes` up to the next whole block."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _no_memory(size_bytes: int, why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"no memory for an offload buffer of {size_bytes / 2**20:.0f} MiB",
+        received=why,
+        hint="close other programs, or move more of the optimizer state to the disk",
+    )
+
+
 Spans = list[tuple[str, str, float, float, int]]
 """Lane, name, start and end in seconds of `time.perf_counter`, bytes."""
-LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """One step, seconds and bytes. Sums are over what a lane was busy, not over wall time.
-
-    Attributes:
-        forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
-        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: wall time with
-            transfers to or from the disk under way.
-        wall_s: from the step's begin to the next one's.
-        idle_s: wall time in which the accelerator computed nothing.
-        hiding_factor: backward_s / (d2h_s + max(update_s, disk_s)) (SlideFormer section 3.1); from
-            1 on the update is hidden.
-        bound: the lane that was busy longest.
-        comm_s: of gathers and sums over ranks, including waits for other ranks; 0 in one process.
-        simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
-    """
-
-    forward_s: float
-    backward_s: float
-    h2d_s: float
-    d2h_s: float
-    update_s: float
-    disk_s: float
-    wall_s: float
-    idle_s: float
-    hiding_factor: float
-    h2d_bytes: int
-    d2h_bytes: int
-    bound: str
-    comm_s: float = 0.0
-    simulated_gb_per_s: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -208,63 +321,3 @@ class Timeline:
             else:
                 self.spans.append(span)
         return ended
-
-
-def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None) -> Overlap:
-    """Sum up the spans of one step."""
-    busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
-    sizes = {"h2d": 0, "d2h": 0}
-    for lane, _, start, end, size in spans:
-        busy[lane] += (end - start) * (lane != "disk")
-        if lane in sizes:
-            sizes[lane] += size
-    busy["disk"] = _covered([(start, end) for lane, _, start, end, _ in spans if lane == "disk"])
-    computed = busy["forward"] + busy["backward"]
-    groups = {
-        "compute": computed,
-        **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")},
-    }
-    leaving = busy["d2h"] + max(busy["update"], busy["disk"])
-    return Overlap(
-        forward_s=busy["forward"],
-        backward_s=busy["backward"],
-        h2d_s=busy["h2d"],
-        d2h_s=busy["d2h"],
-        update_s=busy["update"],
-        disk_s=busy["disk"],
-        wall_s=wall_s,
-        idle_s=max(0.0, wall_s - computed),
-        hiding_factor=busy["backward"] / leaving if leaving else float("inf"),
-        h2d_bytes=sizes["h2d"],
-        d2h_bytes=sizes["d2h"],
-        bound=max(groups, key=lambda lane: groups[lane]),
-        comm_s=busy["comm"],
-        simulated_gb_per_s=simulated_gb_per_s,
-    )
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one span runs: the disk works at several transfers at once."""
-    total = 0.0
-    until = float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def chrome_trace(spans: Spans, path: Path) -> None:
-    """Write spans for chrome://tracing or Perfetto, microseconds from the first."""
-    first = min((span[2] for span in spans), default=0.0)
-    events = [
-        {
-            "name": name, "cat": lane, "ph": "X", "pid": 0, "tid": LANES.index(lane),
-            "ts": round((start - first) * 1e6, 1), "dur": round((end - start) * 1e6, 1), "args": {"bytes": size},
-        }
-        for lane, name, start, end, size in spans
-    ]  # fmt: skip
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
-        for number, lane in enumerate(LANES)
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import StorageError
-from ondevice.offload.host import BLOCK_BYTES
+from ondevice.offload.device import BLOCK_BYTES
 
 Backend = Literal["auto", "direct", "buffered"]
 _REASONS = {

@@ -7,79 +7,25 @@ units share."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ondevice.core.errors import CheckpointError, DoesNotFitError, MissingPackageError
+from ondevice.core.errors import CheckpointError, MissingPackageError
+from ondevice.offload.device import buffer
 from ondevice.offload.units import array_name, extent
 from ondevice.runtime_ops import layer_adam
 
 if TYPE_CHECKING:
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
-    from ondevice.offload.ranks import Arrays
-    from ondevice.offload.units import Unit
+    from ondevice.offload.units import Arrays, Unit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-BLOCK_BYTES = 4096
-"""Direct I/O needs offsets, lengths and addresses at multiples of the drive's block."""
 FIELD_BYTES = 64
 """Moments begin at multiples of it in one run of bytes."""
-
-
-class _Pages(mmap.mmap):
-    """Anonymous private memory that takes its page lock back before it is unmapped."""
-
-    locked_at = 0
-    """The address that CUDA page-locked; 0 if it did not."""
-
-    def __del__(self) -> None:
-        if self.locked_at:
-            _cudart().cudaHostUnregister(self.locked_at)
-
-
-def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
-    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a
-    multiple of 4096.
-
-    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the
-    system with the last tensor that views it. Finish the copies to and from the GPU before that.
-
-    Args:
-        size_bytes: at least 1.
-        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored without CUDA.
-
-    Raises:
-        DoesNotFitError: the system has not that much memory, or CUDA cannot lock it.
-    """
-    if size_bytes < 1:
-        raise ValueError(f"a buffer needs at least 1 byte, not {size_bytes}")
-    size_bytes = round_up(size_bytes)
-    try:
-        pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise _no_memory(size_bytes, error.strerror or str(error)) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages
-            pass
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    if pin and torch.cuda.is_available():
-        code = _cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
-        if int(code) != 0:
-            raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
-        pages.locked_at = tensor.data_ptr()
-    return tensor
-
-
-def round_up(size_bytes: int) -> int:
-    """Return `size_bytes` up to the next whole block."""
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def release(unit: Unit, dtype: torch.dtype) -> None:
@@ -304,15 +250,3 @@ class HostStore:
         if state.master is None:
             raise RuntimeError("a state in split form has no float32 master")
         return state.master
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _no_memory(size_bytes: int, why: str) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"no memory for an offload buffer of {size_bytes / 2**20:.0f} MiB",
-        received=why,
-        hint="close other programs, or move more of the optimizer state to the disk",
-    )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ondevice.core.errors import TrainingError
 from ondevice.offload.guard import GONE, HINT
+from ondevice.offload.units import Arrays
 from ondevice.offload.worker import Patience
 
 CHUNK_BYTES = 256 << 20
@@ -28,15 +29,6 @@ PERIOD_S = 1.0
 LOOK_S = 0.002
 WAIT_S = 0.05
 T = TypeVar("T")
-
-
-class Arrays(Protocol):
-    """Arrays by name, of a checkpoint on this rank or on rank 0."""
-
-    def get(self, name: str, /) -> Any:
-        """Return an object with `shape`, `dtype` and slices like an array; None for an unknown
-        name."""
-        ...
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ondevice.offload.worker import Patience, Watch
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Event
-    from ondevice.offload.ranks import Ranks
+    from ondevice.offload.units import Ranks
 
 LOOK_S = 0.1
 ABORT_S = 10.0

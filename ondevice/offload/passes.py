@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.offload.gradients import Accumulator
-from ondevice.offload.kernels import ChunkedLoss, LigerLoss
+from ondevice.offload.gradients import Accumulator, ChunkedLoss
+from ondevice.offload.liger import LigerLoss
 
 if TYPE_CHECKING:
     from ondevice.models import Family

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import StorageError
+from ondevice.offload.device import BLOCK_BYTES, buffer, round_up
 from ondevice.offload.drive import Backend, Drive, Meter, checksum, reason, reserve
-from ondevice.offload.host import BLOCK_BYTES, buffer, round_up
 
 CHUNK_BYTES = 8 << 20
 """One request; a record's chunks are spread over the threads, so that the drive has several to work

@@ -17,8 +17,7 @@ from ondevice.offload.gradients import square
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event, Lane, Timeline
-    from ondevice.offload.ranks import Bounds, Ranks
-    from ondevice.offload.units import Unit
+    from ondevice.offload.units import Bounds, Ranks, Unit
     from ondevice.offload.worker import Task
 
 

@@ -7,15 +7,17 @@ ranks, and a table's at a row."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ondevice.core.errors import CheckpointError, ModelError
+from ondevice.offload.config import check_rows
 from ondevice.runtime_ops.layer_adam import TILE
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 ALIGN = 128
 """Elements; every parameter begins at a multiple of it, so that matrix products read aligned
 memory."""
+Bounds = tuple[int, ...]
+"""Indices at which each rank's part begins, and the end of the last one."""
 Kind = Literal["layer", "rest", "embedding", "head"]
 
 
@@ -201,7 +205,7 @@ def shard(unit: Unit, rank: int, world: int) -> Unit:
     return replace(unit, pieces=tuple(pieces), numel=size, low=low, of=unit.numel)
 
 
-def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> tuple[int, ...]:
+def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> Bounds:
     """Return the begin of each rank's shard and the end of the last: `world + 1` elements.
 
     Args:
@@ -215,12 +219,117 @@ def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> tuple[int
     return (*inside, span.stop - span.start)
 
 
-def row_bounds(unit: Unit, world: int, rows: Tensor) -> tuple[int, ...]:
+def row_bounds(unit: Unit, world: int, rows: Tensor) -> Bounds:
     """Return the same for ascending rows of a table, int64 [R]: as indices into `rows`."""
     if world == 1:
         return (0, len(rows))
     firsts = torch.arange(world) * (shard_numel(unit, world) // unit.pieces[0].shape[1])
     return (*torch.searchsorted(rows, firsts).tolist(), len(rows))
+
+
+class Arrays(Protocol):
+    """Arrays by name, of a checkpoint on this rank or on rank 0."""
+
+    def get(self, name: str, /) -> Any:
+        """Return an object with `shape`, `dtype` and slices like an array; None for an unknown
+        name."""
+        ...
+
+
+class Ranks:
+    """One process, and its rank among those that train together; if it is the only one, every call
+    is the identity. `ondevice.offload.ranks` has several.
+
+    Attributes:
+        calls, files: messages between several (`ondevice.offload.messages`).
+        sharing: ranks that may use the same cores as this one.
+        lost: the reason why the ranks no longer meet; None while they do.
+    """
+
+    calls: Any
+    files: Any
+    sharing = 1
+
+    @property
+    def lost(self) -> Exception | None:
+        return None
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank = rank
+        self.world = world
+        self.single = world == 1
+
+    def settings(self, config: Any) -> Any:
+        """Return rank 0's settings: a choice that each rank made by itself might be another on
+        each."""
+        return config
+
+    def shard(self, unit: Unit) -> Unit:
+        """Return what this rank keeps and updates of `unit`."""
+        return shard(unit, self.rank, self.world)
+
+    def padded(self, unit: Unit) -> int:
+        """Return the elements of all shards of a unit together."""
+        return shard_numel(unit, self.world) * self.world
+
+    def bounds(self, unit: Unit, span: slice | None = None) -> Bounds:
+        """See `shard_bounds`."""
+        return shard_bounds(unit, self.world, span)
+
+    def row_bounds(self, unit: Unit, rows: Tensor) -> Bounds:
+        """See `row_bounds`."""
+        return row_bounds(unit, self.world, rows)
+
+    def own(self, bounds: Bounds) -> slice:
+        return slice(bounds[self.rank], bounds[self.rank + 1])
+
+    def rows(self, count: int) -> slice:
+        """Return this rank's rows of a batch.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many.
+        """
+        if not self.single:
+            check_rows(count, self.world)
+        return slice(self.rank, None, self.world)
+
+    def gather(self, memory: Tensor, bounds: Bounds) -> None:
+        """Fill every rank's part of `memory` (first dimension) from it, on the current stream."""
+
+    def reduce(self, memory: Tensor, bounds: Bounds) -> None:
+        """Sum every rank's part of `memory` on that rank; the rest becomes undefined. On the
+        stream."""
+
+    def all_reduce(self, memory: Tensor) -> None:
+        """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
+
+    def first(self, memory: Tensor) -> None:
+        """Fill `memory` with rank 0's, on the current stream (transfer thread)."""
+
+    def sum(self, value: float) -> float:
+        """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a
+        time)."""
+        return value
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Return [world, n] of every rank's values [n], on the host; waits (main thread)."""
+        return values[None]
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise the first rank's problem on every rank."""
+        if problem is not None:
+            raise problem
+
+    def lent(self, arrays: Arrays) -> AbstractContextManager[Arrays]:
+        """Return a context with rank 0's arrays; see `Messages.lent`."""
+        return nullcontext(arrays)
+
+    def abort(self) -> None:
+        """Abort what the ranks do together; whatever waits for it continues."""
+
+
+SINGLE = Ranks()
+"""No other process."""
 
 
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:

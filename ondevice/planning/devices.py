@@ -26,6 +26,7 @@ from ondevice.core.method import Placement
 from ondevice.core.registry import backend_for, spec_of
 from ondevice.core.untrusted import read_plain
 from ondevice.core.untrusted.yaml_documents import parse_yaml
+from ondevice.offload.config import check_rows, launched
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -456,9 +457,8 @@ def place(config: Any) -> Placement:
     device = "cpu"
     if backend != "mlx":
         device = resolve_device(config.model.device)
-    if "WORLD_SIZE" not in os.environ:  # a run of one process does without torch's ranks
+    if "WORLD_SIZE" not in os.environ:
         return Placement(spec, backend, device)
-    from ondevice.offload.ranks import check_rows, launched
 
     rank, world = launched()
     if world > 1 and spec.capability(Ranked) is None:

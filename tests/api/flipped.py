@@ -8,7 +8,7 @@ import sys
 from itertools import count
 
 import ondevice
-from ondevice.methods.slideformer import auto
+from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.planning import precision
 
 
@@ -16,17 +16,9 @@ def flip(first: int) -> None:
     """Let each measurement give another value at each call, beginning with that of `first`."""
     calls = count(first)
     precision.has_bfloat16_units = lambda: next(calls) % 2 == 0
-    resolve = auto.resolve_request
-
-    def resolve_request(request, rates, host_bytes):
-        config, why = resolve(request, rates, host_bytes)
-        if not request.method.is_auto:
-            return config, why
-        return config.model_copy(
-            update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}
-        ), why
-
-    auto.resolve_request = resolve_request
+    SlideformerConfig.fixed = lambda self: self.model_copy(
+        update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}
+    )
 
 
 def main(method: str, rows: str, out: str, steps: str, start: str) -> None:

@@ -126,9 +126,7 @@ def test_torch_s_own_step_in_bfloat16_loses_most_of_it(monkeypatch) -> None:
     """Why there are masters: without them this is what the same steps do."""
     from ondevice.methods.adamw import TorchAdamW
 
-    monkeypatch.setattr(
-        "ondevice.methods.adamw_session.open_adamw", lambda *given: [TorchAdamW(*given)]
-    )
+    monkeypatch.setattr("ondevice.methods.adamw.open_adamw", lambda *given: [TorchAdamW(*given)])
     assert (movement(bfloat16_session()) != 0).mean() < 0.3
 
 
@@ -173,7 +171,7 @@ def test_without_a_compiler_the_masters_are_the_same_up_to_rounding(monkeypatch)
 
 
 def test_the_plan_counts_the_masters() -> None:
-    from ondevice.methods.full.memory import memory
+    from ondevice.methods.full import memory
 
     session = bfloat16_session()
     movement(session, steps=1)

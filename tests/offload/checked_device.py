@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ondevice.offload.device import CpuDevice
-from ondevice.offload.ranks import Ranks
+from ondevice.offload.units import Ranks
 from tests.offload.clocks import Checker, Clock, place
 
 

@@ -21,7 +21,7 @@ from typing import Any
 MODULES = (
     "ondevice.offload.transfers", "ondevice.offload.passes", "ondevice.offload.host",
     "ondevice.methods.slideformer.window", "ondevice.methods.slideformer.updater", "ondevice.methods.slideformer.disk",
-    "ondevice.methods.slideformer.disk_states", "ondevice.methods.slideformer.engine",
+    "ondevice.methods.slideformer.disk_states", "ondevice.methods.slideformer.torch",
 )  # fmt: skip
 KINDS = ("hold", "record", "wait", "result")
 LIST = Path(__file__).with_name("mutations.json")

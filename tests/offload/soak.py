@@ -37,12 +37,11 @@ from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer import disk, disk_states, store, updater
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.methods.slideformer.torch import SlideformerSession
+from ondevice.methods.slideformer.torch import SlideformerEngine, SlideformerSession
 from ondevice.models.load import tiny_model
 from ondevice.offload import drive, worker
 from ondevice.offload import engine as offload_engine
-from ondevice.offload.ranks import SINGLE, Ranks
+from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
 from tests.offload.checked_device import CheckedDevice, CheckedEvent

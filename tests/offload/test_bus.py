@@ -14,12 +14,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
+from ondevice.offload import bus  # noqa: E402
 from ondevice.offload import calibrate as calibrate_module  # noqa: E402
-from ondevice.offload import cuda  # noqa: E402
+from ondevice.offload.bus import throttled  # noqa: E402
 from ondevice.offload.calibrate import calibrate  # noqa: E402
-from ondevice.offload.cuda import CudaDevice, throttled  # noqa: E402
-from ondevice.offload.device import CpuDevice  # noqa: E402
-from ondevice.offload.engine import open_device  # noqa: E402
+from ondevice.offload.device import CpuDevice, CudaDevice, open_device  # noqa: E402
 from ondevice.training.progress import describe_overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, differing, outcome, run  # noqa: E402
 
@@ -186,7 +185,7 @@ def test_simulated_time_follows_the_measured_rates(
     lane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, source = _Streams(), torch.zeros(SIZE, dtype=torch.uint8)
-    monkeypatch.setattr(cuda, "_measured", lambda index: ({"h2d": 50e9, "d2h": 50e9}, 2e9))
+    monkeypatch.setattr(bus, "_measured", lambda index: ({"h2d": 50e9, "d2h": 50e9}, 2e9))
     monkeypatch.setattr(torch.cuda, "_sleep", real.spin)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     device = throttled(real, 10.0)

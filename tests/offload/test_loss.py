@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from ondevice.offload.kernels import ChunkedLoss  # noqa: E402
+from ondevice.offload.gradients import ChunkedLoss  # noqa: E402
 
 SIZES = [(11, 37, 16, 4), (1, 5, 8, 100), (64, 260, 32, 64), (65, 261, 32, 64)]
 """Tokens, vocabulary, hidden, tokens of a chunk."""

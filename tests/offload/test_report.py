@@ -16,14 +16,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.offload import drive  # noqa: E402
-from ondevice.offload.device import (  # noqa: E402
-    LANES,
-    CpuDevice,
-    Spans,
-    Timeline,
-    chrome_trace,
-    overlap,
-)
+from ondevice.offload.device import CpuDevice, Spans, Timeline  # noqa: E402
+from ondevice.offload.engine import LANES, chrome_trace, overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
 

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ondevice.core.capabilities import AnyDecoder, Classifies, Packs
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import MemoryModel, MethodSpec, OpenSession, StepCost
 from ondevice.methods.full.config import FullConfig
+from ondevice.methods.step_model import backward_bytes, forward_flops, head_flops, loss_bytes
+
+if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
+
+STATE_BYTES = {2: 10, 4: 8}
+"""Bytes of AdamW's state a parameter, by the parameter's bytes."""
 
 
 def open_torch() -> OpenSession[FullConfig]:
     """Return what opens a session."""
-    from ondevice.methods.full.torch import open_session
+    from ondevice.methods.adamw import open_session
 
     return open_session
 
 
-def memory_model() -> MemoryModel[FullConfig]:
-    """Return the memory model."""
-    from ondevice.methods.full.memory import MEMORY
+def memory(
+    dims: ModelDims,
+    config: FullConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
+) -> dict[str, int]:
+    """Return peak bytes by part: gradients and AdamW's state of every parameter, and activations
+    kept for backward.
 
-    return MEMORY
+    Moments are float32; bfloat16 parameters have the lower halves of float32 masters, too.
+    """
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    return {
+        "adapter": dims.parameters * activation_bytes,
+        "noise": 0,
+        "activations": backward_bytes(dims, rows, length_tokens, activation_bytes),
+        "logits": loss_bytes(dims, tokens, config.loss_tiles),
+        "optimizer": dims.parameters * STATE_BYTES[activation_bytes],
+    }
 
 
-def step_cost() -> CostFunction[FullConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.full.cost import step_cost as cost
-
-    return cost
+def step_cost(
+    dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes
+    # two moments. Beside bfloat16 weights these and the masters' lower halves are 10 bytes a
+    # parameter.
+    update = 8 if weight_bytes >= 4 * dims.parameters else 13
+    forward = forward_flops(dims, batch_size, length_tokens)
+    head = head_flops(dims, batch_size, length_tokens)
+    return StepCost(3 * forward + 4 * head, 3 * weight_bytes + update * weight_bytes)
 
 
 METHOD = MethodSpec(
@@ -38,7 +69,7 @@ METHOD = MethodSpec(
     order="first",
     preference=4,
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
+    memory=lambda: MemoryModel(memory),
+    cost=lambda: step_cost,
     capabilities=(AnyDecoder(), Classifies(), Packs(("torch",))),
 )

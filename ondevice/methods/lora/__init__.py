@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.capabilities import AnyDecoder, Packs
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import MemoryModel, MethodSpec, OpenSession
+from ondevice.core.program import TorchProgram
 from ondevice.methods.lora.config import LoraConfig
+from ondevice.methods.step_model import adapter_step_cost, backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
-    from ondevice.core.program import TorchProgram
+    from ondevice.core.dims import ModelDims
 
 
 def open_torch() -> OpenSession[LoraConfig]:
@@ -19,26 +21,33 @@ def open_torch() -> OpenSession[LoraConfig]:
     return open_session
 
 
-def memory_model() -> MemoryModel[LoraConfig]:
-    """Return the memory model."""
-    from ondevice.methods.lora.memory import MEMORY
+def memory(
+    dims: ModelDims,
+    config: LoraConfig,
+    batch_size: int,
+    length_tokens: int,
+    activation_bytes: int = 4,
+) -> dict[str, int]:
+    """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for
+    backward."""
+    linears = dims.adapted(config)
+    a = config.rank * sum(linear.inputs * linear.experts for linear in linears)
+    b = config.rank * sum(linear.outputs * linear.experts for linear in linears)
+    trained = a + b if config.trains_a else b
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    return {
+        "adapter": (a + b) * 4 + trained * 4,
+        "noise": 0,
+        "activations": backward_bytes(dims, rows, length_tokens, activation_bytes),
+        "logits": loss_bytes(dims, tokens, config.loss_tiles),
+        "optimizer": trained * 8,
+    }
 
-    return MEMORY
 
-
-def step_cost() -> CostFunction[LoraConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.step_model import adapter_step_cost
-
-    return adapter_step_cost
-
-
-def torch_program() -> TorchProgram:
-    """Return the step as a program."""
-    from ondevice.methods.lora.program import TORCH
-
-    return TORCH
-
+MEMORY = MemoryModel(memory)
+TORCH_PROGRAM = TorchProgram(trains_a=lambda config: config.trains_a)
+"""The step over packed weights: it stays PyTorch's."""
 
 METHOD = MethodSpec(
     name="lora",
@@ -50,8 +59,8 @@ METHOD = MethodSpec(
     order="first",
     preference=2,
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
-    programs={"torch": torch_program},
+    memory=lambda: MEMORY,
+    cost=lambda: adapter_step_cost,
+    programs={"torch": lambda: TORCH_PROGRAM},
     capabilities=(AnyDecoder(), Packs(("torch",))),
 )

@@ -13,7 +13,7 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.adapter_fit import check_fits
 from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
-from ondevice.methods.adamw_session import AdamWSession
+from ondevice.methods.adamw import AdamWSession
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -62,15 +62,13 @@ class LoraSession(AdamWSession):
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
-        own = own_names(
-            {name.rpartition(".lora_")[0] for name in named},
-            experts,
-            "the model with peft's layers",
-        )
-        named = {
-            own[name.rpartition(".lora_")[0]] + name[name.rindex(".lora_") :]: named[name]
-            for name in named
-        }
+        if experts:
+            modules = {name.rpartition(".lora_")[0] for name in named}
+            own = own_names(modules, experts, "the model with peft's layers")
+            named = {
+                own[name.rpartition(".lora_")[0]] + name[name.rindex(".lora_") :]: parameter
+                for name, parameter in named.items()
+            }
         self.all_tensors = named
         frozen_a = not config.trains_a
         for name, parameter in named.items():

@@ -2,8 +2,9 @@
 
 from ondevice.core.capabilities import AnyDecoder, Packs
 from ondevice.core.method import MethodSpec
-from ondevice.methods.lora import memory_model, open_torch, step_cost, torch_program
+from ondevice.methods.lora import MEMORY, TORCH_PROGRAM, open_torch
 from ondevice.methods.lora_fa.config import LoraFaConfig
+from ondevice.methods.step_model import adapter_step_cost
 
 METHOD = MethodSpec(
     name="lora-fa",
@@ -14,8 +15,8 @@ METHOD = MethodSpec(
     trains="adapter",
     order="first",
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
-    programs={"torch": torch_program},
+    memory=lambda: MEMORY,
+    cost=lambda: adapter_step_cost,
+    programs={"torch": lambda: TORCH_PROGRAM},
     capabilities=(AnyDecoder(), Packs(("torch",))),
 )

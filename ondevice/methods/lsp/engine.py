@@ -29,9 +29,8 @@ from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
 from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
-from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.transfers import Activations, Slot
-from ondevice.offload.units import Piece, Unit
+from ondevice.offload.units import SINGLE, Piece, Ranks, Unit
 from ondevice.runtime_ops.generator import stream_key
 
 if TYPE_CHECKING:

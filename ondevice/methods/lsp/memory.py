@@ -8,6 +8,7 @@ from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides
 from ondevice.methods.step_model import passes_bytes, recomputed_flops
+from ondevice.offload.config import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -34,7 +35,7 @@ def memory(
     activation_bytes: int = 4,
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator."""
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     tokens = batch_size * length_tokens
     shapes = projected(dims, config)
     layer = dims.block_parameters
@@ -90,7 +91,7 @@ def host_memory(
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     shapes = projected(dims, config)
     table = dims.vocab * dims.hidden
     after = config.schedule == "zero" or (

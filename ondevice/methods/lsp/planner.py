@@ -16,6 +16,7 @@ from ondevice.core.config import size_text
 from ondevice.methods.lsp.memory import FLAT_BYTES, PROJECTOR_BYTES
 from ondevice.methods.lsp.sizes import bus_bytes, exact, extra, narrow, projected
 from ondevice.methods.step_model import recomputed_flops
+from ondevice.offload.config import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
@@ -89,7 +90,7 @@ def cost(request: Request, at: Speed) -> Cost:
     method = request.method
     rows = request.batch_size
     length = request.length_tokens
-    up, down = bus_bytes(dims, method, rows, length, method.item_bytes)
+    up, down = bus_bytes(dims, method, rows, length, ITEM_BYTES[method.compute])
     more = extra(dims, method, rows, length)
     counts = Cost(up, down, more.making, more.collecting, more.saved)
     native = recomputed_flops(dims, rows, length)
@@ -194,7 +195,7 @@ def _sized(request: Request, size: int) -> Request:
     """With that subspace, and as many values a row of the projectors as the rule gives it."""
     tried = _with(request, project=True, subspace=size)
     sides = sum(shape.sides * shape.count for shape in projected(tried.dims, tried.method))
-    item = tried.method.item_bytes
+    item = ITEM_BYTES[tried.method.compute]
     limit = SHARE * tried.dims.parameters * item
     value = PROJECTOR_BYTES + FLAT_BYTES + item
     allowed = [

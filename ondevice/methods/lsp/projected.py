@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ondevice.methods.lsp.matrix import Group, Matrix, Plane, add_change
 from ondevice.methods.lsp.projector import Projector
-from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.units import ALIGN, Piece, Unit
+from ondevice.offload.units import ALIGN, SINGLE, Piece, Ranks, Unit
 from ondevice.runtime_ops.layer_adam import Moments
 
 if TYPE_CHECKING:

@@ -14,21 +14,21 @@ from torch import Tensor
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods import ranked_session
-from ondevice.methods.engine_session import EngineSession, as_numpy
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
+from ondevice.models.save import as_numpy
 from ondevice.nn.memory import memory_errors
+from ondevice.offload.engine import EngineSession, join
 from ondevice.offload.host import DTYPES
-from ondevice.offload.ranks import SINGLE, Ranks, join
-from ondevice.offload.units import array_name
+from ondevice.offload.units import SINGLE, Ranks, array_name
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
     from ondevice.methods.lsp.config import LspConfig
     from ondevice.methods.lsp.matrix import Matrix
     from ondevice.models import LoadedModel
-    from ondevice.offload.ranks import Arrays
+    from ondevice.offload.units import Arrays
 
 OPEN_HINT = (
     "method.weight_dtype: nf4 or method.weight_placement: host, method.window: 2; "

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ondevice.methods.lsp.projected import ProjectedUnit
     from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.host import HostStore
-    from ondevice.offload.ranks import Ranks
-    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.units import Ranks, Unit, Units
 
 LATER = 1 << 20
 """Added to the priority of tasks in the order of arrival: all urgent tasks go before them."""

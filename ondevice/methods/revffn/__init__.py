@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.capabilities import OpensNetwork
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.revffn.config import RevffnConfig
+from ondevice.methods.revffn.memory import MEMORY, step_cost
 
 if TYPE_CHECKING:
     from ondevice.core.session import OpenedNetwork
@@ -18,20 +19,6 @@ def open_torch() -> OpenSession[RevffnConfig]:
     from ondevice.methods.revffn.torch import open_session
 
     return open_session
-
-
-def memory_model() -> MemoryModel[RevffnConfig]:
-    """Return the memory model."""
-    from ondevice.methods.revffn.memory import MEMORY
-
-    return MEMORY
-
-
-def step_cost() -> CostFunction[RevffnConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.revffn.cost import step_cost as cost
-
-    return cost
 
 
 def open_network(folder: Path, device: str) -> OpenedNetwork:
@@ -50,7 +37,7 @@ METHOD = MethodSpec(
     trains="all",
     order="first",
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
+    memory=lambda: MEMORY,
+    cost=lambda: step_cost,
     capabilities=(OpensNetwork(open_network),),
 )

@@ -13,9 +13,8 @@ from ondevice.artifact.files import write_tensors
 from ondevice.core.dims import BlockTraits
 from ondevice.core.errors import ModelError
 from ondevice.core.traits import check_traits
-from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
-from ondevice.models.save import FILE_NAME, save_tokenizer
+from ondevice.models.save import FILE_NAME, as_numpy, save_tokenizer
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible

@@ -1,12 +1,12 @@
-"""Bytes of a RevFFN step by part, from dimensions only: the ends of the streams, and one block of
+"""Bytes and work of a RevFFN step by part, from dimensions only: the ends of the streams, and one block of
 everything else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.method import MemoryModel, Reduction
-from ondevice.methods.step_model import backward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel, Reduction, StepCost
+from ondevice.methods.step_model import backward_bytes, forward_flops, head_flops, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -156,3 +156,14 @@ MEMORY = MemoryModel(
         Reduction("method.micro_batch_size: 1", _a_row_at_once),
     ),
 )
+
+
+def step_cost(
+    dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    # A block's branch is computed a second time, and not a third for the inversion.
+    forwards = 4 - (config.recompute == "stored")
+    forward = forward_flops(dims, batch_size, length_tokens)
+    head = head_flops(dims, batch_size, length_tokens)
+    return StepCost(forwards * forward + 4 * head, 5 * weight_bytes)

@@ -15,7 +15,6 @@ from torch import Tensor
 from ondevice.core.errors import CheckpointError, ModelError
 from ondevice.core.session import OpenedNetwork, Session, StepResult
 from ondevice.core.untrusted import read_header, read_object, well_formed
-from ondevice.methods.engine_session import as_numpy
 from ondevice.methods.model_loss import ModelSession
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.export import check_family, save_reversible
@@ -25,7 +24,7 @@ from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
 from ondevice.models.families.base import quiet_transformers
 from ondevice.models.load import load_tokenizer, wrap
 from ondevice.models.registry import family_for
-from ondevice.models.save import FILE_NAME
+from ondevice.models.save import FILE_NAME, as_numpy
 from ondevice.models.sources.resolve import SourceInfo
 from ondevice.nn.memory import memory_errors
 

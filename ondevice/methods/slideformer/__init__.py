@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.capabilities import Classifies, DecidesFromMemory, Offloads, OwnPrecision, Ranked
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import MethodSpec, OpenSession
+from ondevice.methods.slideformer.auto import lanes, resolve_request
 from ondevice.methods.slideformer.config import SlideformerConfig
+from ondevice.methods.slideformer.memory import MEMORY, step_cost
 
 
 def open_torch() -> OpenSession[SlideformerConfig]:
@@ -16,31 +18,13 @@ def open_torch() -> OpenSession[SlideformerConfig]:
     return open_session
 
 
-def memory_model() -> MemoryModel[SlideformerConfig]:
-    """Return the memory model."""
-    from ondevice.methods.slideformer.memory import MEMORY
-
-    return MEMORY
-
-
-def step_cost() -> CostFunction[SlideformerConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.slideformer.memory import step_cost as cost
-
-    return cost
-
-
-def lanes(request: Any, rates: Any, rows: int, flops: float) -> dict[str, float]:
-    """Return the seconds that each lane of a step takes; see `Offloads`."""
-    from ondevice.methods.slideformer.auto import lanes
-
-    return lanes(request, rates, rows, flops)
-
-
 def resolve(request: Any, rates: Any, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
     """Decide settings that are `auto`; see `DecidesFromMemory`."""
-    from ondevice.methods.slideformer.auto import resolve_request
-
+    config = request.method
+    if not config.is_auto:
+        return config, ""
+    if request.device.torch_device == "cpu":
+        return config.fixed(), ""
     return resolve_request(request, rates, host_bytes)
 
 
@@ -53,8 +37,8 @@ METHOD = MethodSpec(
     trains="all",
     order="first",
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
+    memory=lambda: MEMORY,
+    cost=lambda: step_cost,
     capabilities=(
         Offloads(lanes),
         DecidesFromMemory(resolve),

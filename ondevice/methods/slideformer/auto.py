@@ -21,12 +21,11 @@ from ondevice.methods.slideformer.memory import (
     resident_parameters,
     step_cost,
 )
-from ondevice.offload.config import Rates
+from ondevice.offload.config import ITEM_BYTES, Rates
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.offload.ranks import Ranks
     from ondevice.planning.estimate import Request
 
 SHARE = 0.92
@@ -62,9 +61,9 @@ def resolve(
         change for change in _options(config, dims) if _fits(config, change, dims, work, room)
     ]
     if not options:
-        return _fixed(config), "nothing more fits: the smallest window, all states on the host"
+        return config.fixed(), "nothing more fits: the smallest window, all states on the host"
     timed = {
-        index: _seconds(_with(config, change), dims, work, rates)
+        index: _seconds(config.decided(**change), dims, work, rates)
         for index, change in enumerate(options)
     }
     quickest = min(timed.values())
@@ -72,7 +71,7 @@ def resolve(
         (index for index, value in timed.items() if value <= quickest * EQUAL),
         key=lambda i: _size(options[i]),
     )
-    chosen = _with(config, options[best])
+    chosen = config.decided(**options[best])
     chosen = _replaced(chosen, _buffers(config, chosen, dims, work, room, rates))
     return chosen, _why(chosen, dims, work, rates, timed[best])
 
@@ -82,29 +81,9 @@ def resolve_request(
 ) -> tuple[SlideformerConfig, str]:
     """Return what `resolve` does of a plan's request; see `DecidesFromMemory`."""
     config = request.method
-    if not config.is_auto:
-        return config, ""
-    if request.device.torch_device == "cpu":
-        return _fixed(config), ""
     room = Room(request.device.usable_bytes, host_bytes)
     work = Work(request.batch_size, request.length_tokens, request.world)
     return resolve(config, request.dims, work, room, rates or assumed(request.device, config))
-
-
-def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
-    """Return rank 0's settings, with the least of each number that any rank chose."""
-    if ranks.single:
-        return config
-    mine = {
-        "window": config.slots,
-        "resident_layers": config.kept_layers,
-        "gradient_buffers": config.buffers,
-    }
-    mine |= {"resident_tables": config.keeps_tables}
-    every = ranks.calls.every(mine)
-    return ranks.settings(config).model_copy(
-        update={name: min(other[name] for other in every) for name in mine}
-    )
 
 
 def assumed(device: Any, config: SlideformerConfig) -> Rates:
@@ -112,25 +91,6 @@ def assumed(device: Any, config: SlideformerConfig) -> Rates:
 
     flops = device.flops_s.get(config.compute) or device.flops_s.get("float32") or 100e12
     return Rates(flops, 50e9, 50e9, 140e9 / moved_bytes(config), 3e9)
-
-
-def _fixed(config: SlideformerConfig) -> SlideformerConfig:
-    return _with(
-        config,
-        {
-            "window": WINDOW,
-            "resident_layers": 0,
-            "resident_tables": False,
-            "gradient_buffers": BUFFERS,
-        },
-    )
-
-
-def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfig:
-    """`config` with those settings of `change` that it leaves open."""
-    return config.model_copy(
-        update={name: to for name, to in change.items() if getattr(config, name) == "auto"}
-    )
 
 
 def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
@@ -159,7 +119,7 @@ def _size(option: dict[str, Any]) -> tuple[int, int]:
 def _fits(
     config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room
 ) -> bool:
-    resolved = _with(config, change)
+    resolved = config.decided(**change)
     return needed_bytes(resolved, dims, work) <= SHARE * room.accelerator_bytes and _host_fits(
         resolved, dims, work, room
     )
@@ -183,7 +143,7 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     """The longest lane, and the boundary between two steps that nothing hides."""
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     hidden = lanes["compute"] / dims.layers * min(config.kept_layers, dims.layers)
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     layer = dims.block_parameters
     moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
@@ -253,7 +213,7 @@ class Work:
 def moved_bytes(config: SlideformerConfig) -> float:
     """Return the bytes of host memory that the update of a parameter reads and writes, its
     gradient's among them."""
-    return 2 * STATE_BYTES[config.moments] + config.item_bytes
+    return 2 * STATE_BYTES[config.moments] + ITEM_BYTES[config.compute]
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
@@ -274,7 +234,7 @@ def lanes_of(
 def _lanes(
     dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, flops: float
 ) -> dict[str, float]:
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     stored = STATE_BYTES[config.moments]
     kept = (
         dims.layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -74,6 +74,17 @@ class SlideformerConfig(EngineConfig):
             self.resident_layers,
             self.resident_tables,
             self.gradient_buffers,
+        )
+
+    def decided(self, **values: int | bool) -> Self:
+        """Return the settings, with those of `values` for the ones that are `auto`."""
+        open_names = [name for name in values if getattr(self, name) == "auto"]
+        return self.model_copy(update={name: values[name] for name in open_names})
+
+    def fixed(self) -> Self:
+        """Return the settings of a machine that is not known."""
+        return self.decided(
+            window=WINDOW, resident_layers=0, resident_tables=False, gradient_buffers=BUFFERS
         )
 
     @property

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ondevice.methods.slideformer.disk_states import DiskStates, timed
 from ondevice.methods.slideformer.store import resident_units
-from ondevice.offload.host import buffer
-from ondevice.offload.ranks import SINGLE, Ranks
+from ondevice.offload.device import buffer
 from ondevice.offload.storage import TierFile
+from ondevice.offload.units import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig

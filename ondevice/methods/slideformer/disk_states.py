@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.offload.host import FIELD_BYTES, buffer, is_split, moments_bytes, moments_in
+from ondevice.offload.device import buffer
+from ondevice.offload.host import FIELD_BYTES, is_split, moments_bytes, moments_in
 from ondevice.offload.storage import TierFile
 from ondevice.runtime_ops.layer_adam import HostState
 

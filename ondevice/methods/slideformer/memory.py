@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.step_model import forward_flops, head_flops, passes_bytes
+from ondevice.offload.config import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -37,7 +38,7 @@ def memory(
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's
     activations."""
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     tile = -(-dims.vocab // config.loss_tiles)
     slots = min(config.slots, max(1, dims.layers - config.kept_layers)) + GRADIENT_SLOTS
     tables = 2 * min(2, config.loss_tiles)
@@ -64,7 +65,7 @@ def on_ranks(
     there, and a shard of the other states."""
     if "resident states" not in parts:
         return parts
-    weights = config.item_bytes * resident_parameters(dims, config)
+    weights = ITEM_BYTES[config.compute] * resident_parameters(dims, config)
     return {**parts, "resident states": weights + (parts["resident states"] - weights) // world}
 
 
@@ -80,7 +81,7 @@ def host_memory(
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
-    item = config.item_bytes
+    item = ITEM_BYTES[config.compute]
     exact = config.clip == "global" and config.max_grad_norm is not None
     left = max(0, dims.layers - config.kept_layers)
     waiting = dims.layers if exact else min(config.buffers, left)

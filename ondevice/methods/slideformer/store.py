@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.host import DTYPES, HostStore, fields, native, parameters, release
-from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.units import array_name
+from ondevice.offload.units import SINGLE, Ranks, array_name
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import HostState, Moments, device_adam, merge, torch_step
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.methods.slideformer.disk_states import DiskStates
     from ondevice.offload.device import Device, Event
-    from ondevice.offload.ranks import Arrays, Ranks
-    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.units import Arrays, Ranks, Unit, Units
     from ondevice.runtime_ops.layer_adam import AdamStep
 
 

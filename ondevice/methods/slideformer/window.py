@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ondevice.methods.slideformer.updater import Updater
     from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.graphs import Compute
-    from ondevice.offload.ranks import Bounds
-    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.units import Bounds, Unit, Units
     from ondevice.offload.worker import Task, Worker
 
 

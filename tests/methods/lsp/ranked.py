@@ -16,7 +16,8 @@ from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.torch import Follower, Leader, LspSession
 from ondevice.models.load import tiny_model
-from ondevice.offload.ranks import SINGLE, Ranks, join
+from ondevice.offload.engine import join
+from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
 

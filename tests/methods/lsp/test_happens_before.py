@@ -14,7 +14,7 @@ from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
-from ondevice.offload.ranks import SINGLE  # noqa: E402
+from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.happens_before import CheckedRanks, checking, leave_out_hold, names  # noqa: E402
 

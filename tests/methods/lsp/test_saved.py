@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.core.errors import CheckpointError  # noqa: E402
-from ondevice.methods.engine_session import as_numpy  # noqa: E402
 from ondevice.methods.lsp import torch as saved  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
+from ondevice.models.save import as_numpy  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
 
 SMALL = {

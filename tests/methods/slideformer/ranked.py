@@ -23,10 +23,15 @@ from ondevice.core.registry import method_config
 from ondevice.methods import ranked_session
 from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
+from ondevice.methods.slideformer.torch import (
+    Follower,
+    Leader,
+    SlideformerEngine,
+    SlideformerSession,
+)
 from ondevice.models.load import tiny_model
-from ondevice.offload.ranks import SINGLE, Ranks, join
+from ondevice.offload.engine import join
+from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches, run
 

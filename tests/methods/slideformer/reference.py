@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.models.load import tiny_model
-from ondevice.offload.kernels import ChunkedLoss
+from ondevice.offload.gradients import ChunkedLoss
 
 Batch = tuple[np.ndarray, np.ndarray]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

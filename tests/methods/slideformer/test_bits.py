@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
+from ondevice.methods.slideformer.torch import SlideformerEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402

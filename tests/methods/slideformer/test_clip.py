@@ -18,8 +18,7 @@ from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.updater import Updater  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.gradients import Clipping  # noqa: E402
-from ondevice.offload.ranks import SINGLE  # noqa: E402
-from ondevice.offload.units import cut  # noqa: E402
+from ondevice.offload.units import SINGLE, cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import InMemory, batches, differing, open_engine, outcome  # noqa: E402
 

@@ -93,7 +93,7 @@ def in_memory(
 def compare(device: str, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Largest difference of a loss; of all movement of parameters the share that differs; segments by step."""
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.engine import SlideformerEngine
+    from ondevice.methods.slideformer.torch import SlideformerEngine
 
     random = np.random.default_rng(0)
     sizes, length = (SMALL, 16) if device == "cpu" else (SIZES, 64)

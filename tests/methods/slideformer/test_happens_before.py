@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 
 from ondevice.methods.slideformer import disk, disk_states, store, updater  # noqa: E402
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
+from ondevice.methods.slideformer.torch import SlideformerEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
-from ondevice.offload.ranks import SINGLE  # noqa: E402
+from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload import mutations  # noqa: E402
 from tests.offload.happens_before import CheckedRanks, checking, leave_out_hold, names  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.offload.host import BLOCK_BYTES  # noqa: E402
+from ondevice.offload.device import BLOCK_BYTES  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 
 

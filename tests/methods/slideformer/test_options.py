@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.engine_session import as_numpy  # noqa: E402
 from ondevice.methods.slideformer.updater import Updater  # noqa: E402
+from ondevice.models.save import as_numpy  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import (  # noqa: E402
     LEARNING_RATE,

@@ -27,8 +27,9 @@ import ondevice  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
-from ondevice.offload.ranks import SINGLE, check_rows, join, launched  # noqa: E402
-from ondevice.offload.units import Joined  # noqa: E402
+from ondevice.offload.config import check_rows, launched  # noqa: E402
+from ondevice.offload.engine import join  # noqa: E402
+from ondevice.offload.units import SINGLE, Joined  # noqa: E402
 from ondevice.training.checkpoint import read_state  # noqa: E402
 from ondevice.training.events import read_log  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402

@@ -44,8 +44,7 @@ from ondevice.nn.cross_entropy import (
 from ondevice.nn.experts import pair_of
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
 from ondevice.nn.row_mask import of_rows
-from ondevice.offload.device import Timeline
-from ondevice.offload.engine import open_device
+from ondevice.offload.device import Timeline, open_device
 from ondevice.offload.transfers import Activations
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""CUDA's streams, events and pinned memory as a `Device`, and buses that are simulated.
-
-Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
-"""
+"""Simulated buses: copies that take as long as over a slow one."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ondevice.offload.device import Device, Lane
-from ondevice.offload.host import buffer
+from ondevice.offload.device import CudaDevice, Device, Lane
 
 BUS: tuple[Lane, ...] = ("h2d", "d2h")
 SPIN_CYCLES = 50_000_000
@@ -27,87 +22,6 @@ SHORTEST_S = 5e-6
 """Less than a spinning kernel's start."""
 MEASURED_S = 2e-3
 """A copy this long measures the current rates; in shorter ones the start counts too much."""
-
-
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def since(self, event: _CudaEvent) -> float:
-        """Return seconds since `event`, at least the timer's 1 us; both have been reached.
-
-        `Device.seconds` loses digits the longer a run is."""
-        return max(1e-6, event.event.elapsed_time(self.event) / 1000)
-
-
-class CudaDevice:
-    """Two copy streams and one for ranks, in addition to the current one."""
-
-    type = "cuda"
-
-    def __init__(self, index: int | None = None) -> None:
-        self.index = torch.cuda.current_device() if index is None else index
-        self.device = torch.device("cuda", self.index)
-        with torch.cuda.device(self.index):
-            self.streams = {
-                "compute": torch.cuda.current_stream(),
-                "h2d": torch.cuda.Stream(),
-                "d2h": torch.cuda.Stream(),
-                "comm": torch.cuda.Stream(),
-            }
-            self.base = _CudaEvent(self.streams["compute"])
-            self.base.wait()
-        self.base_s = time.perf_counter()
-
-    def record(self, lane: Lane) -> _CudaEvent:
-        return _CudaEvent(self.streams[lane])
-
-    def hold(self, lane: Lane, event: Any) -> None:
-        self.streams[lane].wait_event(event.event)
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.streams[lane]):
-            target.copy_(source, non_blocking=True)
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.streams[lane])
-
-    def enter(self) -> None:
-        torch.cuda.set_device(self.index)
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return locked in place: torch's own pinned allocator rounds up to a power of two.
-
-        Raises:
-            DoesNotFitError: the system does not give or lock so much memory.
-        """
-        return buffer(max(1, numel * dtype.itemsize), pin=True).view(dtype)[:numel]
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def seconds(self, event: Any) -> float:
-        return self.base_s + self.base.event.elapsed_time(event.event) / 1000
-
-    def segments(self) -> int:
-        return torch.cuda.memory_stats(self.index)["segment.all.current"]
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.index)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.index)
-
-    def close(self) -> None:
-        """Wait for all lanes; host memory is unlocked with its last user."""
-        self.synchronize()
 
 
 class _SlowBus:
