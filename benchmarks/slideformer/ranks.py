@@ -34,9 +34,9 @@ from benchmarks.offload import model as om
 from benchmarks.offload.peers import Fsdp2
 from benchmarks.offload.roundpipe import RoundPipe
 from benchmarks.offload.zero import Zero
-from ondevice.methods.slideformer.auto import Room, Work, agreed, assumed, resolve
+from ondevice.methods.slideformer.auto import Room, Work, assumed, resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine
+from ondevice.methods.slideformer.torch import SlideformerEngine, agreed
 from ondevice.offload import cores
 from ondevice.offload.calibrate import calibrate
 from ondevice.offload.engine import join

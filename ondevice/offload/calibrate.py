@@ -65,7 +65,9 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
     """
     opened = open_device(device)
     dtype = DTYPES[config.compute]
-    size = MATRIX if opened.type != "cpu" else MATRIX // 8
+    size = MATRIX
+    if opened.type == "cpu":
+        size = MATRIX // 8
     where = torch.device(device)
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     flops = 2 * size**3 / _best(lambda: (a @ b, opened.synchronize()), 10)

@@ -80,7 +80,9 @@ def _cores(text: str) -> set[int]:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+    if text.isdigit():
+        return int(text)
+    return None
 
 
 def _read(path: Path) -> str:

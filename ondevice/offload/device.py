@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,59 +22,9 @@ Lane = Literal["compute", "h2d", "d2h", "comm"]
 """`comm`: what several ranks do together."""
 
 
-class Event(Protocol):
-    """A point in a lane."""
+class Event:
+    """A point in a lane; on the CPU it is reached at once."""
 
-    def done(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Block this thread until it is reached; other threads run on."""
-        ...
-
-
-class Device(Protocol):
-    """The device that the engine computes on. All calls but `Event.wait` return at once."""
-
-    type: str
-
-    def record(self, lane: Lane) -> Event: ...
-
-    def hold(self, lane: Lane, event: Event) -> None:
-        """Let all work that is put into `lane` from now on start after `event`."""
-        ...
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None: ...
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Put the work of this thread inside the context into `lane`."""
-        ...
-
-    def enter(self) -> None:
-        """Let the running thread use this device; a new thread begins with the first one."""
-        ...
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory that copies run through without a stop in between."""
-        ...
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor: ...
-
-    def seconds(self, event: Event) -> float:
-        """Return the time at which a reached event was reached, on `time.perf_counter`'s clock."""
-        ...
-
-    def segments(self) -> int:
-        """Return how many segments of the device's memory the allocator holds."""
-        ...
-
-    def peak_bytes(self) -> int: ...
-
-    def synchronize(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _CpuEvent:
     def __init__(self) -> None:
         self.at = time.perf_counter()
 
@@ -82,39 +32,45 @@ class _CpuEvent:
         return True
 
     def wait(self) -> None:
-        return
+        """Block this thread until it is reached; other threads run on."""
 
 
-class CpuDevice:
-    """Every call runs at once, in order: the engine's logic and threads without an accelerator."""
+class Device:
+    """The device that the engine computes on; here the CPU, on which every call runs in order.
+
+    On others all calls but `Event.wait` return at once."""
 
     type = "cpu"
 
     def record(self, lane: Lane) -> Event:
-        return _CpuEvent()
+        return Event()
 
     def hold(self, lane: Lane, event: Event) -> None:
-        return
+        """Let all work that is put into `lane` from now on start after `event`."""
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Put the work of this thread inside the context into `lane`."""
         return nullcontext()
 
     def enter(self) -> None:
-        return
+        """Let the running thread use this device; a new thread begins with the first one."""
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory that copies run through without a stop in between."""
         return torch.zeros(numel, dtype=dtype)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
     def seconds(self, event: Any) -> float:
+        """Return the time at which a reached event was reached, on `time.perf_counter`'s clock."""
         return event.at
 
     def segments(self) -> int:
+        """Return how many segments of the device's memory the allocator holds."""
         return 0
 
     def peak_bytes(self) -> int:
@@ -127,7 +83,7 @@ class CpuDevice:
         return
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
@@ -145,13 +101,15 @@ class _CudaEvent:
         return max(1e-6, event.event.elapsed_time(self.event) / 1000)
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """Two copy streams and one for ranks, in addition to the current one."""
 
     type = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
-        self.index = torch.cuda.current_device() if index is None else index
+        self.index = index
+        if index is None:
+            self.index = torch.cuda.current_device()
         self.device = torch.device("cuda", self.index)
         with torch.cuda.device(self.index):
             self.streams = {
@@ -212,12 +170,16 @@ def open_device(name: str) -> Device:
     """Open `cpu`, or `cuda` with an optional index."""
     device = torch.device(name)
     if device.type == "cpu":
-        return CpuDevice()
+        return Device()
     return CudaDevice(device.index)
 
 
 BLOCK_BYTES = 4096
 """Direct I/O needs offsets, lengths and addresses at multiples of the drive's block."""
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 class _Pages(mmap.mmap):
@@ -228,7 +190,7 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked_at:
-            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+            _cudart().cudaHostUnregister(self.locked_at)
 
 
 def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
@@ -259,7 +221,7 @@ def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
             pass
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     if pin and torch.cuda.is_available():
-        code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
+        code = _cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
         if int(code) != 0:
             raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
         pages.locked_at = tensor.data_ptr()

@@ -133,7 +133,9 @@ class Drive:
         Raises:
             OSError: what the system reports.
         """
-        call = os.pwritev if write else os.preadv
+        call = os.preadv
+        if write:
+            call = os.pwritev
         view = chunk.numpy().data
         done = 0
         while done < len(view):

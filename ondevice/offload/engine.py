@@ -98,7 +98,9 @@ class OffloadEngine:
         if self.began is not None:
             self.spans = spans
             self.overlap = overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
-        self.began = now if step else None
+        self.began = None
+        if step:
+            self.began = now
         return seen
 
     def _labelled(self, labels: np.ndarray) -> int:
@@ -149,7 +151,9 @@ class EngineSession(Session):
     def report(self) -> dict[str, Any] | None:
         """Return the overlap report of the step before the last; None before the second."""
         overlap = self.engine.overlap
-        return None if overlap is None else overlap.to_dict()
+        if overlap is None:
+            return None
+        return overlap.to_dict()
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""

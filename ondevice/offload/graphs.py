@@ -55,7 +55,9 @@ class CudaRecord:
 
 def recorder(device: torch.device) -> Record | None:
     """Return the recorder of graphs for a device; None if it has none."""
-    return CudaRecord(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return CudaRecord(device)
+    return None
 
 
 @dataclass
@@ -129,11 +131,9 @@ class Graphs:
     ) -> None:
         if inputs:
             self.shapes.add(inputs[0].shape)
-        known.inputs, known.outputs, known.compute = (
-            self._kept("in", inputs),
-            self._kept("out", outputs),
-            compute,
-        )
+        known.inputs = self._kept("in", inputs)
+        known.outputs = self._kept("out", outputs)
+        known.compute = compute
 
         def run() -> None:
             for target, value in zip(known.outputs, compute(*known.inputs), strict=True):

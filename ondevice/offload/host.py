@@ -64,7 +64,9 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
     fields = {}
     offset = 0
     for name, like in layer_adam.Moments.empty(0, kind).tensors().items():
-        count = -(-numel // 128) if name.endswith("_scale") else numel
+        count = numel
+        if name.endswith("_scale"):
+            count = -(-numel // 128)
         size = count * like.element_size()
         fields[name] = memory[offset : offset + size].view(like.dtype)
         offset += -(-size // FIELD_BYTES) * FIELD_BYTES
@@ -74,7 +76,9 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
 def moments_bytes(numel: int, kind: str) -> int:
     """Return the bytes that `moments_in` needs."""
     each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
-    scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
+    scales = 0
+    if kind == "int8":
+        scales = 2 * 4 * -(-numel // 128)
     return (
         sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each)
         + scales
@@ -165,7 +169,9 @@ class HostStore:
     def _weights(self, unit: Unit) -> Tensor:
         """A unit's weights: what the accelerator reads, or is converted for it."""
         state = self.states[unit.index]
-        return self._master(state) if state.high is None else state.high
+        if state.high is None:
+            return self._master(state)
+        return state.high
 
     def sent(self, event: Event) -> None:
         """Note that the copy of the last `outgoing` ends at `event`."""
@@ -218,7 +224,9 @@ class HostStore:
         """The unit's parts, filled from `arrays`, which have those of the whole unit."""
         parts = self._parts(unit)
         for part, tensor in parts.items():
-            target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+            target = tensor
+            if tensor.dtype == torch.bfloat16:
+                target = tensor.view(torch.uint16)
             low, count, size = extent(part, unit)
             value = arrays.get(f"{part}/{unit.key}")
             if (

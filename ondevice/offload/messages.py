@@ -224,7 +224,9 @@ class _Remote:
     def get(self, name: str, /) -> Any:
         self.messages.send(0, (name, None))
         head = self.messages.receive(0)
-        return None if head is None else _RemoteArray(self.messages, name, *head)
+        if head is None:
+            return None
+        return _RemoteArray(self.messages, name, *head)
 
 
 class _RemoteArray:

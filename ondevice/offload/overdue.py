@@ -55,7 +55,9 @@ class Overdue:
 
     def _tell(self) -> str:
         """Tell the guard what this process waits for; return it."""
-        doing = f"transfer of {self.begun[0][0]}" if self.begun else ""
+        doing = ""
+        if self.begun:
+            doing = f"transfer of {self.begun[0][0]}"
         self.guard.expect(self.watch.timeout_s, doing)
         return doing
 

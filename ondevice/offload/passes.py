@@ -314,7 +314,9 @@ class Passes:
         inverse = np.searchsorted(self.unique, ids)
         width = self.family.dims.hidden
         rows = len(unique)
-        dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
+        dtype = self.dtype
+        if len(micro_batches) > 1:
+            dtype = torch.float32
         row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
             entered = self._rows(ids[rows_of], gradient).detach().requires_grad_(True)
@@ -322,7 +324,8 @@ class Passes:
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
                 self.rest_sums.add(self.window.rest_gradient.memory)
-                gradient = entered.grad if entered.grad is not None else gradient
+                if entered.grad is not None:
+                    gradient = entered.grad
             at = self._upload(inverse[rows_of])
             row_gradients += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
         row_gradients = row_gradients.to(self.dtype)
@@ -409,7 +412,9 @@ class Passes:
         if not self.family.dims.classes:
             return ()
         mask = self.family.padding_mask(self._upload(ids), self.dtype)
-        return () if mask is None else (mask,)
+        if mask is None:
+            return ()
+        return (mask,)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """Copy int64 values to the accelerator without waiting for its work."""
@@ -439,4 +444,6 @@ class Passes:
 
 def _gradient(x: Tensor) -> Tensor:
     """Return the gradient of `x`, zeros if the backward pass did not reach it."""
-    return torch.zeros_like(x) if x.grad is None else x.grad
+    if x.grad is None:
+        return torch.zeros_like(x)
+    return x.grad

@@ -80,7 +80,9 @@ class Job:
                     for value in (expected, received)
                 ]
                 return f"came back damaged or not as last written: its {name}", *show
-        return None if trailer == block else ("came back with a damaged trailer",)
+        if trailer == block:
+            return None
+        return ("came back with a damaged trailer",)
 
     def resolve(self, error: BaseException | None) -> None:
         """Give the future its result, unless it has one: `close` was faster, or its owner cancelled
@@ -332,7 +334,10 @@ class TierFile:
     def _move(self, job: Job, start: int, stop: int) -> None:
         """Bytes `start` to `stop` of the record; those behind the payload are the trailer."""
         behind = start >= len(job.payload)
-        chunk = job.trailer if behind else job.payload[start:stop]
+        if behind:
+            chunk = job.trailer
+        else:
+            chunk = job.payload[start:stop]
         if job.write and not behind:
             job.checksums[start] = checksum(chunk)
         try:
@@ -376,7 +381,9 @@ class TierFile:
             self._changed.notify_all()
 
     def _meter(self, job: Job) -> Meter:
-        return self._writes if job.write else self._reads
+        if job.write:
+            return self._writes
+        return self._reads
 
     def _error(
         self, job: Job, what: str, expected: Any = None, received: Any = None, *, offset: int
@@ -386,4 +393,6 @@ class TierFile:
 
 
 def _done(job: Job) -> str:
-    return "written" if job.write else "read"
+    if job.write:
+        return "written"
+    return "read"

@@ -136,7 +136,9 @@ def cut(family: Family) -> Units:
             shape = tuple(parameter.shape)
             pieces.append(Piece(names[id(parameter)], parameter, shape, offset, parameter.numel()))
             offset += -(-parameter.numel() // ALIGN) * ALIGN
-        numel = pieces[-1].offset + pieces[-1].numel if pieces else 0
+        numel = 0
+        if pieces:
+            numel = pieces[-1].offset + pieces[-1].numel
         return Unit(index, name, kind, order, tuple(pieces), numel)
 
     layers = tuple(
@@ -198,7 +200,9 @@ def shard(unit: Unit, rank: int, world: int) -> Unit:
             shape = (count,)
         else:
             continue
-        offset = first - low if count else 0
+        offset = 0
+        if count:
+            offset = first - low
         pieces.append(
             replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset)
         )
@@ -335,7 +339,9 @@ SINGLE = Ranks()
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:
     """Return of an array of a unit's state the first element that a shard has, how many it has, and
     how many there are; scales of moments are one for 128 elements."""
-    each = TILE if part.endswith("_scale") else 1
+    each = 1
+    if part.endswith("_scale"):
+        each = TILE
     return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
 
 
@@ -401,4 +407,6 @@ class Pieces:
                 expected=f"element {at}",
                 hint="take an older checkpoint",
             )
-        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, self.dtype), *found])
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate([np.zeros(0, self.dtype), *found])

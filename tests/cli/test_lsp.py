@@ -13,7 +13,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Replaying
 from ondevice.models import load_model
-from ondevice.offload.device import CpuDevice
+from ondevice.offload.device import Device
 from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_slideformer import weights
@@ -172,7 +172,7 @@ def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, mo
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
         )
 
-    monkeypatch.setattr(CpuDevice, "empty", full)
+    monkeypatch.setattr(Device, "empty", full)
     refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a"))
     assert (
         refused.code == 8

@@ -10,7 +10,7 @@ import torch
 
 from ondevice.artifact.files import read_tensors
 from ondevice.models.families.llama import Llama
-from ondevice.offload.device import CpuDevice
+from ondevice.offload.device import Device
 from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
@@ -187,7 +187,7 @@ def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, mo
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuDevice, "empty", full)
+        patch.setattr(Device, "empty", full)
         refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a"))
     assert refused.code == 8 and "method.window" in refused.err and "2.00 GiB" in refused.err
     monkeypatch.setattr(Llama, "block", full)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ondevice.offload.device import CpuDevice
+from ondevice.offload.device import Device
 from ondevice.offload.units import Ranks
 from tests.offload.clocks import Checker, Clock, place
 
@@ -35,7 +35,7 @@ class CheckedEvent:
         self.checker.merge(self.clock)
 
 
-class CheckedDevice(CpuDevice):
+class CheckedDevice(Device):
     """Computes and copies at once, and notes who touches what after what."""
 
     def __init__(self, checker: Checker) -> None:

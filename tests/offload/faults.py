@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ondevice.offload.device import CpuDevice
+from ondevice.offload.device import Device
 
 LANES = ("h2d", "d2h")
 
@@ -28,7 +28,7 @@ class LateEvent:
         self.device.run_until(self)
 
 
-class LateDevice(CpuDevice):
+class LateDevice(Device):
     """Computes at once, and copies as late as the events allow: what was read or written too early shows in the bits.
 
     A copy runs when somebody waits for an event behind it, or computation is held by one.
@@ -89,7 +89,7 @@ class LaggingEvent:
         time.sleep(max(0.0, self.at - time.perf_counter()))
 
 
-class LaggingDevice(CpuDevice):
+class LaggingDevice(Device):
     """Says that a computation is done `lag_s` after it was asked for, as where computing is slower than copies."""
 
     def __init__(self, lag_s: float) -> None:
@@ -103,7 +103,7 @@ class LaggingDevice(CpuDevice):
         )
 
 
-class NumberedDevice(CpuDevice):
+class NumberedDevice(Device):
     """Gives every event and every copy out of the accelerator a number, in the order in which they are asked for."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from ondevice.offload import bus  # noqa: E402
 from ondevice.offload import calibrate as calibrate_module  # noqa: E402
 from ondevice.offload.bus import throttled  # noqa: E402
 from ondevice.offload.calibrate import calibrate  # noqa: E402
-from ondevice.offload.device import CpuDevice, CudaDevice, open_device  # noqa: E402
+from ondevice.offload.device import CudaDevice, Device, open_device  # noqa: E402
 from ondevice.training.progress import describe_overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, differing, outcome, run  # noqa: E402
 
@@ -32,7 +32,7 @@ def two(size: int = 1000) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])
 def test_a_limited_copy_takes_its_time_and_copies(lane: Any) -> None:
-    device, (target, source) = throttled(CpuDevice(), 0.02), two(2_000_000)
+    device, (target, source) = throttled(Device(), 0.02), two(2_000_000)
     started = device.record(lane)
     device.copy(lane, target, source)
     ended = device.record(lane)
@@ -44,14 +44,14 @@ def test_a_copy_within_the_limit_does_not_wait(monkeypatch: pytest.MonkeyPatch) 
     """Neither a copy below the limit nor one within the accelerator."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"slept {seconds} s"))
     target, source = two()
-    throttled(CpuDevice(), 1e9).copy("h2d", target, source)
-    throttled(CpuDevice(), 1e-9).copy("compute", target, source)
+    throttled(Device(), 1e9).copy("h2d", target, source)
+    throttled(Device(), 1e-9).copy("compute", target, source)
     assert torch.equal(target, source)
 
 
 def test_a_slow_lane_does_not_delay_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one copy takes its time, another of that direction waits; computation and the other direction go on."""
-    device, slow, release = throttled(CpuDevice(), 1e-6), threading.Event(), threading.Event()
+    device, slow, release = throttled(Device(), 1e-6), threading.Event(), threading.Event()
     taken: list[str] = []  # whose copy had the lane, in order
     done: list[str] = []
 
@@ -119,15 +119,15 @@ def test_the_report_says_that_the_bus_is_simulated(engine: Any) -> None:
     assert "simulated" not in describe_overlap(real)
 
 
-class _Accelerator(CpuDevice):
+class _Accelerator(Device):
     type = "another"
 
 
 @pytest.mark.parametrize(
     ("kind", "limit", "expected"),
     [
-        (CpuDevice, None, None),
-        (CpuDevice, 3.0, 3e9),
+        (Device, None, None),
+        (Device, 3.0, 3e9),
         (_Accelerator, 1e-3, 1e6),
         (_Accelerator, 1e9, "measured"),
     ],

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.offload import drive  # noqa: E402
-from ondevice.offload.device import CpuDevice, Spans, Timeline  # noqa: E402
+from ondevice.offload.device import Device, Spans, Timeline  # noqa: E402
 from ondevice.offload.engine import LANES, chrome_trace, overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
@@ -207,7 +207,7 @@ def test_unfinished_spans_wait_for_the_next_report() -> None:
 
 
 def test_threads_lose_no_span() -> None:
-    timeline, collected = Timeline(CpuDevice()), []
+    timeline, collected = Timeline(Device()), []
 
     def add() -> None:
         for number in range(5000):

@@ -33,10 +33,9 @@ def test_a_wait_times_out_if_the_engine_makes_no_progress() -> None:
     worker = Worker("update", watch)
     try:
         worker.submit("layer 0", released.wait)
-        with pytest.raises(
-            TrainingError, match=r"update of layer 1 did not end within 0.5 s"
-        ) as caught:
+        with pytest.raises(TrainingError) as caught:
             worker.submit("layer 1", lambda: None).wait()
+        assert caught.value.message.startswith("update of layer 1 ")
         assert "update of layer 0 running for" in str(caught.value.received)
     finally:
         released.set()
@@ -44,10 +43,9 @@ def test_a_wait_times_out_if_the_engine_makes_no_progress() -> None:
 
 
 def test_a_wait_without_a_running_thread_blames_the_engine() -> None:
-    with pytest.raises(
-        TrainingError, match=r"the update of layer 2 did not end within 0.3 s"
-    ) as caught:
+    with pytest.raises(TrainingError) as caught:
         Watch(0.3).until(threading.Event().wait, "the update of layer 2")
+    assert caught.value.message.startswith("the update of layer 2 ")
     assert caught.value.received == "no thread of the engine is at work"
     assert "report" in str(caught.value.hint)
 
@@ -112,17 +110,21 @@ print(Worker("update", Watch(5.0)).submit("layer 0", layer).wait(), flush=True)
 
 def test_a_transfer_that_never_ends_is_given_up_by_name() -> None:
     future: Future[None] = Future()
-    with pytest.raises(TrainingError, match=r"read of layer 3 did not end within 0.3 s"):
+    with pytest.raises(TrainingError) as caught:
         Watch(0.3).result(future, "read of layer 3")
-    future.set_exception(StorageError("the drive is on fire"))
-    with pytest.raises(StorageError, match="the drive is on fire"):
+    assert caught.value.message.startswith("read of layer 3 ")
+    failure = StorageError("the drive is on fire")
+    future.set_exception(failure)
+    with pytest.raises(StorageError) as raised:
         Watch(0.3).result(future, "read of layer 3")
+    assert raised.value is failure
 
 
 def test_nothing_runs_after_half_finished_work() -> None:
     watch = Watch(1.0)
     with pytest.raises(KeyboardInterrupt), watch.whole("a step"):
         raise KeyboardInterrupt
-    with pytest.raises(TrainingError, match="a step failed: KeyboardInterrupt") as caught:
+    with pytest.raises(TrainingError) as caught:
         watch.check()
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert "resume" in str(caught.value.hint)

@@ -53,7 +53,9 @@ def step_cost(
     # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes
     # two moments. Beside bfloat16 weights these and the masters' lower halves are 10 bytes a
     # parameter.
-    update = 8 if weight_bytes >= 4 * dims.parameters else 13
+    update = 13
+    if weight_bytes >= 4 * dims.parameters:
+        update = 8
     forward = forward_flops(dims, batch_size, length_tokens)
     head = head_flops(dims, batch_size, length_tokens)
     return StepCost(3 * forward + 4 * head, 3 * weight_bytes + update * weight_bytes)

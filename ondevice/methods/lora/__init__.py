@@ -33,7 +33,9 @@ def memory(
     linears = dims.adapted(config)
     a = config.rank * sum(linear.inputs * linear.experts for linear in linears)
     b = config.rank * sum(linear.outputs * linear.experts for linear in linears)
-    trained = a + b if config.trains_a else b
+    trained = b
+    if config.trains_a:
+        trained = a + b
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
     return {

@@ -74,7 +74,9 @@ class Resident:
 
     def source(self, unit: Unit, slot: Slot) -> Tensor:
         memory = self.memory[unit.index]
-        return memory if memory.dtype == self.compute else slot.memory[: unit.numel].copy_(memory)
+        if memory.dtype == self.compute:
+            return memory
+        return slot.memory[: unit.numel].copy_(memory)
 
     def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
         stochastic_round(

@@ -279,7 +279,9 @@ class ProjectedWeightCache:
 
     def _send(self, part: ProjectedUnit, slot: Slot) -> None:
         clipped = self.config.max_grad_norm is not None and self.updates.ranks.single
-        norm = square(slot.memory[: part.numel]) if clipped else None
+        norm = None
+        if clipped:
+            norm = square(slot.memory[: part.numel])
         self.updates.send(part, slot, self.exact[part.unit.index], norm)
 
     def _view(self, memory: Tensor, piece: Piece, start: int = 0) -> Tensor:

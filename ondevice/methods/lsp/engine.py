@@ -76,7 +76,9 @@ class LspEngine(OffloadEngine):
         self.plane = Plane(recorder(self.where) if graphs else None)
         self.parts = self._parts()
         self.bias_checks = dict[str, BiasCheck]()
-        self.base = self._base() if any(part.matrices for part in self.parts) else None
+        self.base = None
+        if any(part.matrices for part in self.parts):
+            self.base = self._base()
         tables = tuple(
             part.unit for part in self.parts if part.matrices and part.unit.kind != "layer"
         )
@@ -90,7 +92,9 @@ class LspEngine(OffloadEngine):
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
         lanes = (self.device, self.timeline, self.watch)
         self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads, ranks)
-        self.overdue = None if ranks.single else Overdue(self.watch, ranks)
+        self.overdue = None
+        if not ranks.single:
+            self.overdue = Overdue(self.watch, ranks)
         if self.overdue is not None:
             self.updates.transfers.expect = self.overdue.expect
             for worker in self.updates.workers:
@@ -159,14 +163,18 @@ class LspEngine(OffloadEngine):
     def host_bytes(self) -> int:
         """Host memory of the engine: moments, exact parameters, gradients and updates, and weights
         that slide."""
-        base = self.base.bytes if isinstance(self.base, OnHost) else 0
+        base = 0
+        if isinstance(self.base, OnHost):
+            base = self.base.bytes
         return self.store.bytes + self.updates.bytes + self.activations.bytes + base
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return every parameter by name, on the host; call `flush` before."""
         weights = {}
-        masters = self.store.masters() if self.ranks.single else None
+        masters = None
+        if self.ranks.single:
+            masters = self.store.masters()
         for part in self.parts:
             for piece in part.exact.pieces:
                 # No rank has the masters of all; their values in the compute dtype are on every
@@ -176,7 +184,9 @@ class LspEngine(OffloadEngine):
                 else:
                     here = masters[piece.name]
                 weights[piece.name] = here.to(dtype, copy=True)
-            base = self._whole(part) if part.matrices else self.total
+            base = self.total
+            if part.matrices:
+                base = self._whole(part)
             for piece, matrix, offset in part.matrices:
                 weight = view(base, piece).to(torch.float32, copy=True)
                 weights[piece.name] = (
@@ -218,7 +228,9 @@ class LspEngine(OffloadEngine):
             self.device.close()
 
     def _parts(self) -> list[ProjectedUnit]:
-        config = self.config if self.config.project else None
+        config = None
+        if self.config.project:
+            config = self.config
         plane = self.plane
         numbers = {
             name: number for number, (name, _) in enumerate(self.family.model.named_parameters())
@@ -251,7 +263,9 @@ class LspEngine(OffloadEngine):
 
     def _base_for(self, part: ProjectedUnit) -> Base:
         """Return the base that the changes of a part's matrices are added to."""
-        return self.tables if part.unit.kind != "layer" or self.base is None else self.base
+        if part.unit.kind != "layer" or self.base is None:
+            return self.tables
+        return self.base
 
     def _whole(self, part: ProjectedUnit) -> Tensor:
         """The unit's base, flat, in the compute dtype or in float32; not a copy if it is
@@ -281,7 +295,9 @@ class LspEngine(OffloadEngine):
         self.graphs.paused = due = step % self.config.check_every == 0
         for part in self.parts:
             for piece, matrix, offset in part.matrices:
-                matrix.watch = partial(self._check_bias, part, piece, offset) if due else None
+                matrix.watch = None
+                if due:
+                    matrix.watch = partial(self._check_bias, part, piece, offset)
 
     @torch.no_grad()
     def _check_bias(
@@ -345,7 +361,9 @@ class LspEngine(OffloadEngine):
         seed = stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
         part.folded = True
         (height, width) = matrix.shape
-        rows = height if old.left.exact else max(1, FOLDED // width)
+        rows = height
+        if not old.left.exact:
+            rows = max(1, FOLDED // width)
         for low in range(0, height, rows):
             weight = base[low : low + rows].float()
             widen(replace(old, left=old.left.part(slice(low, low + rows))), weight, 1 / part.decay)

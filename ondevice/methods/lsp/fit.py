@@ -55,7 +55,9 @@ def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
     difference = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * square(middle)
     value = float(difference) / squared_norm + 1.0
-    return 0.0 if value < 0 else value**0.5
+    if value < 0:
+        return 0.0
+    return value**0.5
 
 
 def fit(
@@ -80,9 +82,13 @@ def fit(
     for _ in range(rounds):
         for side in (0, 1):
             if side == 0:
-                projector, other, rows = (left, right, gradient)
+                projector = left
+                other = right
+                rows = gradient
             else:
-                projector, other, rows = (right, left, gradient.T)
+                projector = right
+                other = left
+                rows = gradient.T
             moved = _side(projector, other, rows, squared_norm, gamma, steps, losses, descents)
             left, right = (moved, right) if side == 0 else (left, moved)
     reached = torch.cat(losses).tolist()
@@ -112,7 +118,9 @@ def _side(
     if side.positions is None or side.values is None:
         return side
     q = fixed.dense(torch.float32)
-    outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
+    # Y [m, s], D [s, s]
+    outer = (gradient @ q.to(gradient.dtype)).float()
+    gram = q.T @ q
     other = gamma * (
         torch.ones_like(squared_norm) if fixed.values is None else square(fixed.values) / fixed.rows
     )
@@ -141,10 +149,8 @@ class Descent:
         self.values, self.slope, self.direction = (
             torch.empty_like(positions, dtype=torch.float32) for _ in range(3)
         )
-        self.outer, self.gram = (
-            self.values.new_empty(len(positions), width),
-            self.values.new_empty(width, width),
-        )
+        self.outer = self.values.new_empty(len(positions), width)
+        self.gram = self.values.new_empty(width, width)
         self.scales = self.values.new_empty(3, dtype=torch.float64)
         self.reached = self.scales.new_empty(1 + steps)
 
@@ -293,5 +299,7 @@ def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
     values = (poly * x[:, None] ** powers).sum(1)
     values = torch.where(values.isfinite(), values, math.inf)
     at = values.argmin()
-    length, reached = x.take(at), values.take(at)  # an index would wait for its value
+    # an index would wait for its value
+    length = x.take(at)
+    reached = values.take(at)
     return length, torch.where(reached.isfinite(), reached, poly[0])

@@ -74,5 +74,7 @@ class _Projected(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         tokens = x.reshape(-1, x.shape[-1])
         ctx.matrix.collect(*((flat, tokens) if ctx.rows_first else (tokens, flat)))
-        bias = flat.sum(0) if ctx.needs_input_grad[1] else None
+        bias = None
+        if ctx.needs_input_grad[1]:
+            bias = flat.sum(0)
         return back, bias, None, None, None, None

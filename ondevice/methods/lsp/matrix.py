@@ -66,10 +66,8 @@ class Group:
     of many."""
 
     def __init__(self, plane: Plane, device: torch.device | str) -> None:
-        self.plane, self.device = (
-            plane,
-            torch.empty(0, device=device).device,
-        )  # with its index, as tensors have
+        self.plane = plane
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have
         self.members: list[Matrix] = []
         self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.views: dict[torch.dtype, tuple[Tensor, list[DenseProjectors]]] = {}
@@ -327,7 +325,9 @@ class Matrix:
 
     def _narrow(self, side: int, x: Tensor) -> Tensor:
         dense = self.dense_projectors(x.dtype)[side]
-        return x if dense is None else x @ dense
+        if dense is None:
+            return x
+        return x @ dense
 
     def _add(self, left: Tensor, right: Tensor) -> None:
         gradient = self.gradient_there
@@ -348,7 +348,9 @@ def add_change(
     """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the
     identity."""
     left, right = pair
-    wide = change if left is None else left @ change
+    wide = change
+    if left is not None:
+        wide = left @ change
     if isinstance(
         decay, Tensor
     ):  # of one element and one dimension: so the sum is rounded once, from float32
@@ -389,7 +391,9 @@ def _factors(
     known = carry[0] @ there @ carry[1]
     length = float(known.square().sum())
     squares = float((carry[0].square() @ there.square() @ carry[1].square()).sum())
-    momentum = max(0.0, float((known * here).sum()) / length) if length else 1.0
+    momentum = 1.0
+    if length:
+        momentum = max(0.0, float((known * here).sum()) / length)
     return momentum, float(here.square().sum()) / squares if squares else 1.0
 
 

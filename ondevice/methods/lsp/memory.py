@@ -97,7 +97,10 @@ def host_memory(
     after = config.schedule == "zero" or (
         config.clip == "global" and config.max_grad_norm is not None
     )
-    waiting = dims.layers if after else min(config.gradient_buffers, dims.layers)
+    if after:
+        waiting = dims.layers
+    else:
+        waiting = min(config.gradient_buffers, dims.layers)
     layer = dims.block_parameters + sum(
         shape.numel - shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
     )
@@ -142,7 +145,9 @@ def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: in
         folds = shape.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
         copy = layer * item * (shape.kind == "layer" and config.weight_placement == "host")
         folding = FOLDING_BYTES * min(shape.rows * shape.columns, FOLDED) + copy
-        gradient = 0 if shape.kind == "head" else shape.rows * shape.columns * item
+        gradient = 0
+        if shape.kind != "head":
+            gradient = shape.rows * shape.columns * item
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most
 
@@ -156,7 +161,9 @@ def _in_parts(dims: ModelDims, config: LspConfig, weight_bytes: int, runtime: st
 def _notes(dims: ModelDims, config: LspConfig) -> list[str]:
     more = kept_bytes(dims, config)
     text = f"each time that all projectors are replaced, {more / (1 << 20):,.0f} MiB more stay on the accelerator"
-    return [text] if more else []
+    if more:
+        return [text]
+    return []
 
 
 def _smaller_weights(config: LspConfig, batch_size: int) -> LspConfig | None:

@@ -140,7 +140,9 @@ def recommend(
     costs = {"given": cost(request, at), "zero": cost(unprojected, at)}
     sentences = [_compared(request, costs["given"], costs["zero"], at)]
     if not at.known:
-        missing = "the rate of matrix products" if at.flops is None else "the bus"
+        missing = "the bus"
+        if at.flops is None:
+            missing = "the rate of matrix products"
         sentences.append(
             f"{missing} of {request.device.name} is not known, so nothing is recommended: "
             "--calibrate measures this machine, --bus-limit GB/s assumes a bus"
@@ -225,7 +227,9 @@ def _fitting(request: Request, plan_of: Callable[[Request], Plan]) -> tuple[Plan
 
 
 def _weights(method: LspConfig) -> str:
-    return "host" if method.weight_placement == "host" else method.weight_dtype
+    if method.weight_placement == "host":
+        return "host"
+    return method.weight_dtype
 
 
 def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
@@ -238,7 +242,9 @@ def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
     text += f"; {products}, {current.saved:.3g} of weight gradients are saved"
     if current.unhidden is None or zero.unhidden is None:
         return text
-    bus = "a simulated bus" if at.simulated else "the bus"
+    bus = "the bus"
+    if at.simulated:
+        bus = "a simulated bus"
     speeds = f"{(at.to_host or 0) / 1e9:.3g} GB/s"
     busy = f"{(current.to_host_s or 0) + (current.to_device_s or 0):.3g} s"
     zeros = f"{(zero.to_host_s or 0) + (zero.to_device_s or 0):.3g} s"

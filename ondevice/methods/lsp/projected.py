@@ -70,7 +70,9 @@ class ProjectedUnit:
         exact = self.exact
         self.subspace = replace(self.unit, kind="layer", pieces=(), numel=self.narrow)
         self.own = ranks.shard(self.subspace)
-        self.own_exact = ranks.shard(exact) if exact.numel else exact
+        self.own_exact = exact
+        if exact.numel:
+            self.own_exact = ranks.shard(exact)
         self.start = ranks.padded(self.subspace)
         self.numel = self.start + (ranks.padded(exact) if exact.numel else 0)
         self.moments = Moments.empty(self.own.numel)
@@ -139,8 +141,12 @@ def split(
         matrix = Matrix(piece.name, shape, number, config, seed, group)
         matrices.append((piece, matrix, narrow))
         narrow += matrix.numel
-    exact = unit if not matrices else _packed(unit, rest)
-    factor = device.empty(1, torch.float32).fill_(1.0) if decays and matrices else None
+    exact = unit
+    if matrices:
+        exact = _packed(unit, rest)
+    factor = None
+    if decays and matrices:
+        factor = device.empty(1, torch.float32).fill_(1.0)
     change = device.empty(narrow, torch.float32)
     return ProjectedUnit(unit, matrices, exact, narrow, change, ranks, factor=factor)
 

@@ -50,7 +50,9 @@ class Projected:
 
     def making(self, rows: int | None = None) -> int:
         """Return multiplications of P D Q^T, or of some of its rows."""
-        count = self.rows if rows is None else rows
+        count = rows
+        if rows is None:
+            count = self.rows
         return (
             count
             * self.right
@@ -114,7 +116,9 @@ def bus_bytes(
     fetches = 2 * dims.layers - min(
         config.window, dims.layers
     )  # up and down; the uppermost are there when it turns
-    sliding = fetches * dims.block_parameters * item if slides(dims, config) else 0
+    sliding = 0
+    if slides(dims, config):
+        sliding = fetches * dims.block_parameters * item
     return moved + kept, moved + kept + sliding
 
 

@@ -63,7 +63,9 @@ class LspSession(EngineSession):
         """Run one AdamW step; its last updates arrive while the next step begins."""
         checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
-        self.bias_checks = self._bias_checks() if checking else {}
+        self.bias_checks = {}
+        if checking:
+            self.bias_checks = self._bias_checks()
         return result
 
     def report(self) -> dict[str, Any] | None:
@@ -228,7 +230,9 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
 
 def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) -> Tensor:
     """An array of the shape and type of `like`, or elements `span` of it."""
-    stored = torch.uint16 if like.dtype == torch.bfloat16 else like.dtype
+    stored = torch.uint16
+    if like.dtype != torch.bfloat16:
+        stored = like.dtype
     value = saved.get(name)
     dtype = torch.empty(0, dtype=stored).numpy().dtype
     if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:

@@ -89,7 +89,9 @@ class Updates:
         }
         self.arrivals = {part.unit.index: device.empty(part.start, store.dtype) for part in parts}
         self.steps = torch.zeros(narrow)
-        self.scratch = None if store.native else torch.empty(max(narrow, exact))
+        self.scratch = None
+        if not store.native:
+            self.scratch = torch.empty(max(narrow, exact))
         self.norms = device.pinned(len(units.all), torch.float32)
         self.tickets: dict[int, Ticket] = {}
         self.waiting: list[tuple[ProjectedUnit, Ticket, Tensor, Tensor]] = []
@@ -135,7 +137,9 @@ class Updates:
         ticket = self.tickets[unit.index] = Ticket(
             self.clipping.now, ready, f"the update of {unit.name}"
         )
-        pair = None if norm is None else (norm, host)
+        pair = None
+        if norm is not None:
+            pair = (norm, host)
 
         def run() -> Event:
             buffer = self._buffer(part)
@@ -201,7 +205,9 @@ class Updates:
         Computations that follow see it."""
         if self.ranks.single:
             return
-        runs = [(part.subspace, self.arrivals[part.unit.index])] if changes else []
+        runs = []
+        if changes:
+            runs = [(part.subspace, self.arrivals[part.unit.index])]
 
         def run() -> None:
             for unit, memory in (*runs, (part.exact, exact)):
@@ -268,7 +274,9 @@ class Updates:
         if self.config.schedule == "zero":
             return 0
         order = part.unit.order
-        return LATER if order >= self.transition else order
+        if order >= self.transition:
+            return LATER
+        return order
 
     def _submit(self, part: ProjectedUnit, ticket: Ticket, buffer: Tensor, exact: Tensor) -> None:
         unit = part.unit
@@ -316,9 +324,11 @@ class Updates:
             change = self.host_updates[part.unit.index]
             half = change.dtype != torch.float32
             if half:
-                steps, high = (self.steps[:narrow], change.view(torch.uint16))
+                steps = self.steps[:narrow]
+                high = change.view(torch.uint16)
             else:
-                steps, high = (change, None)
+                steps = change
+                high = None
             state = HostState(steps, high, None, part.moments, part.unit.index)
             self._adam(buffer[:narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
         if part.exact.numel:

@@ -146,4 +146,6 @@ class RevffnConfig(StrictConfig):
             return None
         if self.skip_stage1 or self.coupling == "full":
             return 0
-        return STAGE1_STEPS if self.stage1_steps is None else self.stage1_steps
+        if self.stage1_steps is None:
+            return STAGE1_STEPS
+        return self.stage1_steps

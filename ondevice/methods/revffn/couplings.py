@@ -46,11 +46,9 @@ class Step:
     @property
     def place(self) -> str:
         """Its name for a message."""
-        return (
-            f"layer {self.block}"
-            if self.part == "block"
-            else f"the {self.part} of layer {self.block}"
-        )
+        if self.part == "block":
+            return f"layer {self.block}"
+        return f"the {self.part} of layer {self.block}"
 
 
 class Coupling:
@@ -65,7 +63,8 @@ class Coupling:
     late: float = 0.0
 
     def __init__(self, family: Family) -> None:
-        self.family, self.adapters = family, {}
+        self.family = family
+        self.adapters = {}
 
     def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Split the embedding's output into the first two streams."""
@@ -174,9 +173,15 @@ class FullWidth(Coupling):
 
     def __init__(self, family: Family, bits: int) -> None:
         super().__init__(family)
-        g = 2.0**-bits if bits else 0.0
+        g = 0.0
+        if bits:
+            g = 2.0**-bits
         self.late = g / (1 - g)
-        first, later = Mix(0.0, 1 - g), Mix(-g, 1 - g, bits) if bits else Mix(1.0, 2.0)
+        first = Mix(0.0, 1 - g)
+        if bits:
+            later = Mix(-g, 1 - g, bits)
+        else:
+            later = Mix(1.0, 2.0)
         self.steps = tuple(
             Step(i, "block", later if i else first) for i in range(family.dims.layers)
         )
@@ -188,7 +193,9 @@ class FullWidth(Coupling):
         return v + self.late * (v - u)
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
-        return dv if du is None else du + dv
+        if du is None:
+            return dv
+        return du + dv
 
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
         late = self.late * grad_BTD
@@ -222,7 +229,8 @@ def attention_between(
             hint="coupling: full or exact",
         )
     dims = family.dims
-    queries, keys = layer.input_layernorm(queries_BTD), layer.input_layernorm(keys_BTD)
+    queries = layer.input_layernorm(queries_BTD)
+    keys = layer.input_layernorm(keys_BTD)
     attention = layer.self_attn
     q = _heads(attention.q_proj(queries), dims.heads)
     k, v = (

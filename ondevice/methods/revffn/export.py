@@ -42,7 +42,9 @@ def check_family(family: Family, crossed: bool = False) -> None:
         raise ModelError(
             "revffn does not train this family", expected=expected, received=family.model_type
         )
-    what = "method revffn with coupling: paper" if crossed else "method revffn"
+    what = "method revffn"
+    if crossed:
+        what = "method revffn with coupling: paper"
     check_traits(family.dims, what, ("windows",) if crossed else KNOWN)
 
 
@@ -66,7 +68,8 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
     """Return `config.json`: the ordinary model's under `base`, the steps, and the settings that it
     was trained with."""
     base = loaded.model.config.to_dict()
-    streams, traits = network.config.streams, loaded.dims.traits
+    streams = network.config.streams
+    traits = loaded.dims.traits
     return {
         "model_type": "revffn",
         "architectures": ["RevffnForCausalLM"],
@@ -110,7 +113,9 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
 
 def _generation(loaded: LoadedModel) -> dict[str, Any]:
     config = getattr(loaded.model, "generation_config", None)
-    values = {} if config is None else config.to_diff_dict()
+    values = {}
+    if config is not None:
+        values = config.to_diff_dict()
     return {
         **{name: value for name, value in values.items() if name.endswith("_token_id")},
         "use_cache": False,

@@ -71,15 +71,20 @@ def solve(
         u, and how the iteration went; it may not have converged.
     """
     tiny = torch.finfo(torch.float32).tiny
-    u, first, count, reached = w, 0.0, 0, 0
+    u = w
+    first = 0.0
+    count = 0
+    reached = 0
     norm = movement = float("inf")
     contraction = None
     while count < max_iterations:
         count += 1
         following = streams.inverse_step(w, v, branch(u), mix, None)
         moved = streams.to_float(following) - streams.to_float(u)
-        before, norm = norm, float(moved.norm())
-        movement, u = float((moved.norm(dim=-1) / norms.clamp(min=tiny)).max()), following
+        before = norm
+        norm = float(moved.norm())
+        movement = float((moved.norm(dim=-1) / norms.clamp(min=tiny)).max())
+        u = following
         first = first or norm
         if not reached and count > 1 and first:
             contraction = (max(norm, tiny) / first) ** (1 / (count - 1))

@@ -50,11 +50,14 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
     states: list[tuple[Tensor, Tensor]] = []
     saved = network.forward(ids_BT, lambda u, v: states.append((u, v)))
     position = network.position(ids_BT.shape[1])
-    v, w = saved.u, saved.v
-    true_v, true_w = v, w
+    v = saved.u
+    w = saved.v
+    true_v = v
+    true_w = w
     errors: list[LayerError] = []
     for number in reversed(range(len(network.steps))):
-        step, side = network.steps[number], saved.side.get(number)
+        step = network.steps[number]
+        side = saved.side.get(number)
         true_u = states[number][0]
         once, iteration = network.invert(step, position, true_v, true_w, side)
         kept = saved.stored.get(number)
@@ -77,18 +80,18 @@ def report(network: Reversible, ids_BT: Tensor) -> None:
         if layer.iteration is not None
     ]
     for layer, iteration in iterated:
-        factor = "-" if iteration.contraction is None else f"{iteration.contraction:.3g}"
+        factor = "-"
+        if iteration.contraction is not None:
+            factor = f"{iteration.contraction:.3g}"
         _log.info(
             "layer %d: contraction factor %s, relative error of the rebuilt input %.2g after %d iterations",
             layer.block, factor, layer.error, iteration.iterations,
         )  # fmt: skip
     failed = [str(layer.block) for layer, iteration in iterated if not iteration.converged]
     if failed:
-        outcome = (
-            "their inputs are stored"
-            if network.config.not_converged == "store"
-            else "training will stop there"
-        )
+        outcome = "training will stop there"
+        if network.config.not_converged == "store":
+            outcome = "their inputs are stored"
         if network.config.recompute == "stored":
             outcome = "recompute: stored does not invert them"
         _log.warning(

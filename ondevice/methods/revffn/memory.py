@@ -39,21 +39,26 @@ def memory(
     """
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
-    item = (
-        4 if rows < batch_size else activation_bytes
-    )  # gradients of several parts are summed in float32
+    # gradients of several parts are summed in float32
+    item = activation_bytes
+    if rows < batch_size:
+        item = 4
     adapters = adapter_numbers(dims, config)
     stored = config.recompute == "stored"
     if config.stage1_only:
         trained = adapters
-        live = trained if stored or not config.fused_update else trained // dims.layers
+        live = trained
+        if config.fused_update and not stored:
+            live = trained // dims.layers
     else:
         trained = dims.parameters + adapters
         table = dims.vocab * dims.hidden
         block = dims.block_parameters + adapters // dims.layers
-        live = (
-            block + table if dims.tied else max(block, table)
-        )  # a tied head's gradient waits for the embedding's
+        # a tied head's gradient waits for the embedding's
+        if dims.tied:
+            live = block + table
+        else:
+            live = max(block, table)
         if stored or not config.fused_update:
             live = trained
     width = dims.hidden * (2 if config.coupling == "full" else 1)
@@ -61,14 +66,21 @@ def memory(
         config.streams
     ]  # float32 streams are summed in float64
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
-    beside = _beside(dims, config) if config.gamma_bits_on == "device" else 0
-    norms = 4 * dims.layers if config.coupling == "paper" else 0
-    ends = 0 if stored else width * (stream + 4) + beside + norms
+    beside = 0
+    if config.gamma_bits_on == "device":
+        beside = _beside(dims, config)
+    norms = 0
+    if config.coupling == "paper":
+        norms = 4 * dims.layers
+    ends = 0
     if not stored:
+        ends = width * (stream + 4) + beside + norms
         activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
     logits = loss_bytes(dims, tokens, config.loss_tiles)
     copies = activation_bytes < 4 or config.optimizer in ("adafactor", "adamw8bit")
-    update = 16 * min(CHUNK, dims.vocab * dims.hidden) if copies and not config.stage1_only else 0
+    update = 0
+    if copies and not config.stage1_only:
+        update = 16 * min(CHUNK, dims.vocab * dims.hidden)
     return {
         "adapter": adapters * 4,
         "gradients": live * item,
@@ -98,24 +110,26 @@ def host_memory(
         activation_bytes: not needed here.
     """
     tokens = batch_size * length_tokens
-    beside = (
-        0
-        if config.recompute == "stored" or config.gamma_bits_on == "device"
-        else _beside(dims, config)
-    )
-    return {"bits beside the streams": tokens * beside} if beside else {}
+    bits = _beside(dims, config)
+    if not bits or config.recompute == "stored" or config.gamma_bits_on == "device":
+        return {}
+    return {"bits beside the streams": tokens * bits}
 
 
 def _beside(dims: ModelDims, config: RevffnConfig) -> int:
     """Bytes a token of the bits that the steps' sums do not hold."""
-    bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
+    bits = 0
+    if config.coupling == "full" and config.streams == "int32":
+        bits = config.gamma_bits
     return (dims.layers - 1) * dims.hidden * bits // 8
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
     """Count the numbers of P_up and P_down around the attention and the MLP of every layer, which
     half-width streams have."""
-    return 0 if config.coupling == "full" else dims.layers * 4 * dims.hidden * (dims.hidden // 2)
+    if config.coupling == "full":
+        return 0
+    return dims.layers * 4 * dims.hidden * (dims.hidden // 2)
 
 
 def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
@@ -128,7 +142,9 @@ def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
     if dims.experts:
         width = getattr(dims, "expert_intermediate", dims.intermediate)
         sides += dims.experts * (3 * width + 2 * dims.hidden)
-    adapters = 6 * dims.hidden * dims.layers if config.coupling != "full" else 0
+    adapters = 0
+    if config.coupling != "full":
+        adapters = 6 * dims.hidden * dims.layers
     return 4 * (
         dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden)
     )

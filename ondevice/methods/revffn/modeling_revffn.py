@@ -58,14 +58,16 @@ class RevffnConfig(PretrainedConfig):
         logit_scale: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self.base, self.steps = base or {}, steps or []
-        self.half_width, self.late, self.stream_dtype = half_width, late, stream_dtype
-        self.norms, self.windows = norms or dict(NORMS), windows or []
-        self.residual_scale, self.embedding_scale, self.logit_scale = (
-            residual_scale,
-            embedding_scale,
-            logit_scale,
-        )
+        self.base = base or {}
+        self.steps = steps or []
+        self.half_width = half_width
+        self.late = late
+        self.stream_dtype = stream_dtype
+        self.norms = norms or dict(NORMS)
+        self.windows = windows or []
+        self.residual_scale = residual_scale
+        self.embedding_scale = embedding_scale
+        self.logit_scale = logit_scale
         super().__init__(**kwargs)
 
     def ordinary(self) -> PretrainedConfig:
@@ -98,7 +100,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         ordinary: Any = AutoModelForCausalLM.from_config(
             base, attn_implementation="sdpa", dtype=torch.get_default_dtype()
         )
-        self.model, self.lm_head = ordinary.model, ordinary.lm_head
+        self.model = ordinary.model
+        self.lm_head = ordinary.lm_head
         if config.half_width:
             for layer in self.model.layers:
                 layer.revffn = RevffnAdapters(base.hidden_size)
@@ -128,7 +131,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log
         likelihood."""
-        hidden, ids = inputs_embeds, input_ids
+        hidden = inputs_embeds
+        ids = input_ids
         if hidden is None:
             if ids is None:
                 raise ValueError("expected input_ids or inputs_embeds")
@@ -136,12 +140,11 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
                 ids, self.model.embed_tokens.weight
             )  # the module may multiply by itself
             hidden = rows * rows.new_tensor(self.config.embedding_scale)
-        mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
+        mask = None
+        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):
-            mask, places = (
-                _causal(attention_mask),
-                attention_mask.long().cumsum(-1).sub(1).clamp(min=0),
-            )
+            mask = _causal(attention_mask)
+            places = attention_mask.long().cumsum(-1).sub(1).clamp(min=0)
         positions = self._positions(hidden, places if position_ids is None else position_ids)
         masks = [
             _windowed(mask, window, hidden)
@@ -153,13 +156,13 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
             for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden))
         )
         for step in self.config.steps:
-            past, branch = (
-                step["past"],
-                self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), positions, masks),
-            )
+            past = step["past"]
+            branch = self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), positions, masks)
             w = step["scale"] * branch.float() + past * u.float()
-            u, v = v, (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
-        u, v = u.float(), v.float()
+            u = v
+            v = (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
+        u = u.float()
+        v = v.float()
         last = (
             torch.cat((u, v), -1) if self.config.half_width else v + self.config.late * (v - u)
         ).to(hidden.dtype)
@@ -172,7 +175,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _positions(self, hidden: Tensor, places: Tensor) -> list[Any]:
         """Return cos and sin for each layer; layers of two kinds may have tables of their own."""
-        rotary, layers = self.model.rotary_emb, len(self.model.layers)
+        rotary = self.model.rotary_emb
+        layers = len(self.model.layers)
         if not hasattr(rotary, "layer_types"):
             return [rotary(hidden, places)] * layers
         kinds = self.model.config.layer_types
@@ -182,12 +186,16 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
     def _branch(
         self, step: dict[str, Any], u: Tensor, v: Tensor, positions: Any, masks: Any
     ) -> Tensor:
-        block, part = step["block"], step["part"]
-        layer, position, mask = self.model.layers[block], positions[block], masks[block]
+        block = step["block"]
+        part = step["part"]
+        layer = self.model.layers[block]
+        position = positions[block]
+        mask = masks[block]
         adapters = getattr(layer, "revffn", None)
         if adapters is not None:
             up, down = (getattr(adapters, f"{part}_{way}").to(v.dtype) for way in ("up", "down"))
-            u, v = linear(u, up), linear(v, up)
+            u = linear(u, up)
+            v = linear(v, up)
         if part == "mlp":
             y = self._mlp(layer, v)
         elif step["crossed"]:
@@ -200,32 +208,36 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
             y = self._scaled(self._normed(layer, "after_attention", y))
             if part == "block":
                 y = y + self._mlp(layer, v + y)
-        return y if adapters is None else linear(y, down)
+        if adapters is None:
+            return y
+        return linear(y, down)
 
     def _mlp(self, layer: Any, x: Tensor) -> Tensor:
         y = layer.mlp(self._normed(layer, "before_mlp", x))
-        y = (
-            y[0] if isinstance(y, tuple) else y
-        )  # a mixture of experts gives its router's logits too
+        # a mixture of experts gives its router's logits too
+        if isinstance(y, tuple):
+            y = y[0]
         return self._scaled(self._normed(layer, "after_mlp", y))
 
     def _normed(self, layer: Any, place: str, x: Tensor) -> Tensor:
         module = self.config.norms.get(place)
-        return x if module is None else layer.get_submodule(module)(x)
+        if module is None:
+            return x
+        return layer.get_submodule(module)(x)
 
     def _scaled(self, y: Tensor) -> Tensor:
-        return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
+        if self.config.residual_scale == 1.0:
+            return y
+        return y * self.config.residual_scale
 
 
 def _attention_between(
     layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None
 ) -> Tensor:
     """Causal attention with its norm; queries from one input, keys and values from the other."""
-    attention, queries, keys = (
-        layer.self_attn,
-        layer.input_layernorm(queries),
-        layer.input_layernorm(keys),
-    )
+    attention = layer.self_attn
+    queries = layer.input_layernorm(queries)
+    keys = layer.input_layernorm(keys)
     heads = [project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for project, x in (
         (attention.q_proj, queries), (attention.k_proj, keys), (attention.v_proj, keys))]  # fmt: skip
     cos, sin = (table[:, None] for table in position)
@@ -256,7 +268,9 @@ def _windowed(mask: Tensor | None, window: int, hidden: Tensor) -> Tensor | None
         .triu(1 - window)[None, None]
     )
     own = torch.eye(length, dtype=torch.bool, device=hidden.device)
-    return seen if mask is None else (mask & seen) | own
+    if mask is None:
+        return seen
+    return (mask & seen) | own
 
 
 def _causal(attention_mask: Tensor) -> Tensor:

@@ -37,8 +37,11 @@ class Passes:
     def __init__(
         self, network: Reversible, stored: bool, micro_batch_size: int | None, loss_tiles: int
     ) -> None:
-        self.network, self.family, self.stored = network, network.family, stored
-        self.micro_batch_size, self.loss_tiles = micro_batch_size, loss_tiles
+        self.network = network
+        self.family = network.family
+        self.stored = stored
+        self.micro_batch_size = micro_batch_size
+        self.loss_tiles = loss_tiles
         self.unreported = any(step.crossed for step in network.steps)
         """True until a first forward pass has reported how the iterations converge."""
         self.blocks = [network.block_parameters(i) for i in range(network.blocks)]
@@ -58,9 +61,12 @@ class Passes:
         again.
         """
         size = self.micro_batch_size or ids_BT.shape[0]
-        ids, labels = ids_BT.split(size), labels_BT.split(size)
+        ids = ids_BT.split(size)
+        labels = labels_BT.split(size)
         tokens = (labels_BT[:, 1:] >= 0).sum().clamp(min=1)
-        run = self._stored if self.stored else self._reversible
+        run = self._reversible
+        if self.stored:
+            run = self._stored
         return self._rescaled(lambda: run(ids, labels, tokens, on_unit))
 
     def _rescaled(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -144,7 +150,8 @@ class Passes:
     ) -> Tensor:
         named = {**self.outer, **{name: p for block in self.blocks for name, p in block.items()}}
         named = {name: value for name, value in named.items() if value.requires_grad}
-        losses, total = [], dict[str, Tensor]()
+        losses = []
+        total = dict[str, Tensor]()
         for part, target in zip(ids, labels, strict=True):
             with torch.enable_grad():
                 loss = self._loss(self.network.stored_hidden(part), target, tokens)
@@ -189,7 +196,9 @@ def accumulate(total: Gradients, gradients: Mapping[str, Tensor | None], several
         if name in total:
             total[name] = total[name].float().add_(gradient)
         else:
-            total[name] = gradient.float() if several else gradient
+            total[name] = gradient
+            if several:
+                total[name] = gradient.float()
 
 
 def _returned(backward: BlockGradients) -> Tensor:

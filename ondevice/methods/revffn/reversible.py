@@ -96,7 +96,8 @@ class Reversible:
     ) -> None:
         if device is not None:
             family.model.to(device)
-        self.family, self.config = family, config
+        self.family = family
+        self.config = config
         self.coupling = make_coupling(family, config, seed)
         self.steps = self.coupling.steps
         self.adapters: dict[str, nn.Parameter] = self.coupling.adapters
@@ -113,7 +114,9 @@ class Reversible:
     def fraction_bits(self) -> int | None:
         """Bits after the point of int32 streams, else None. A resumed run sets what its first start
         chose."""
-        return self.streams.fraction_bits if isinstance(self.streams, FixedStreams) else None
+        if isinstance(self.streams, FixedStreams):
+            return self.streams.fraction_bits
+        return None
 
     @fraction_bits.setter
     def fraction_bits(self, bits: int) -> None:
@@ -189,7 +192,8 @@ class Reversible:
                 iteration = self.iterations[number] = self._solve(step, position, v, w, bits)[1]
                 if not iteration.converged:
                     stored[number] = u
-            u, v = v, w
+            u = v
+            v = w
         return Saved(u, v, ids_BT.shape[1], side, stored, ids_BT, sums)
 
     def _check(self, peaks: list[Tensor]) -> None:
@@ -240,7 +244,8 @@ class Reversible:
         block together."""
         position = self.position(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
-        v, w = saved.u, saved.v
+        v = saved.u
+        w = saved.v
         del (
             saved.u,
             saved.v,
@@ -249,11 +254,9 @@ class Reversible:
         gradients: Gradients = {}
         sums: list[Tensor] = []
         for number in reversed(range(len(self.steps))):
-            step, stored, side = (
-                self.steps[number],
-                saved.stored.pop(number, None),
-                saved.side.pop(number, None),
-            )
+            step = self.steps[number]
+            stored = saved.stored.pop(number, None)
+            side = saved.side.pop(number, None)
             side = None if side is None else side.to(v.device, non_blocking=True)
             if step.crossed and stored is None and side is not None:
                 with torch.no_grad():
@@ -289,7 +292,9 @@ class Reversible:
         wrong = torch.stack(sums) != torch.stack(saved.sums)
         if not int(differs):
             return
-        last = int(wrong.nonzero().max()) if bool(wrong.any()) else 0
+        last = 0
+        if bool(wrong.any()):
+            last = int(wrong.nonzero().max())
         raise TrainingError(
             f"{self.steps[last].place}: the stream that the backward pass rebuilt is not the forward pass's",
             expected="the embedding's own numbers again, in every bit",
@@ -311,7 +316,10 @@ class Reversible:
         parameters = {
             name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad
         }
-        read = [v] if u is None else [v, u]
+        if u is None:
+            read = [v]
+        else:
+            read = [v, u]
         inputs = [
             self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read
         ]
@@ -327,7 +335,8 @@ class Reversible:
         )
         # The order of the terms is autograd's: the later step's, this step's sum, this step's
         # branch.
-        older, newer = mix.past_of(dv), du
+        older = mix.past_of(dv)
+        newer = du
         if mix.present:
             newer = mix.present * dv if newer is None else newer + mix.present * dv
         newer = grads[0].float() if newer is None else newer + grads[0].float()
@@ -343,7 +352,8 @@ class Reversible:
         carries its gradient. So branches see the same numbers in the same shapes, and rounding has
         gradient 1.
         """
-        streams, coupling = self.streams, self.coupling
+        streams = self.streams
+        coupling = self.coupling
         position = self.position(ids_BT.shape[1])
         first = coupling.split(self.family.embed(ids_BT))
         u, v = (streams.from_float(part.detach()) for part in first)
@@ -354,13 +364,16 @@ class Reversible:
 
         peaks: list[Tensor] = []
         for step in self.steps:
-            older = value(old, u) if step.crossed else None
+            older = None
+            if step.crossed:
+                older = value(old, u)
             branch = coupling.branch(step, position, value(new, v), older)
             with torch.no_grad():
                 w, _ = streams.step(u, v, branch.detach(), step.mix)
                 peaks.append(streams.peaks(w, branch.detach(), step.mix))
             old, new = new, _Sum.apply(old, new, branch, step.mix)
-            u, v = v, w
+            u = v
+            v = w
         self._check(peaks)
         return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(
             self.dtype
@@ -381,7 +394,8 @@ class Reversible:
     def _solve(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, norms: Tensor
     ) -> tuple[Tensor, Iteration]:
-        limit, tolerance = self.config.max_iterations, self.config.tolerance
+        limit = self.config.max_iterations
+        tolerance = self.config.tolerance
         return solve(
             self.streams,
             lambda u: self._branch(step, position, v, u),
@@ -410,7 +424,9 @@ class Reversible:
         return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
 
     def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:
-        older = self.streams.to_float(u, self.dtype) if step.crossed else None
+        older = None
+        if step.crossed:
+            older = self.streams.to_float(u, self.dtype)
         return self.coupling.branch(step, position, self.streams.to_float(v, self.dtype), older)
 
     def _calibrated(self) -> int:
@@ -440,11 +456,14 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, old: Tensor, new: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        ctx.mix, ctx.dtype = mix, branch.dtype
+        ctx.mix = mix
+        ctx.dtype = branch.dtype
         return new.new_zeros(()).expand(new.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
         mix: Mix = ctx.mix
-        newer = mix.present * grad if mix.present else None
+        newer = None
+        if mix.present:
+            newer = mix.present * grad
         return mix.past_of(grad), newer, mix.branch_of(grad).to(ctx.dtype), None

@@ -31,7 +31,9 @@ SPARE_BITS = 1
 """Left free above the largest number that was seen, for other data and for training."""
 MOST_BITS = 24
 """A float32 branch has no more."""
-_ROWS, _LENGTH, _STREAM = 2, 64, 0x5266
+_ROWS = 2
+_LENGTH = 64
+_STREAM = 0x5266
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Mix:
     @property
     def present(self) -> float:
         """Weight of the newer stream v."""
-        return 0.0 if self.past == 1.0 else 1.0 - self.past
+        if self.past == 1.0:
+            return 0.0
+        return 1.0 - self.past
 
     def past_of(self, grad: Tensor) -> Tensor | None:
         """Return the gradient of u through the sum; None is zero."""
@@ -60,7 +64,9 @@ class Mix:
 
     def branch_of(self, values: Tensor) -> Tensor:
         """Return `values` times the branch's factor."""
-        return values if self.branch == 1.0 else values * self.branch
+        if self.branch == 1.0:
+            return values
+        return values * self.branch
 
 
 class Streams(Protocol):
@@ -126,7 +132,9 @@ class FloatStreams:
 
     def _added(self, v: Tensor, branch: Tensor, mix: Mix) -> Tensor:
         added = mix.branch_of(self._wide(branch))
-        return self._wide(v) * mix.present + added if mix.present else added
+        if mix.present:
+            return self._wide(v) * mix.present + added
+        return added
 
     def _wide(self, values: Tensor) -> Tensor:
         return values.to(torch.promote_types(self.dtype, torch.float32))
@@ -152,7 +160,9 @@ class FixedStreams:
         added.add_(v)
         if not mix.past:
             return added, None
-        sign = 1 if mix.past > 0 else -1
+        sign = -1
+        if mix.past > 0:
+            sign = 1
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
         return added, pack(u, mix.bits)
 
@@ -168,7 +178,9 @@ class FixedStreams:
         if mix.past < 0:
             rest.neg_()
         rest.add_(v >> mix.bits).bitwise_left_shift_(mix.bits)
-        return rest if side is None else rest.bitwise_or_(unpack(side, mix.bits, rest))
+        if side is None:
+            return rest
+        return rest.bitwise_or_(unpack(side, mix.bits, rest))
 
     def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
         added = branch.abs().amax().float() * (mix.branch * 2.0**self.fraction_bits)

@@ -46,7 +46,9 @@ class RevffnSession(Session):
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
         check_family(loaded.family, config.coupling == "paper")
-        self.loaded, self.family, self.config = loaded, loaded.family, config
+        self.loaded = loaded
+        self.family = loaded.family
+        self.config = config
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         self.network = Reversible(loaded.family, config, seed=seed)
@@ -67,7 +69,8 @@ class RevffnSession(Session):
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
         """Run one optimizer step over all rows; see `Session.step`."""
-        rate, batch = self._begin(step, learning_rate), self._batch(ids, labels)
+        rate = self._begin(step, learning_rate)
+        batch = self._batch(ids, labels)
         with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
             loss = float(self._train(batch, step, rate))
         return StepResult(loss, (loss,))
@@ -83,7 +86,8 @@ class RevffnSession(Session):
     def _train(self, batch: tuple[Tensor, Tensor], step: int, rate: float) -> Tensor:
         """One backward pass with updates inside; a norm of the whole gradient takes another pass
         before, or all gradients at once."""
-        c, run = self.config, self.passes.run
+        c = self.config
+        run = self.passes.run
         global_clip = c.max_grad_norm is not None and c.clip == "global"
         if c.fused_update and not global_clip:
             return run(*batch, lambda unit: self._update(unit, step, rate))
@@ -96,9 +100,9 @@ class RevffnSession(Session):
                 units.append(unit)
 
         loss = run(*batch, keep)
-        scale = (
-            clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if global_clip else None
-        )
+        scale = None
+        if global_clip:
+            scale = clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0)
         if c.fused_update:
             return run(*batch, lambda unit: self._update(unit, step, rate, scale))
         for unit in units:
@@ -108,7 +112,8 @@ class RevffnSession(Session):
     def _update(self, unit: Gradients, step: int, rate: float, scale: Tensor | None = None) -> None:
         """Update a unit's parameters and free its gradients; without a `scale`, they are clipped by
         themselves."""
-        limit, later = self.config.max_grad_norm, self.config.stage1 or 0
+        limit = self.config.max_grad_norm
+        later = self.config.stage1 or 0
         if scale is None and limit is not None:
             scale = clip_scale(squared_norm(unit.values()), limit)
         while unit:
@@ -121,7 +126,9 @@ class RevffnSession(Session):
         """Let the parameters of the step's stage require gradients; gives its learning rate."""
         stage1 = self.config.stage1
         first = stage1 is None or step < stage1
-        active = self.adapters if first else self.parameters
+        active = self.parameters
+        if first:
+            active = self.adapters
         if active is not self.active:
             self.active = active
             for name, parameter in [*self.loaded.model.named_parameters(), *self.adapters.items()]:
@@ -144,11 +151,9 @@ class RevffnSession(Session):
         bfloat16 as uint16."""
         tensors = self.parameters | self.updates.arrays()
         arrays = {name: as_numpy(value.detach().cpu().clone()) for name, value in tensors.items()}
-        return (
-            arrays
-            if self.network.fraction_bits is None
-            else arrays | {BITS: np.array([self.network.fraction_bits])}
-        )
+        if self.network.fraction_bits is None:
+            return arrays
+        return arrays | {BITS: np.array([self.network.fraction_bits])}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -178,7 +183,9 @@ class RevffnSession(Session):
     def ordinary_session(self) -> ModelSession | None:
         """The same weights in the ordinary architecture; None if adapters and half-width streams
         forbid it."""
-        return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
+        if self.adapters:
+            return None
+        return ModelSession(self.loaded, self.config.loss_tiles)
 
 
 def open_session(
@@ -198,7 +205,8 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path, hint = folder / "config.json", "copy it again"
+    path = folder / "config.json"
+    hint = "copy it again"
     config = {"late": 0.0, "fraction_bits": None} | read_object(path, ModelError, hint=hint)
     with well_formed(path, ModelError, hint=hint):
         base: dict[str, Any] = dict(config["base"])
@@ -220,11 +228,9 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
     loaded = wrap(
         model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder)
     )
-    scaled = (
-        settings
-        if config["fraction_bits"] is None
-        else settings | {"fraction_bits": config["fraction_bits"]}
-    )
+    scaled = settings
+    if config["fraction_bits"] is not None:
+        scaled = settings | {"fraction_bits": config["fraction_bits"]}
     session = RevffnSession(loaded, RevffnConfig.parse(scaled, "config.json"), 0)
     session.network.config = RevffnConfig.parse(
         settings, "config.json"
@@ -258,7 +264,8 @@ def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_toke
     sequence for each token."""
     loaded = session.loaded
     stops = loaded.model.generation_config.eos_token_id
-    stops = loaded.tokenizer.eos_token_id if stops is None else stops
+    if stops is None:
+        stops = loaded.tokenizer.eos_token_id
     written: list[int] = []
     while len(written) < max_new_tokens:
         written.append(

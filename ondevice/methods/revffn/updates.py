@@ -27,7 +27,8 @@ CHUNK = 1 << 24
 """Elements that are updated at once; a multiple of the 256 that share a scale in bitsandbytes."""
 SMALL = 4096
 """Tensors of fewer elements keep float32 moments under `adamw8bit`, as in bitsandbytes."""
-BETA2_DECAY, EPS2 = -0.8, 1e-3
+BETA2_DECAY = -0.8
+EPS2 = 1e-3
 """Adafactor's, as `torch.optim.Adafactor` has them by default; its eps1 is the epsilon of float32.
 """
 State = dict[str, Tensor]
@@ -53,7 +54,8 @@ class ParameterWriter:
 
     def __init__(self, parameter: Tensor, key: int | None) -> None:
         """`key`: of stochastic rounding; None rounds to the nearest."""
-        self.parameter, self.key = parameter.detach(), key
+        self.parameter = parameter.detach()
+        self.key = key
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of the flat parameter, each as float32; what was done to a chunk is written
@@ -80,7 +82,8 @@ class ScaledGradient:
     """A gradient that is multiplied as it is read, in float32; the gradient itself stays as it is."""
 
     def __init__(self, values: Tensor, scale: Tensor | None) -> None:
-        self.values, self.scale = values, scale
+        self.values = values
+        self.scale = scale
 
     def view(self, *shape: int) -> ScaledGradient:
         """Return the same in another shape."""
@@ -88,7 +91,9 @@ class ScaledGradient:
 
     def __getitem__(self, span: Any) -> Tensor:
         chunk = self.values[span].float()
-        return chunk if self.scale is None else chunk * self.scale
+        if self.scale is None:
+            return chunk
+        return chunk * self.scale
 
 
 class Sgd:
@@ -137,11 +142,13 @@ class AdamW8bit:
                 "bitsandbytes is not installed",
                 hint="pip install 'ondevice-train[cuda]', or method.optimizer: adafactor",
             ) from None
-        self.functional, self.small = functional, AdamW()
+        self.functional = functional
+        self.small = AdamW()
         self.maps = {kind: functional.create_dynamic_map(signed=kind == 1) for kind in (1, 2)}
 
     def state(self, parameter: Tensor) -> State:
-        count, device = parameter.numel(), parameter.device
+        count = parameter.numel()
+        device = parameter.device
         if count < SMALL:
             return self.small.state(parameter)
         blocks = -(-count // 256)
@@ -187,11 +194,16 @@ class Adafactor:
     def apply(
         self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep
     ) -> None:
-        parameter, eps1 = write.parameter, torch.finfo(torch.float32).eps
-        stack = parameter if parameter.ndim > 1 else parameter[None]
+        parameter = write.parameter
+        eps1 = torch.finfo(torch.float32).eps
+        stack = parameter
+        if parameter.ndim < 2:
+            stack = parameter[None]
         *_, rows, columns = stack.shape
-        stack, gradient = stack.view(-1, rows, columns), gradient.view(-1, rows, columns)
-        new, chunks = adam.step**BETA2_DECAY, list(_chunks(stack.shape))
+        stack = stack.view(-1, rows, columns)
+        gradient = gradient.view(-1, rows, columns)
+        new = adam.step**BETA2_DECAY
+        chunks = list(_chunks(stack.shape))
         square = torch.zeros((), device=parameter.device)
         row = torch.zeros(*stack.shape[:2], 1, device=parameter.device)
         column = torch.zeros(stack.shape[0], 1, columns, device=parameter.device)
@@ -206,11 +218,13 @@ class Adafactor:
         if parameter.ndim > 1:
             state["row_var"].view_as(row).lerp_(row, new)
             state["col_var"].view_as(column).lerp_(column, new)
-            row, column = state["row_var"].view_as(row), state["col_var"].view_as(column)
+            row = state["row_var"].view_as(row)
+            column = state["col_var"].view_as(column)
             row = row / row.mean(-2, keepdim=True).clamp(min=eps1)
         else:
             state["variance"].lerp_(column.view(-1), new)
-            row, column = torch.ones_like(row), state["variance"].view_as(column)
+            row = torch.ones_like(row)
+            column = state["variance"].view_as(column)
 
         def update(chunk: tuple[slice, slice]) -> Tensor:
             variance = row[chunk] * column[chunk[0]]
@@ -233,7 +247,9 @@ def _chunks(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
     """Ranges of matrices and of rows of a stack of them, at most about CHUNK elements each."""
     matrices, rows, columns = shape
     several = max(1, CHUNK // (rows * columns))
-    at_once = rows if several > 1 else max(1, CHUNK // columns)
+    at_once = rows
+    if several == 1:
+        at_once = max(1, CHUNK // columns)
     for first in range(0, matrices, several):
         for low in range(0, rows, at_once):
             yield slice(first, min(first + several, matrices)), slice(low, min(low + at_once, rows))
@@ -256,7 +272,9 @@ class Updates:
     """
 
     def __init__(self, config: RevffnConfig, parameters: dict[str, Tensor], seed: int) -> None:
-        self.config, self.seed, self.parameters = config, seed, parameters
+        self.config = config
+        self.seed = seed
+        self.parameters = parameters
         self.rule: Rule = RULES[config.optimizer]()
         self.numbers = {name: number for number, name in enumerate(sorted(parameters))}
         self.states: dict[str, State] = {}
@@ -272,12 +290,15 @@ class Updates:
             rate: learning rate.
             scale: what the gradient is multiplied by first, float32 []; None: 1.
         """
-        c, parameter = self.config, self.parameters[name]
+        c = self.config
+        parameter = self.parameters[name]
         if name not in self.states:
             self.states[name] = self.rule.state(parameter)
         adam = AdamStep(rate, c.beta1, c.beta2, c.eps, c.weight_decay, count)
         chance = c.rounding == "stochastic"
-        key = stream_key(self.seed, count, 0, self.numbers[name]) if chance else None
+        key = None
+        if chance:
+            key = stream_key(self.seed, count, 0, self.numbers[name])
         self.rule.apply(
             ParameterWriter(parameter, key),
             ScaledGradient(gradient.contiguous(), scale),

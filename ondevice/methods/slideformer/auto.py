@@ -147,7 +147,9 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     layer = dims.block_parameters
     moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
-    waits = 0.0 if config.keeps_tables else tokens * dims.hidden / rates.parameters_s
+    waits = 0.0
+    if not config.keeps_tables:
+        waits = tokens * dims.hidden / rates.parameters_s
     if config.kept_layers < dims.layers:
         copies = moved / (rates.d2h_bytes_s or 50e9) + moved / (rates.h2d_bytes_s or 50e9)
         waits += max(0.0, layer / rates.parameters_s + copies - hidden)
@@ -186,8 +188,12 @@ def _why(
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     longest = max(lanes, key=lambda lane: lanes[lane])
     need = needed_bytes(config, dims, work)
-    tables = "tables and " if config.keeps_tables else ""
-    least = "; all ranks take the least that any of them chose" if work.world > 1 else ""
+    tables = ""
+    if config.keeps_tables:
+        tables = "tables and "
+    least = ""
+    if work.world > 1:
+        least = "; all ranks take the least that any of them chose"
     return (
         f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
         f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "
@@ -272,4 +278,6 @@ def _lanes(
 
 def _seconds_of(amount: float, rate: float | None) -> float:
     """Return the time of a lane; 0 for a lane that the machine does not have."""
-    return amount / rate if rate else 0.0
+    if rate:
+        return amount / rate
+    return 0.0

@@ -90,17 +90,23 @@ class SlideformerConfig(EngineConfig):
     @property
     def slots(self) -> int:
         """See `window`; undecided, the number that always does."""
-        return WINDOW if self.window == "auto" else self.window
+        if self.window == "auto":
+            return WINDOW
+        return self.window
 
     @property
     def buffers(self) -> int:
         """See `gradient_buffers`, likewise."""
-        return BUFFERS if self.gradient_buffers == "auto" else self.gradient_buffers
+        if self.gradient_buffers == "auto":
+            return BUFFERS
+        return self.gradient_buffers
 
     @property
     def kept_layers(self) -> int:
         """See `resident_layers`, likewise."""
-        return 0 if self.resident_layers == "auto" else self.resident_layers
+        if self.resident_layers == "auto":
+            return 0
+        return self.resident_layers
 
     @property
     def keeps_tables(self) -> bool:
@@ -120,4 +126,6 @@ class SlideformerConfig(EngineConfig):
     @property
     def disk_tier(self) -> Path | None:
         """See `disk_folder`."""
-        return (self.disk_folder or Path(tempfile.gettempdir())) if self.disk_fraction > 0 else None
+        if self.disk_fraction > 0:
+            return self.disk_folder or Path(tempfile.gettempdir())
+        return None

@@ -76,7 +76,8 @@ class DiskActivations:
         self._wait(at % len(self.ring))
 
     def _wait(self, turn: int) -> None:
-        future, self.futures[turn] = self.futures[turn], None
+        future = self.futures[turn]
+        self.futures[turn] = None
         if future is not None:
             self.watch.result(future, "transfer of a layer's input to or from the disk")
 
@@ -130,7 +131,8 @@ def open_disk(
         folder = folder / f"rank-{ranks.rank}"
     disk = Disk(None, DiskActivations(folder, timeline, watch) if activations else None, temporary)
     try:
-        disk.states = DiskStates(owned, config, folder, device, timeline, watch) if states else None
+        if states:
+            disk.states = DiskStates(owned, config, folder, device, timeline, watch)
     except BaseException:
         disk.close()
         raise

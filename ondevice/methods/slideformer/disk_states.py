@@ -56,7 +56,9 @@ class DiskStates:
         count = max(1, round(config.disk_fraction * len(owned)))
         chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
-        layers = [unit for unit in chosen if unit.kind == "layer"] if config.disk_masters else []
+        layers = []
+        if config.disk_masters:
+            layers = [unit for unit in chosen if unit.kind == "layer"]
         self.weight_records = {unit.index: record for record, unit in enumerate(layers)}
         sizes = [self._state_bytes(unit) for unit in chosen]
         widths = [(2 if self.split else 4) * unit.numel for unit in layers]
@@ -197,7 +199,9 @@ class DiskStates:
             file.close()
 
     def _state_bytes(self, unit: Unit) -> int:
-        low = 2 * unit.numel if self.split and unit.index in self.weight_records else 0
+        low = 0
+        if self.split and unit.index in self.weight_records:
+            low = 2 * unit.numel
         return self._low_at(unit) + low
 
     def _low_at(self, unit: Unit) -> int:
@@ -268,7 +272,9 @@ class DiskStates:
         """Staging memory that is free now. The lock is held."""
         for entry in [entry for entry in self.writing if all(future.done() for future in entry[1])]:
             self._written(entry)
-        return self.free.pop() if self.free else None
+        if self.free:
+            return self.free.pop()
+        return None
 
     def _written(self, entry: Staged) -> None:
         """Wait for a write, and take its memory back."""

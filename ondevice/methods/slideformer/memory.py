@@ -84,7 +84,10 @@ def host_memory(
     item = ITEM_BYTES[config.compute]
     exact = config.clip == "global" and config.max_grad_norm is not None
     left = max(0, dims.layers - config.kept_layers)
-    waiting = dims.layers if exact else min(config.buffers, left)
+    if exact:
+        waiting = dims.layers
+    else:
+        waiting = min(config.buffers, left)
     table = dims.vocab * dims.hidden
     layers = dims.layers * dims.block_parameters
     resident = resident_parameters(dims, config)
@@ -123,7 +126,9 @@ def _no_frozen_weights(
 
 
 def _eight_bit_moments(config: SlideformerConfig, batch_size: int) -> SlideformerConfig | None:
-    return None if config.moments == "int8" else config.model_copy(update={"moments": "int8"})
+    if config.moments == "int8":
+        return None
+    return config.model_copy(update={"moments": "int8"})
 
 
 MEMORY = MemoryModel(

@@ -103,7 +103,9 @@ class TieredStore(HostStore):
     @property
     def flat_part(self) -> str:
         """The array of a unit's state that weights are made of."""
-        return "high" if self.split else "master"
+        if self.split:
+            return "high"
+        return "master"
 
     def flats(self) -> dict[str, Tensor]:
         """Return the arrays that `weights` is made of."""
@@ -148,7 +150,9 @@ class TieredStore(HostStore):
         return arrays | super().arrays()
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
-        return super()._parts(unit) if unit.index in self.states else self.resident.arrays(unit)
+        if unit.index in self.states:
+            return super()._parts(unit)
+        return self.resident.arrays(unit)
 
     def load(self, arrays: Arrays) -> None:
         """See `HostStore.load`."""
@@ -172,7 +176,9 @@ class TieredStore(HostStore):
     @property
     def bytes(self) -> int:
         """Of masters, moments, and buffers for conversion and for the disk."""
-        staging = [] if self.disk is None else self.disk.staging
+        staging = []
+        if self.disk is not None:
+            staging = self.disk.staging
         return super().bytes + sum(memory.nbytes for memory in staging)
 
 
@@ -233,7 +239,9 @@ class Resident:
         moments = Moments(
             state.moments.kind, **{n: self._copy(t) for n, t in state.moments.tensors().items()}
         )
-        low = None if state.low is None else self._copy(state.low)
+        low = None
+        if state.low is not None:
+            low = self._copy(state.low)
         if state.high is not None:
             master = None
             high = own.copy_(state.high)
@@ -283,9 +291,11 @@ class Resident:
         """Return the shard's weights, a copy on the host, by their name in `arrays`."""
         state = self.states[unit.index]
         if state.master is None:
-            name, weights = ("high", _there(state.high))
+            name = "high"
+            weights = _there(state.high)
         else:
-            name, weights = ("master", state.master)
+            name = "master"
+            weights = state.master
         return {name: weights.to("cpu", copy=True)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
@@ -306,9 +316,10 @@ class Resident:
             state.high.copy_(state.master)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        words = (
-            tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
-        )  # few kernels know uint16
+        # few kernels know uint16
+        words = tensor
+        if tensor.dtype == torch.uint16:
+            words = tensor.view(torch.int16)
         return self.device.empty(tensor.numel(), words.dtype).copy_(words).view(tensor.dtype)
 
 

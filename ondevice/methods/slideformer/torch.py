@@ -69,7 +69,9 @@ class SlideformerEngine(OffloadEngine):
             self.disk = open_disk(self.units, config, self.device, self.timeline, self.watch, ranks)
         self.transfers = Worker("transfer", self.watch)
         self.updates = Worker("update", self.watch)
-        self.overdue = None if ranks.single else Overdue(self.watch, ranks)
+        self.overdue = None
+        if not ranks.single:
+            self.overdue = Overdue(self.watch, ranks)
         try:
             self._allocate(family)
         except BaseException:  # no file and no thread stays where memory does not suffice
@@ -79,8 +81,10 @@ class SlideformerEngine(OffloadEngine):
     def _allocate(self, family: Family) -> None:
         config = self.config
         ranks = self.ranks
-        states = None if self.disk is None else self.disk.states
-        inputs = None if self.disk is None else self.disk.activations
+        states = inputs = None
+        if self.disk is not None:
+            states = self.disk.states
+            inputs = self.disk.activations
         self.store = TieredStore(self.units, config, self.device, states, ranks)
         if not ranks.single:
             for worker in (self.transfers, self.updates):
@@ -273,7 +277,9 @@ class RankedSession(SlideformerSession):
         """Make the model's folder, with room for what `write_model` writes on every rank."""
         folder.mkdir(parents=True, exist_ok=True)
         make(folder / FILE_NAME, *self._weights)
-        dtype = torch.bfloat16 if self.engine.store.split else torch.float32
+        dtype = torch.float32
+        if self.engine.store.split:
+            dtype = torch.bfloat16
         save_description(folder, dtype, self.loaded)
 
     def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
@@ -315,6 +321,8 @@ class Follower(ranked_session.Follower, RankedSession):
 
 def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
     """Return rank 0's settings, with the least of each number that any rank chose."""
+    if ranks.single:
+        return config
     mine = {
         "window": config.slots,
         "resident_layers": config.kept_layers,
@@ -337,5 +345,7 @@ def open_session(
     ranks, where = join(device or "cpu", config.timeout_s)
     if ranks.single:
         return SlideformerSession(loaded, config, where, ranks)
-    kind = Follower if ranks.rank else Leader
+    kind = Leader
+    if ranks.rank:
+        kind = Follower
     return kind(loaded, agreed(config, ranks), where, ranks)

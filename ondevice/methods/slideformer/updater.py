@@ -64,7 +64,9 @@ class Updater:
         self.embedded = store.ranks.shard(units.embedding)
         largest = max(store.ranks.shard(unit).numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
-        count = layers if self.clipping.exact else min(config.buffers, layers)
+        count = layers
+        if not self.clipping.exact:
+            count = min(config.buffers, layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
         self.pool = Pool(list(self.buffers), watch)
         size = {unit.kind: unit.numel for unit in store.owned}
@@ -257,7 +259,9 @@ class Updater:
         table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
         (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:
-            embedding_gradient = table if self.units.tied else gradient
+            embedding_gradient = gradient
+            if self.units.tied:
+                embedding_gradient = table
             now.squares[unit.index] = self.clipping.ranks.sum(float(square(embedding_gradient)))
         self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
 

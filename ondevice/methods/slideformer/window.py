@@ -39,7 +39,9 @@ def bind(unit: Unit, memory: Tensor, gradient: Tensor | None = None) -> None:
 
 
 def _host(norm: tuple[Tensor | None, Tensor] | None) -> Tensor | None:
-    return None if norm is None else norm[1]
+    if norm is None:
+        return None
+    return norm[1]
 
 
 class Window:
@@ -82,8 +84,13 @@ class Window:
         stays = (
             units.head in kept
         )  # its tiles are parts of one table, and so are those of its gradient
-        count = 1 if stays else min(2, len(self.tiles))
-        size = ranks.padded(units.head) if count == 1 else self.rows * self.width
+        count = 1
+        if not stays:
+            count = min(2, len(self.tiles))
+        if count == 1:
+            size = ranks.padded(units.head)
+        else:
+            size = self.rows * self.width
         self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
         if units.embedding in kept and not units.tied:
@@ -153,7 +160,9 @@ class Window:
         """Return the tile's part of `slot`, which has only that tile or, for a resident head, the
         table."""
         low, high = self.tiles[tile]
-        first = low if self.units.head.index in self.resident else 0
+        first = 0
+        if self.units.head.index in self.resident:
+            first = low
         return slot.memory[first * self.width : (first + high - low) * self.width]
 
     def run(
@@ -203,7 +212,9 @@ class Window:
         if self.clipping:
             self.head_squares.append(square(self._tile(slot, tile)))
         if tile == len(self.tiles) - 1:
-            total = torch.cat(self.head_squares).sum().reshape(1) if self.clipping else None
+            total = None
+            if self.clipping:
+                total = torch.cat(self.head_squares).sum().reshape(1)
             self.head_squares.clear()
             self._update_here(unit, slot, total)
 
@@ -269,7 +280,9 @@ class Window:
         def update() -> None:
             gradient, part = summed()
             total = self.transfers.norm(part, host)
-            scale = None if total is None else clipping.scale(total)
+            scale = None
+            if total is not None:
+                scale = clipping.scale(total)
             self.store.resident.update(unit, gradient, now.adam, scale, threads)
             self.ranks.gather(resident.memory, bounds)
 
@@ -320,7 +333,9 @@ class Window:
         shard = self.ranks.shard(unit)
         bounds = self.ranks.bounds(unit, span)
         memory = slot.memory[: bounds[-1]]
-        norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
+        norm = None
+        if not self.units.tied:
+            norm = self._norm(len(self.units.all) + tile, memory)
         computed = self.device.record("compute")
 
         def run() -> Event:
@@ -329,7 +344,9 @@ class Window:
             target = self.updater.table[self._of_shard(shard, bounds, span)]
             event = self.transfers.to_host(unit, target, summed, ready, norm)
             if tile == len(self.tiles) - 1 and not self.units.tied:
-                total = self.norms[len(self.units.all) :] if self.clipping else None
+                total = None
+                if self.clipping:
+                    total = self.norms[len(self.units.all) :]
                 self.updater.submit(shard, self.updater.table, event, total, pooled=False)
             return event
 
@@ -421,14 +438,18 @@ class Window:
     def _tile_span(self, tile: int) -> slice | None:
         """Elements of the head; None is all of it."""
         low, high = self.tiles[tile]
-        return None if len(self.tiles) == 1 else slice(low * self.width, high * self.width)
+        if len(self.tiles) == 1:
+            return None
+        return slice(low * self.width, high * self.width)
 
     def _of_shard(self, shard: Unit, bounds: Bounds, span: slice | None) -> slice:
         """Elements of this rank's shard that are in `span` of the unit, whose parts begin at
         `bounds`."""
         own = self.ranks.own(bounds)
         first = (0 if span is None else span.start) - shard.low
-        return slice(own.start + first, own.stop + first) if own.stop > own.start else slice(0, 0)
+        if own.stop > own.start:
+            return slice(own.start + first, own.stop + first)
+        return slice(0, 0)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
         """Return rows of the embedding for all ranks: int64 [R], at most `most`; each rank reads
@@ -468,7 +489,9 @@ class Window:
         Only a larger batch replaces it: CUDA unlocks memory once the accelerator is idle, and
         blocks all other threads until then; with a lost rank, for ever."""
         size = min(self.most, shard.numel // self.width) * self.width
-        return memory if memory.numel() >= size else self.device.pinned(size, self.dtype)
+        if memory.numel() >= size:
+            return memory
+        return self.device.pinned(size, self.dtype)
 
     def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
         """Send the loss, summed over the ranks; the result returns the event after which it is in

@@ -343,7 +343,7 @@ def test_close_restores_the_modules() -> None:
 
 
 def test_a_model_with_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(ModelError, match="requires a gradient"):
+    with pytest.raises(ModelError):
         LspAdamW(language_model().requires_grad_(False), config())
 
 

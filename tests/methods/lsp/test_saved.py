@@ -119,13 +119,15 @@ def test_every_array_of_a_checkpoint_is_required_and_checked(weights, opened) ->
     run(engine, 0, BEFORE)
     kept, fresh = state(engine), opened({"weight_dtype": weights})
     for name in kept:
-        with pytest.raises(CheckpointError, match=name.replace("/", ".")):
+        with pytest.raises(CheckpointError) as caught:
             saved.load_arrays(
                 fresh, {other: value for other, value in kept.items() if other != name}
             )
+        assert name.partition("@")[0] in caught.value.message
         for foreign in (kept[name].reshape(-1)[:-1], kept[name].astype(np.int8)):
-            with pytest.raises(CheckpointError, match=name.replace("/", ".")) as caught:
+            with pytest.raises(CheckpointError) as caught:
                 saved.load_arrays(fresh, {**kept, name: foreign})
+            assert name in caught.value.message
             assert str(foreign.dtype) in str(caught.value.received)
     saved.load_arrays(fresh, kept)
 

@@ -15,9 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from ondevice.api.evaluate import network_method
-from ondevice.core.errors import ModelError, TrainingError
+from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn import METHOD
+from ondevice.methods.revffn.streams import StreamOverflow
 from ondevice.methods.revffn.torch import open_reversible
 from ondevice.models.load import tiny_model
 from tests.methods.reference import batch
@@ -136,7 +137,7 @@ def test_data_that_overflows_is_evaluated_in_the_folder_as_in_training(
             session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
         )
     else:
-        with pytest.raises(TrainingError, match="overflow"):
+        with pytest.raises(StreamOverflow):
             again.evaluate(ids, labels)
 
 
@@ -146,8 +147,9 @@ def test_a_folder_of_another_version_is_refused(tmp_path) -> None:
     config = json.loads(path.read_text())
     assert config.pop("late") == pytest.approx(1 / 15)
     path.write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="another version"):
+    with pytest.raises(ModelError) as caught:
         open_reversible(tmp_path / "model")
+    assert caught.value.received == 0.0
 
 
 def test_a_damaged_folder_says_what_is_missing(tmp_path) -> None:
@@ -156,10 +158,11 @@ def test_a_damaged_folder_says_what_is_missing(tmp_path) -> None:
     tensors = load_file(weights)
     tensors.pop("model.layers.1.revffn.mlp_up")
     save_file(tensors, weights)
-    with pytest.raises(ModelError, match="lack a tensor"):
+    with pytest.raises(ModelError) as caught:
         open_reversible(tmp_path / "model")
+    assert caught.value.received == "model.layers.1.revffn.mlp_up"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError):
         open_reversible(tmp_path / "model")
 
 
@@ -173,5 +176,5 @@ def test_without_trust_nothing_else_is_loaded_in_its_place(tmp_path) -> None:
 
 
 def test_a_family_that_could_not_be_kept_is_refused_before_training() -> None:
-    with pytest.raises(ModelError, match="does not train this family"):
+    with pytest.raises(ModelError, check=lambda error: error.received == "gpt2"):
         open_session(tiny_model("gpt2"), method_config("revffn"), 3)

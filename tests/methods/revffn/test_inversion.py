@@ -52,7 +52,7 @@ def test_attention_between_a_stream_and_itself_is_the_familys(family: str) -> No
 
 
 def test_gpt2_has_no_separate_queries() -> None:
-    with pytest.raises(ModelError, match="separate queries"):
+    with pytest.raises(ModelError, check=lambda error: error.received == "gpt2"):
         network("gpt2", coupling="paper", streams="float32").forward(
             torch.zeros(1, 3, dtype=torch.int64)
         )
@@ -66,7 +66,7 @@ def test_an_odd_width_cannot_be_halved() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=33, n_head=3, n_layer=1, vocab_size=260, n_positions=16)
     )
-    with pytest.raises(ModelError, match="even width"):
+    with pytest.raises(ModelError, check=lambda error: error.received == 33):
         network(Gpt2(model), coupling="exact")
 
 
@@ -106,8 +106,9 @@ def test_what_does_not_converge_is_refused_with_layer_and_numbers() -> None:
         for layer in measure(reversible, ids)
         if layer.iteration and not layer.iteration.converged
     ]
-    with pytest.raises(TrainingError, match=f"layer {max(failing)} cannot be inverted") as caught:
+    with pytest.raises(TrainingError) as caught:
         rebuilt(reversible, ids)
+    assert f"layer {max(failing)} " in caught.value.message
     assert (
         "after 20 iterations, norm off by" in caught.value.received
         and "contraction" in caught.value.received
@@ -129,8 +130,9 @@ def test_another_root_is_no_inverse() -> None:
             and went.norm_error > 1e-3
             and not went.converged
         )
-    with pytest.raises(TrainingError, match=f"layer {wrong[-1].block} cannot be inverted"):
+    with pytest.raises(TrainingError) as caught:
         rebuilt(reversible, ids)
+    assert f"layer {wrong[-1].block} " in caught.value.message
 
 
 def test_or_its_input_is_stored() -> None:

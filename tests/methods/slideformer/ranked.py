@@ -21,13 +21,13 @@ import torch
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
 from ondevice.methods import ranked_session
-from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.torch import (
     Follower,
     Leader,
     SlideformerEngine,
     SlideformerSession,
+    agreed,
 )
 from ondevice.models.load import tiny_model
 from ondevice.offload.engine import join

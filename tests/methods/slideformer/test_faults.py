@@ -29,10 +29,8 @@ from ondevice.core.errors import (  # noqa: E402
 from ondevice.methods.slideformer import updater  # noqa: E402
 from ondevice.methods.slideformer.store import TieredStore  # noqa: E402
 from ondevice.offload import drive  # noqa: E402
-from ondevice.offload.host import (  # noqa: E402
-    BLOCK_BYTES,
-    HostStore,
-)
+from ondevice.offload.device import BLOCK_BYTES  # noqa: E402
+from ondevice.offload.host import HostStore  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import batches, open_engine, run  # noqa: E402
 from tests.warm import Warm  # noqa: E402
@@ -295,7 +293,9 @@ def test_no_step_follows_a_half_finished_one(clip: str, monkeypatch: pytest.Monk
         engine.step(*batches(1)[0], 1, 1e-3)
     began = time.monotonic()
     for follow in (lambda: engine.step(*batches(1)[0], 1, 1e-3), engine.flush):
-        with pytest.raises(TrainingError, match="the step failed: KeyboardInterrupt"):
+        with pytest.raises(
+            TrainingError, check=lambda error: isinstance(error.__cause__, KeyboardInterrupt)
+        ):
             follow()
     assert time.monotonic() - began < 10
     closes_soon(engine)
