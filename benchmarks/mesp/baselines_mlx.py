@@ -14,7 +14,7 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
-from ondevice.methods.mesp.mlx.model import Interpreter, Model, OnGradient, targets
+from ondevice.methods.mesp.mlx.model import Interpreter, Model, OnGradient, label_tokens
 from ondevice.methods.mesp.mlx.stages import Arrays, Stages
 from ondevice.runtime_ops import mlx_ops
 
@@ -74,7 +74,7 @@ def block_of(model: Model) -> Callable[..., Any]:
     interpreter = Interpreter(stages)
 
     def block(layer: int, adapter: dict[str, Any], x: Any) -> Any:
-        listed = _unevaluated(instructions.forward(stages.settings, x.shape[1]))
+        listed = _unevaluated(instructions.of("forward", stages.settings, [], x.shape[1]))
         return interpreter.run(listed, {"x": x}, model.weights.blocks[layer], adapter)["x"]
 
     return block
@@ -134,8 +134,8 @@ def whole(
 ) -> float:  # fmt: skip
     """`mx.value_and_grad` of the step's loss; with `tiled` the cross-entropy is this method's, else
     all logits."""
-    where, wanted = targets(labels)
-    if not len(where):
+    places, wanted = label_tokens(labels)
+    if not len(places):
         return 0.0
     block, x = block_of(model), model.embed(ids)
     run = [mx.checkpoint(lambda a, x, i=i: block(i, a, x)) if checkpointed else lambda a, x, i=i: block(i, a, x)
@@ -149,7 +149,7 @@ def whole(
         hn = mx.fast.rms_norm(
             h, model.weights.final.get(Operand("final_norm.weight")), model.settings.dims.norm_eps
         )
-        return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(where)])) / labelled
+        return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(places)])) / labelled
 
     value, derivatives = mx.value_and_grad(loss)(model.adapter)
     mx.eval(value, derivatives)
@@ -160,7 +160,7 @@ def whole(
 
 
 def _plain_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
-    stages, head, labels = PlainStages(model), model.weights.head, mx.array(wanted)
+    stages, head, labels = PlainStages(model), model.weights.table, mx.array(wanted)
 
     def nll(hn: Any) -> Any:
         parts = {f"head.{part}": head.get(Operand(f"head.{part}")) for part in model.weights.parts}
@@ -176,18 +176,18 @@ def _plain_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
 def _tiled_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
     """The cross-entropy in tiles, whose gradient is computed next to it."""
     stages, weights = PlainStages(model), model.weights
-    interpreter, rows = Interpreter(stages), weights.head_rows(wanted)
+    interpreter, rows = Interpreter(stages), weights.rows("head", wanted)
 
     @mx.custom_function
     def nll(hn: Any) -> Any:
-        listed = _unevaluated(instructions.loss(stages.settings, model.tiles, False))
-        return interpreter.run(listed, {"hn": hn, **rows}, weights.head, {})["nll"]
+        listed = _unevaluated(instructions.of("loss_only", stages.settings, model.tiles))
+        return interpreter.run(listed, {"hn": hn, **rows}, weights.table, {})["nll"]
 
     @nll.vjp
     def gradient(hn: Any, cotangent: Any, _: Any) -> Any:
-        listed = _unevaluated(instructions.loss(stages.settings, model.tiles, True))
+        listed = _unevaluated(instructions.of("loss", stages.settings, model.tiles))
         given = {"hn": mx.depends([hn], [cotangent])[0], "weight": cotangent, **rows}
-        return interpreter.run(listed, given, weights.head, {})["gh"].astype(hn.dtype)
+        return interpreter.run(listed, given, weights.table, {})["gh"].astype(hn.dtype)
 
     return nll
 

@@ -55,8 +55,8 @@ def read_weights(folder: Path) -> None:
     def each_by_mlx() -> None:
         file = TensorFile(folder / "model" / "model.safetensors")
         for name in file.entries:
-            file._place(name)
-        file.close()
+            file.read(name)
+        file.file.close()
 
     for read in (
         lambda: check_weights(folder / "model", {"model.norm.weight": (32,)}),

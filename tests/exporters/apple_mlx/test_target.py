@@ -116,7 +116,7 @@ def test_the_functions_do_what_python_does(artifact, monkeypatch) -> None:
 def test_streamed_it_gives_the_same_bits_and_resumes_with_them(artifact) -> None:
     folder, _ = artifact
     whole, streamed = opened(folder), opened(folder, streamed=True)
-    assert streamed.model.weights.streamed and not whole.model.weights.streamed
+    assert streamed.model.weights.table.file and not whole.model.weights.table.file
     for step, batch in enumerate(batches(4)):
         assert whole.step(*batch, step, 1e-2) == streamed.step(*batch, step, 1e-2)
         if step == 1:

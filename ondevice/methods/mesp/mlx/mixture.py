@@ -43,7 +43,8 @@ class MixtureStages(Stages):
 
     def _times(self, x: Any, a: Arrays, name: str, chosen: Any) -> Any:
         """[N, K or 1, inputs] times the matrix of each one's expert: [N, K, outputs]."""
-        weight, x = a[f"{name}.weight"], x[:, :, None]
+        weight = a[f"{name}.weight"]
+        x = x[:, :, None]
         if f"{name}.scales" not in a:
             weight = weight.astype(x.dtype).swapaxes(-1, -2)
             return mx.gather_mm(x, weight, rhs_indices=chosen)[:, :, 0]
@@ -54,5 +55,6 @@ class MixtureStages(Stages):
     def _shared(self, n: Any, a: Arrays) -> Any:
         """The shared expert: a gated MLP times a fraction of the token."""
         fraction = mx.sigmoid(n @ a["shared_gate.weight"].astype(n.dtype).T)
-        gate, up = self.product(n, a, "shared.gate"), self.product(n, a, "shared.up")
-        return fraction * self.product(self.activated(gate) * up, a, "shared.down")
+        up = self.product(n, a, "shared.up")
+        act = self.activated(self.product(n, a, "shared.gate")) * up
+        return fraction * self.product(act, a, "shared.down")

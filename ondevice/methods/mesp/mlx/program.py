@@ -12,21 +12,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+import numpy as np
+
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ArtifactError
-from ondevice.core.manifest import Manifest, ProgramMethod
+from ondevice.core.manifest import Manifest, ProgramMethod, TensorPort
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
 from ondevice.methods.mesp.config import MespConfig
-from ondevice.methods.mesp.lora import (
-    IN_MLX,
-    LoraParameters,
-    check_family,
-    initial_tensors,
-    lora_parameters,
-)
-from ondevice.methods.mesp.mlx import functions as recorded
+from ondevice.methods.mesp.lora import IN_MLX, check_family, initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx.instructions import (
     ANY_LENGTH,
     BY_LENGTH,
@@ -34,35 +30,144 @@ from ondevice.methods.mesp.mlx.instructions import (
     Operand,
     update,
 )
-from ondevice.methods.mesp.mlx.model import Model
-from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings_of
+from ondevice.methods.mesp.mlx.model import Functions, Model
+from ondevice.methods.mesp.mlx.session import MlxSession, Optimizer, check_config, settings_of
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
-from ondevice.methods.mesp.mlx.weight_files import load_weights, open_weights, write_weights
-from ondevice.methods.mesp.mlx.weights import Source
+from ondevice.methods.mesp.mlx.weights import (
+    Source,
+    Weights,
+    load_weights,
+    open_weights,
+    write_weights,
+)
 from ondevice.models import ModelFiles, family_classes
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ondevice.core.config import ExportConfig
     from ondevice.core.session import StepResult
 
 WEIGHTS = "weights"
 FORMAT = 2
+Arrays = tuple[tuple[str, tuple[int, ...], Any], ...]
+"""Name, shape and dtype of arrays, by name."""
+
+
+def _described(arrays: dict[str, Any]) -> Arrays:
+    return tuple((name, tuple(arrays[name].shape), arrays[name].dtype) for name in sorted(arrays))
+
+
+class Recording:
+    """Python's stages, which note what they are called with.
+
+    Shapes cannot be left open (MLX refuses it for rotary embeddings, slices and masks), so a step
+    of each length bucket is run once on random numbers, and what every stage was called with is
+    exported.
+
+    Attributes:
+        traces: by stage, its outputs for each kind of inputs.
+    """
+
+    def __init__(self, stages: Functions) -> None:
+        self.stages = stages
+        self.traces: dict[str, dict[Arrays, Arrays]] = {}
+
+    def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Run `stage` and note its inputs and outputs."""
+        inputs = _described(arrays)
+        results = self.stages.call(stage, dict(arrays))
+        self.traces.setdefault(stage, {})[inputs] = _described(results)
+        return results
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Write `STAGE.mlxfn` for every stage, which all layers share: weights are inputs, and
+        every shape is a trace. Return file and outputs by stage, as `program.json` lists them."""
+        folder.mkdir(parents=True)
+        listed = {}
+        for stage, traces in sorted(self.traces.items()):
+            outputs = next(iter(traces.values()))  # the same names for all inputs
+            names = [name for name, _, _ in outputs]
+
+            def run(stage: str = stage, names: list[str] = names, **arrays: Any) -> list[Any]:
+                results = self.stages.call(stage, arrays)
+                return [results[name] for name in names]
+
+            with mx.exporter(str(folder / f"{stage}.mlxfn"), run) as exporter:
+                for trace in traces:
+                    exporter(**{name: mx.zeros(shape, dtype=dtype) for name, shape, dtype in trace})
+            listed[stage] = {"file": f"{stage}.mlxfn", "outputs": names}
+        return listed
+
+    def ports(self) -> dict[str, ProgramMethod]:
+        """Return every trace of every stage with its inputs and outputs, for the manifest."""
+        methods = {}
+        for stage, traces in sorted(self.traces.items()):
+            for number, (inputs, outputs) in enumerate(traces.items()):
+                name = f"{stage}#{number}" if len(traces) > 1 else stage
+                methods[name] = ProgramMethod(
+                    inputs=_ports(inputs), outputs=_ports(outputs),
+                    planned_bytes=0, ops=(), delegates=0, instructions=0,
+                )  # fmt: skip
+        return methods
+
+
+def _ports(arrays: Arrays) -> tuple[TensorPort, ...]:
+    return tuple(
+        TensorPort(name=name, dtype=str(dtype).removeprefix("mlx.core."), shape=shape)
+        for name, shape, dtype in arrays
+    )
+
+
+def record(
+    model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]
+) -> Recording:
+    """Run one step of each bucket through the first block, the loss and the optimizer; nothing of
+    `model` changes."""
+    recording = Recording(model.interpreter.functions)
+    weights = model.weights
+    first = Weights(
+        weights.blocks[:1],
+        weights.table,
+        weights.final,
+        tied=weights.tied,
+        bits=model.settings.bits,
+    )
+    block = Model(model.settings, first, functions=recording, fixed_chunks=True)
+    block.tiles = model.tiles
+    block.adapter = [dict(model.adapter[0])]
+    optimizer = Optimizer(config, recording)
+    optimizer.begin(config.learning_rate)
+    for length in lengths_tokens:
+        block.chunk_tokens = chunk_tokens(config, batch_size, length)
+        ids = np.zeros((batch_size, length), dtype=np.int64)
+        block.forward_backward(ids, ids, ids.size, lambda *_: None)
+        block.row_nll(ids, ids)
+    for name, value in block.adapter[0].items():
+        mx.eval(optimizer.update(name, value, value))
+    return recording
+
+
+def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int:
+    """Return the label tokens whose loss a program computes at once."""
+    return min(config.loss_chunk_tokens or 128, batch_size * length_tokens)
 
 
 def program(
-    model: Model, config: MespConfig, parameters: tuple[LoraParameters, ...], functions: dict[str, Any],
-    batch_size: int, lengths_tokens: tuple[int, ...], mlx_version: str,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the program's whole description; see docs/methods/mesp.md for what a host does with
+    session: MlxSession,
+    functions: dict[str, Any],
+    batch_size: int,
+    lengths_tokens: tuple[int, ...],
+) -> dict[str, Any]:
+    """Return the program's entire description; see docs/methods/mesp.md for what a host does with
     it."""
     # As data, to the last bound of a tile: the C++ and Swift hosts interpret this list and know no
     # method.
+    model = session.model
+    config = session.config
     settings = model.settings
+    optimizer = ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
     return {
         "format": FORMAT,
-        "mlx_version": mlx_version,
+        "mlx_version": version("mlx"),
         "layers": settings.dims.layers,
         "hidden": settings.dims.hidden,
         "tied": settings.dims.tied,
@@ -71,20 +176,17 @@ def program(
         "settings": {name: value for name, value in asdict(settings).items() if name != "dims"},
         "loss_tiles": [list(tile) for tile in model.tiles],
         "batch_size": batch_size,
-        "optimizer": {
-            name: getattr(config, name)
-            for name in ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
-        }
+        "optimizer": {name: getattr(config, name) for name in optimizer}
         | {"name": config.optimizer},
         "lora_parameters": [
             {"layer": lora.layer, "target": lora.target, "A": lora.a_name, "B": lora.b_name}
-            for lora in parameters
+            for lora in session.parameters
         ],
         "functions": functions,
         "instructions": {name: listed(model.listed(name)) for name in ANY_LENGTH},
         "lengths": {
             str(length): {
-                "loss_rows": recorded.chunk_tokens(config, batch_size, length),
+                "loss_rows": chunk_tokens(config, batch_size, length),
                 **{name: listed(model.listed(name, length)) for name in BY_LENGTH},
             }
             for length in lengths_tokens
@@ -154,23 +256,14 @@ def write(
 ) -> dict[str, ProgramMethod]:
     """See `StagesProgram.write`."""
     lengths = tuple(sorted(export.lengths_tokens))
-    recording = recorded.record(session.model, config, export.batch_size, lengths)
-    listed = recorded.export_functions(recording, functions)
+    recording = record(session.model, config, export.batch_size, lengths)
+    described = program(session, recording.export(functions), export.batch_size, lengths)
     (folder / WEIGHTS).mkdir()
     source = Source(files.folder, session.model.settings, files.family.linear_parents)
     write_weights(source, folder / WEIGHTS)
     source.close()
-    described = program(
-        session.model,
-        config,
-        session.parameters,
-        listed,
-        export.batch_size,
-        lengths,
-        version("mlx"),
-    )
     (folder / "program.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
-    return recorded.ports(recording)
+    return recording.ports()
 
 
 class MlxProgramSession(ProgramSession, MlxSession):
@@ -201,14 +294,16 @@ class MlxProgramSession(ProgramSession, MlxSession):
                 int(length): int(one["loss_rows"])
                 for length, one in self.program["lengths"].items()
             }
-        streamed = config.weight_placement == "streamed" if streamed is None else streamed
+        if streamed is None:
+            streamed = config.weight_placement == "streamed"
         read = open_weights if streamed else load_weights
-        weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
+        weights = read(folder / WEIGHTS, settings)
         model = Model(settings, weights, functions=functions, written=lists, fixed_chunks=True)
         model.tiles = tiles
         parameters = lora_parameters(dims, family_classes()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
-        self.manifest, self.seed = manifest, manifest.generator.seed
+        self.manifest = manifest
+        self.seed = manifest.generator.seed
         self.batch_size = self.eval_batch_size = manifest.batch_size
         self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
         self._load_tensors(initial_tensors(parameters, self.seed))
@@ -238,16 +333,16 @@ class MlxProgramSession(ProgramSession, MlxSession):
 
 def _settings(listed: dict[str, Any], dims: ModelDims) -> Settings:
     """Read what `program` wrote of the settings."""
-    # Older programs have `store_h`; their own instructions say what is stored.
-    others = ("rope", "target_modules", "store_h")
-    rest = {name: value for name, value in listed.items() if name not in others}
-    rope: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in listed["rope"].items()
-    }
-    return Settings(
-        dims=dims, target_modules=tuple(listed["target_modules"]), rope=Rope(**rope), **rest
-    )
+
+    def values(written: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in written.items()
+        }
+
+    # Older programs have `store_h`; they store h as their own instructions say.
+    rest = {name: value for name, value in listed.items() if name not in ("rope", "store_h")}
+    return Settings(dims=dims, rope=Rope(**values(listed["rope"])), **values(rest))
 
 
 STAGES = StagesProgram(problems, write, MlxProgramSession)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,15 +23,19 @@ from ondevice.methods.mesp.lora import (
     initial_tensors,
     lora_parameters,
 )
-from ondevice.methods.mesp.mlx.model import Model
+from ondevice.methods.mesp.mlx.model import Functions, Model
 from ondevice.methods.mesp.mlx.settings import Settings, read_rope
-from ondevice.methods.mesp.mlx.weight_files import open_weights, streamed_folder
-from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights
+from ondevice.methods.mesp.mlx.weights import (
+    Source,
+    Weights,
+    open_weights,
+    resident_weights,
+    streamed_folder,
+)
 from ondevice.models.sources.resolve import read_config
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.mlx.model import Functions
     from ondevice.models import ModelFiles
 
 
@@ -40,7 +44,9 @@ class Optimizer:
     and `adamw`."""
 
     def __init__(self, config: MespConfig, functions: Functions) -> None:
-        self.config, self.functions, self.steps = config, functions, 0
+        self.config = config
+        self.functions = functions
+        self.steps = 0
         self.moments: dict[str, tuple[Any, Any]] = {}
         self.scalars: dict[str, Any] = {}
         self.constants = mx.array([config.beta1, config.beta2, config.eps], dtype=mx.float32)
@@ -68,14 +74,14 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """Return moments and the step's number, as arrays of MLX."""
-        moments = {
+        arrays = {
             f"{key}/{name}": array
             for name, both in self.moments.items()
             for key, array in zip(MOMENTS, both)
         }
-        return moments | (
-            {OPTIMIZER_STEP: mx.array([self.steps], dtype=mx.int64)} if self.steps else {}
-        )
+        if self.steps:
+            arrays[OPTIMIZER_STEP] = mx.array([self.steps], dtype=mx.int64)
+        return arrays
 
     def load_state(self, state: dict[str, np.ndarray], names: list[str]) -> None:
         """Take back what `state` gave.
@@ -83,7 +89,8 @@ class Optimizer:
         Raises:
             CheckpointError: a moment is missing.
         """
-        self.moments, self.steps = {}, 0
+        self.moments = {}
+        self.steps = 0
         if OPTIMIZER_STEP not in state:
             return
         self.steps = int(state[OPTIMIZER_STEP][0])
@@ -115,7 +122,10 @@ class MlxSession(Session):
     def __init__(
         self, model: Model, parameters: tuple[LoraParameters, ...], config: MespConfig, source: str
     ) -> None:
-        self.model, self.parameters, self.config, self.source = model, parameters, config, source
+        self.model = model
+        self.parameters = parameters
+        self.config = config
+        self.source = source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
         self.optimizer = Optimizer(config, model.interpreter.functions)
         self.names = {(lora.layer, lora.target): (lora.a_name, lora.b_name) for lora in parameters}
@@ -128,95 +138,84 @@ class MlxSession(Session):
         `Session.step`."""
         check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
+        limit = self.config.max_grad_norm
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
         self.optimizer.begin(learning_rate)
-        limit = self.config.max_grad_norm
-        collected: dict[tuple[int, str], list[Any]] | None = (
-            {} if rows < len(ids) or limit is not None else None
-        )
+        collects = rows < len(ids) or limit is not None
+        collected: dict[tuple[int, str], list[Any]] = {}
 
-        def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
-            if collected is None:
-                self._update(layer, target, a, b)
+        def on_gradient(layer: int, target: str, *gradients: Any) -> None:
+            if not collects:
+                self._update(layer, target, *gradients)
                 return
-            before = collected.get((layer, target))
-            gradients = [a, b] if before is None else [x + y for x, y in zip(before, (a, b))]
-            mx.eval(gradients)
-            collected[layer, target] = gradients
+            total = collected.setdefault((layer, target), [*gradients])
+            if total[0] is not gradients[0]:
+                total[:] = [x + y for x, y in zip(total, gradients)]
+            mx.eval(total)
 
         loss = 0.0
         for low in range(0, len(ids), rows):
             some = ids[low : low + rows], labels[low : low + rows]
             loss += self.model.forward_backward(*some, labelled, on_gradient)
-        scale = 1.0 if limit is None else _clip_scale((collected or {}).values(), limit)
-        for (layer, target), gradients in (collected or {}).items():
-            self._update(
-                layer,
-                target,
-                *(gradients if scale == 1.0 else [scale * value for value in gradients]),
-            )
+        scale = _clip_scale(collected.values(), limit)
+        for (layer, target), gradients in collected.items():
+            if scale != 1.0:
+                gradients = [scale * value for value in gradients]
+            self._update(layer, target, *gradients)
         self.partially_updated = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
 
     def _update(self, layer: int, target: str, *gradients: Any) -> None:
-        matrices, changed = self.model.adapter[layer], []
-        for side, name, gradient in zip("AB", self.names[layer, target], gradients):
-            matrices[f"{target}.{side}"] = self.optimizer.update(
-                name, matrices[f"{target}.{side}"], gradient
-            )
-            changed += [matrices[f"{target}.{side}"], *self.optimizer.moments.get(name, [])]
+        changed = []
+        for key, name, gradient in zip(self._keys(target), self.names[layer, target], gradients):
+            matrix = self.optimizer.update(name, self.model.adapter[layer][key], gradient)
+            self.model.adapter[layer][key] = matrix
+            changed += [matrix, *self.optimizer.moments.get(name, [])]
         mx.eval(changed)
+
+    def _keys(self, target: str) -> tuple[str, str]:
+        return f"{target}.A", f"{target}.B"
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
         return self.model.row_nll(ids, labels)
 
+    def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the name of each A and B, its layer's dictionary, and its key there."""
+        for (layer, target), names in self.names.items():
+            for name, key in zip(names, self._keys(target)):
+                yield name, self.model.adapter[layer], key
+
     def _tensors(self) -> dict[str, np.ndarray]:
-        tensors = {}
-        for (layer, target), (a_name, b_name) in self.names.items():
-            for side, name in (("A", a_name), ("B", b_name)):
-                tensors[name] = np.array(
-                    self.model.adapter[layer][f"{target}.{side}"], dtype=np.float32
-                )
-        return tensors
+        return {name: np.array(of[key], dtype=np.float32) for name, of, key in self._places()}
 
     def _load_tensors(self, tensors: dict[str, np.ndarray]) -> None:
-        for (layer, target), (a_name, b_name) in self.names.items():
-            for side, name in (("A", a_name), ("B", b_name)):
-                self.model.adapter[layer][f"{target}.{side}"] = mx.array(
-                    tensors[name].astype(np.float32, copy=False)
-                )
+        for name, of, key in self._places():
+            of[key] = mx.array(tensors[name].astype(np.float32, copy=False))
         mx.eval(self.model.adapter)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a and B, the optimizer's moments and its step, under the names that the torch
+        """Return A and B, the optimizer's moments and its step, under the names that the torch
         session has for them."""
         check_not_partially_updated(self.partially_updated)
-        return self._tensors() | {
-            name: np.array(array) for name, array in self.optimizer.state().items()
-        }
+        moments = self.optimizer.state()
+        return self._tensors() | {name: np.array(array) for name, array in moments.items()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
-        check_state(
-            state, {name: shape for lora in self.parameters for name, shape in lora.shapes.items()}
-        )
-        self.optimizer.load_state(state, [name for names in self.names.values() for name in names])
+        shapes = {name: shape for lora in self.parameters for name, shape in lora.shapes.items()}
+        check_state(state, shapes)
+        self.optimizer.load_state(state, [*shapes])
         self._load_tensors(state)
         self.partially_updated = False
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
         config = self.config
-        return Adapter(
-            self._tensors(),
-            config.rank,
-            config.alpha,
-            tuple(sorted(self.model.settings.target_modules)),
-            self.source,
-        )
+        targets = tuple(sorted(self.model.settings.target_modules))
+        return Adapter(self._tensors(), config.rank, config.alpha, targets, self.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
@@ -228,8 +227,10 @@ class MlxSession(Session):
         mx.clear_cache()
 
 
-def _clip_scale(gradients: Iterable[list[Any]], limit: float) -> float:
+def _clip_scale(gradients: Iterable[list[Any]], limit: float | None) -> float:
     """Return the factor that brings all gradients together to a norm of at most `limit`."""
+    if limit is None:
+        return 1.0
     squares = [mx.sum(mx.square(value)) for both in gradients for value in both]
     norm = math.sqrt(float(sum(squares, mx.array(0.0))))
     return min(1.0, limit / (norm + 1e-6))  # 1e-6 as in torch's
@@ -261,25 +262,26 @@ def check_config(config: MespConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for name, only in (
-        ("activations", "device"),
-        ("kernels", "auto"),
-        ("mlp_chunk_tokens", None),
-        ("answers", ()),
-    ):
-        if getattr(config, name) != only:
-            raise ConfigError(
-                f"method.{name}: {getattr(config, name)} is for torch",
-                expected=f"{only} with MLX",
-                hint="method.mlp_tiles makes the MLP's part smaller"
-                if only is None
-                else "leave it out",
-            )
+    only = {"activations": "device", "kernels": "auto", "mlp_chunk_tokens": None, "answers": ()}
+    for name, expected in only.items():
+        received = getattr(config, name)
+        hint = "leave it out"
+        if received == expected:
+            continue
+        if name == "mlp_chunk_tokens":
+            hint = "method.mlp_tiles makes the MLP's part smaller"
+        raise ConfigError(
+            f"method.{name}: {received} is for torch", expected=f"{expected} with MLX", hint=hint
+        )
 
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
-    """Return a run's shape, from its model and its method."""
-    rope = read_rope(read_config(files.folder), files.dims)
+    """Return a run's shape, from its model and its method.
+
+    Raises:
+        ConfigError: another packing than the files have, or sizes that cannot be packed.
+        ModelError: a mixture of experts that MLX cannot run.
+    """
     metal = mx.default_device().type == mx.DeviceType.gpu
     bits, group_size = files.packed or (config.bits, GROUP_SIZE)
     if files.packed and config.bits not in (None, bits):
@@ -288,17 +290,17 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
             expected=f"method.bits: null, or the {bits} that it has",
             received=config.bits,
         )
-    experts = _experts(files, config)
-    settings = Settings.of(
-        files.dims,
-        config,
-        rope,
+    settings = Settings(
+        dims=files.dims,
+        target_modules=files.dims.resolve_targets(config),
+        scale=config.scale,
+        rope=read_rope(read_config(files.folder), files.dims),
         bits=bits,
         group_size=group_size,
         dtype=files.dtype,
-        mlp_tiles=config.mlp_tiles,
         product="quantized" if metal or files.dtype == "float32" else "dequantized",
-        **experts,
+        mlp_tiles=config.mlp_tiles,
+        **_experts(files, config),
     )
     settings.check()
     return settings
@@ -315,31 +317,30 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     dims = files.dims
     if not isinstance(dims, MoeDims):
         return {}
-    where = f"{files.source.source} is a mixture of experts"
     if any(linear.experts > 1 for linear in dims.adapted(config)):
         raise ConfigError(
-            "mesp in MLX puts no pairs on the matrices of experts",
+            "mesp in MLX has no adapters on the matrices of experts",
             expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
             received=", ".join(config.target_modules),
             hint="--backend torch does",
         )
+    mixture = f"{files.source.source} is a mixture of experts"
     if dims.dense_layers:
-        received = f"none in layers {', '.join(map(str, dims.dense_layers))}"
-        message = f"{where}, and MLX runs every block by one list of stages"
         raise ModelError(
-            message, expected="experts in every block", received=received, hint="--backend torch"
+            f"{mixture}, and MLX runs every block by one list of stages",
+            expected="experts in every block",
+            received=f"none in layers {', '.join(map(str, dims.dense_layers))}",
+            hint="--backend torch",
         )
     if files.packed:
-        message = f"{where} that is packed already"
         raise ModelError(
-            message,
+            f"{mixture} that is packed already",
             expected="its published weights, with method.bits: 4",
             received="packed weights",
         )
-    normalised = bool(read_config(files.folder).get("norm_topk_prob", False))
     return {
         "active_experts": dims.active_experts,
-        "normalised": normalised,
+        "normalised": bool(read_config(files.folder).get("norm_topk_prob", False)),
         "shared": dims.shared_intermediate > 0,
     }
 
@@ -348,8 +349,8 @@ def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weigh
     source = Source(files.folder, settings, files.family.linear_parents)
     try:
         if config.weight_placement == "resident":
-            return read_weights(source)
+            return resident_weights(source.blocks(), settings)
         folder = streamed_folder(files, settings, source)
     finally:
         source.close()
-    return open_weights(folder, settings.dims.layers, tied=settings.dims.tied, bits=settings.bits)
+    return open_weights(folder, settings)

@@ -8,8 +8,7 @@ of the tokens (queries, or labelled tokens), a part one of the arrays of a packe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.core.errors import ConfigError
@@ -17,7 +16,6 @@ from ondevice.methods.mesp.config import GROUP_SIZE
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.methods.mesp.config import MespConfig
 
 Product = Literal["quantized", "dequantized"]
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -54,126 +52,113 @@ class Rope:
     trained_tokens: int = 0
     factor: float = 1.0
 
-    def of_layer(
-        self, width: int, rotated: bool, local: bool
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def of_layer(self, width: int, rotated: bool, local: bool) -> list[list[float]]:
         """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale
         included, and the factor of each pair; infinity and 1 if nothing is rotated."""
         pairs = width // 2
         if not rotated:
-            return (float("inf"),) * pairs, (1.0,) * pairs
+            return [[math.inf] * pairs, [1.0] * pairs]
         if local and self.local_theta is not None:
-            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (
-                1.0,
-            ) * pairs
-        plain = self.wavelengths or tuple(self.theta ** (2 * pair / width) for pair in range(pairs))
-        return tuple(wavelength / self.scale for wavelength in plain), (self.factor,) * pairs
+            return [_waves(self.local_theta, width), [1.0] * pairs]
+        waves = self.wavelengths or _waves(self.theta, width)
+        return [[wave / self.scale for wave in waves], [self.factor] * pairs]
+
+
+def _waves(theta: float, width: int) -> list[float]:
+    return [theta ** (2 * pair / width) for pair in range(width // 2)]
 
 
 def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
     """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type`
     may be."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = config.get("rope_parameters") or {}
+    rope = parameters or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
-    theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
-    make = partial(Rope, theta, local_theta=_local_theta(config) if dims.traits.windows else None)
+    local = parameters.get("sliding_attention") or {}
+    local_theta = local.get("rope_theta", config.get("rope_local_base_freq"))
+    width = dims.traits.rotary_width or dims.head_dim
+    plain = Rope(dims.rope_theta)
+    if dims.traits.windows and local_theta is not None:
+        plain = replace(plain, local_theta=float(local_theta))
     if dims.rope_type == "default":
-        return make()
+        return plain
     if dims.rope_type == "linear":
-        return make(scale=1.0 / float(rope["factor"]))
-    plain = [theta ** (2 * pair / width) for pair in range(width // 2)]
-    if dims.rope_type == "llama3":
-        return make(wavelengths=_llama3(rope, plain))
+        return replace(plain, scale=1.0 / float(rope["factor"]))
     if dims.rope_type == "longrope":
         # Configurations as they were published have this next to the scaling; transformers 5 writes
         # it among its fields.
         trained = config.get("original_max_position_embeddings", dims.max_positions)
-        return make(
-            **_longrope(
-                {"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions
-            )
-        )
-    return make(wavelengths=_yarn(rope, theta, plain), factor=_yarn_factor(rope))
+        rope = {"original_max_position_embeddings": trained, **rope}
+    read = {"llama3": _llama3, "longrope": _longrope, "yarn": _yarn}[dims.rope_type]
+    return replace(plain, **read(rope, _waves(plain.theta, width), dims))
 
 
-def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> dict[str, Any]:
+def _longrope(rope: dict[str, Any], waves: list[float], dims: ModelDims) -> dict[str, Any]:
     """Stretch each wave by its own factor, by another in sequences beyond those of training
     (LongRoPE, arXiv 2402.13753; transformers' `_compute_longrope_parameters`)."""
     trained = int(rope["original_max_position_embeddings"])
-    short, longer = (
-        tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
-        for kind in ("short", "long")
-    )
-    stretched, factor = (
-        float(rope.get("factor") or longest_tokens / trained),
-        rope.get("attention_factor"),
-    )
+    stretched = float(rope.get("factor") or dims.max_positions / trained)
+    factor = rope.get("attention_factor")
     if factor is None:
-        factor = math.sqrt(1 + math.log(stretched) / math.log(trained)) if stretched > 1 else 1.0
+        factor = math.sqrt(1 + math.log(max(stretched, 1.0)) / math.log(trained))
+    short, longer = (
+        tuple(float(own) * wave for own, wave in zip(rope[name], waves, strict=True))
+        for name in ("short_factor", "long_factor")
+    )
     return {
-        "wavelengths": short,
-        "longer": longer,
-        "trained_tokens": trained,
-        "factor": float(factor),
-    }
+        "wavelengths": short, "longer": longer, "trained_tokens": trained, "factor": float(factor)
+    }  # fmt: skip
 
 
-def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
-    factor, low, high = (
-        float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    trained = float(rope["original_max_position_embeddings"])
-    smooth = [
-        min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain
+def _llama3(rope: dict[str, Any], waves: list[float], dims: ModelDims) -> dict[str, Any]:
+    factor, low, high, trained = (
+        float(rope[key])
+        for key in (
+            "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        )
+    )  # fmt: skip
+    kept = [
+        min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in waves
     ]
+    return {"wavelengths": _mixed(waves, factor, [(1 - part, part) for part in kept])}
+
+
+def _mixed(
+    waves: list[float], factor: float, parts: list[tuple[float, float]]
+) -> tuple[float, ...]:
+    """Return the mean of the frequencies of each wave stretched by `factor` and of itself."""
     return tuple(
-        1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain)
+        1.0 / (stretched / (factor * wave) + kept / wave)
+        for wave, (stretched, kept) in zip(waves, parts)
     )
 
 
-def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
+def _yarn(rope: dict[str, Any], waves: list[float], dims: ModelDims) -> dict[str, Any]:
     """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv
-    2309.00071, section 3.2)."""
-    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    turns = [
-        float(rope.get(key) or otherwise)
-        for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))
-    ]
+    2309.00071, section 3.2); cosine and sine have a factor of their own (section 3.4)."""
+    factor = float(rope["factor"])
+    trained = float(rope["original_max_position_embeddings"])
     low, high = (
-        len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns
+        len(waves) * math.log(trained / (turns * 2 * math.pi)) / math.log(dims.rope_theta)
+        for turns in (float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1))
     )
     if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * len(plain) - 1)
-    high += 0.001 * (low == high)  # as transformers, so that the ramp is no division by zero
-    ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(plain))]
-    return tuple(
-        1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * len(waves) - 1)
+    high += 0.001 * (low == high)  # as transformers, so that the ramp never divides by zero
+    ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(waves))]
+    attention, own, every = (
+        rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
     )
-
-
-def _yarn_factor(rope: dict[str, Any]) -> float:
-    """Return the factor of cosine and sine (section 3.4)."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return (
-            0.1 * weight * math.log(float(rope["factor"])) + 1.0
-            if float(rope["factor"]) > 1
-            else 1.0
-        )
-
-    every, whole = rope.get("mscale"), rope.get("mscale_all_dim")
-    return scale(every) / scale(whole) if every and whole else scale(1.0)
-
-
-def _local_theta(config: dict[str, Any]) -> float | None:
-    """The base of the rotary embedding in layers with a window, if a configuration has one for
-    these."""
-    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
-    return None if theta is None else float(theta)
+    stretched = math.log(max(factor, 1.0))
+    if attention is None and own and every:
+        attention = (0.1 * own * stretched + 1.0) / (0.1 * every * stretched + 1.0)
+    elif attention is None:
+        attention = 0.1 * stretched + 1.0
+    wavelengths = _mixed(waves, factor, [(part, 1 - part) for part in ramp])
+    return {"wavelengths": wavelengths, "factor": float(attention)}
 
 
 @dataclass(frozen=True)
@@ -205,17 +190,6 @@ class Settings:
     active_experts: int = 0
     normalised: bool = False
     shared: bool = False
-
-    @classmethod
-    def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
-        """Return the settings of a run."""
-        return cls(
-            dims=dims,
-            target_modules=dims.resolve_targets(config),
-            scale=config.scale,
-            rope=rope,
-            **values,  # type: ignore[arg-type]
-        )
 
     @property
     def attention_targets(self) -> tuple[str, ...]:
@@ -253,24 +227,32 @@ class Settings:
         """Dimensions of a head that are rotated."""
         return self.dims.traits.rotary_width or self.dims.head_dim
 
+    def of_layer(self, layer: int) -> dict[str, list[Any]]:
+        """Return what differs by layer, if anything does: the window, and the rotation."""
+        arrays: dict[str, list[Any]] = {}
+        traits = self.dims.traits
+        if traits.windows:
+            arrays["window.weight"] = [traits.window(layer) or math.inf]
+        if self.rope_by_layer:
+            arrays["rope.weight"] = self.rope.of_layer(
+                self.rotary_width, traits.rotated(layer), bool(traits.window(layer))
+            )
+        return arrays
+
     @property
     def branch_apart(self) -> bool:
         """Something is between the MLP and the sum: a norm, or a factor."""
         return self.norm("after_mlp") or self.dims.traits.residual_scale != 1.0
 
-    @property
-    def quantum(self) -> int:
-        """Tiles of packed columns begin at multiples of this."""
-        return self.group_size if self.bits else 1
-
     def mlp_bounds(self) -> list[tuple[int, int]]:
-        """Return ranges of the MLP's inner dimension, all but the last of equal size."""
-        return bounds(self.dims.intermediate, self.mlp_tiles, self.quantum)
+        """Return ranges of the MLP's inner dimension, all but the last of equal size; in packed
+        columns they begin at a group."""
+        quantum = self.group_size if self.bits else 1
+        return bounds(self.dims.intermediate, self.mlp_tiles, quantum)
 
     def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
         """Return ranges of a sequence's queries."""
-        size = min(self.query_chunk_tokens, length_tokens)
-        return [(low, min(low + size, length_tokens)) for low in range(0, length_tokens, size)]
+        return ranges(length_tokens, self.query_chunk_tokens)
 
     def check(self) -> None:
         """Refuse matrices that cannot be packed.
@@ -295,7 +277,11 @@ class Settings:
 def bounds(size: int, tiles: int, quantum: int = 1) -> list[tuple[int, int]]:
     """Split `size` into at most `tiles` ranges that begin at multiples of `quantum`."""
     step = -(-size // max(1, tiles))
-    step = -(-step // quantum) * quantum
+    return ranges(size, -(-step // quantum) * quantum)
+
+
+def ranges(size: int, step: int) -> list[tuple[int, int]]:
+    """Split `size` into ranges of `step`; the last may be shorter."""
     return [(low, min(low + step, size)) for low in range(0, size, step)]
 
 

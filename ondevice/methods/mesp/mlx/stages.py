@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS
+from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, ranges
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.mlx.settings import Settings
@@ -37,19 +37,17 @@ class Stages:
     """The functions of one run; every public method that takes and returns arrays is a stage."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.dims, self.traits = settings, settings.dims, settings.dims.traits
+        self.settings = settings
+        self.dims = settings.dims
+        self.traits = settings.dims.traits
         self.dtype = getattr(mx, settings.dtype)
         self.sums = mx.float32
-        rope = settings.rope
-        self.wavelengths, self.longer = (
-            None if waves is None else mx.array(waves, dtype=mx.float32)
-            for waves in (rope.wavelengths, rope.longer)
-        )
 
     def call(self, stage: str, arrays: Arrays) -> Arrays:
         """Run `stage`, or the vector-Jacobian product of one."""
-        own = getattr(self, stage, None)
-        return own(arrays) if own else self.backward(stage.removesuffix(BACKWARD), arrays)
+        if hasattr(self, stage):
+            return getattr(self, stage)(arrays)
+        return self.backward(stage.removesuffix(BACKWARD), arrays)
 
     def backward(self, stage: str, arrays: Arrays) -> Arrays:
         """Return `g.NAME` for each input of `stage` that is not frozen.
@@ -79,7 +77,8 @@ class Stages:
 
     def product(self, x: Any, a: Arrays, name: str) -> Any:
         """Compute x W^T for a dense or packed W [outputs, inputs], in the precision of x."""
-        weight, packed = a[f"{name}.weight"], f"{name}.scales" in a
+        weight = a[f"{name}.weight"]
+        packed = f"{name}.scales" in a
         if not packed and weight.dtype == x.dtype:
             return x @ weight.T
         if packed and self.settings.product == "quantized":
@@ -88,8 +87,9 @@ class Stages:
         tiles: list[Any] = []
         for low, high in row_tiles(weight):
             # Each tile waits for the one before it: MLX would else make all of them dense at once.
-            after = mx.depends([x], tiles[-1:])[0] if tiles else x
-            tiles.append(after @ self.rows(a, name, x.dtype, low, high).T)
+            if tiles:
+                x = mx.depends([x], tiles[-1:])[0]
+            tiles.append(x @ self.rows(a, name, x.dtype, low, high).T)
         return _concatenated(tiles, -1)
 
     @property
@@ -109,11 +109,14 @@ class Stages:
         y = self.product(x, a, target)
         if f"{target}.bias" in a:
             y = y + a[f"{target}.bias"].astype(y.dtype)
-        return y + self.lora(x, a, target, h) if f"{target}.B" in a else y
+        if f"{target}.B" in a:
+            y = y + self.lora(x, a, target, h)
+        return y
 
     def lora(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
         """Compute s (x A^T) B^T."""
-        h = self.h(x, a, target) if h is None else h
+        if h is None:
+            h = self.h(x, a, target)
         return self.settings.scale * (h @ a[f"{target}.B"].astype(h.dtype).T)
 
     def h(self, x: Any, a: Arrays, target: str) -> Any:
@@ -147,11 +150,13 @@ class Stages:
         y = self.linear(a["n"], a, "linear")
         heads = {"y": y}
         if self.traits.fused:
-            q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim
-            heads = dict(zip("qkv", mx.split(y, [q, q + kv], axis=-1), strict=True))
+            q = self.dims.heads * self.dims.head_dim
+            k_end = q + self.dims.kv_heads * self.dims.head_dim
+            heads = dict(zip("qkv", mx.split(y, [q, k_end], axis=-1), strict=True))
         for name, y in heads.items():
-            y, shape = self.normed(a, f"{name}.norm", y), (*y.shape[:2], -1, self.dims.head_dim)
-            heads[name] = y.reshape(shape).transpose(0, 2, 1, 3)
+            y = self.normed(a, f"{name}.norm", y)
+            y = y.reshape(*y.shape[:2], -1, self.dims.head_dim)
+            heads[name] = y.transpose(0, 2, 1, 3)
         return heads
 
     def project_frozen(self, a: Arrays) -> Arrays:
@@ -164,15 +169,20 @@ class Stages:
 
     def _rotate(self, x: Any, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions."""
-        rope, own, width = self.settings.rope, a.get("rope.weight"), self.settings.rotary_width
-        wavelengths, scale, factor = self.wavelengths, rope.scale, rope.factor
+        rope = self.settings.rope
+        width = self.settings.rotary_width
+        own = a.get("rope.weight")
+        factor: Any = rope.factor
+        waves = rope.wavelengths
+        if rope.longer is not None and x.shape[2] > rope.trained_tokens:
+            waves = rope.longer
+        options: dict[str, Any] = {"base": rope.theta, "scale": rope.scale}
         if own is not None:
-            wavelengths, scale, factor = own[0], 1.0, own[1, 0]
-        elif self.longer is not None and x.shape[2] > rope.trained_tokens:
-            wavelengths = self.longer
-        base = None if wavelengths is not None else rope.theta
-        options = {"base": base, "scale": scale, "offset": 0, "freqs": wavelengths}
-        y = mx.fast.rope(x, width, traditional=False, **options)
+            options = {"base": None, "scale": 1.0, "freqs": own[0]}
+            factor = own[1, 0]
+        elif waves is not None:
+            options |= {"base": None, "freqs": mx.array(waves, dtype=mx.float32)}
+        y = mx.fast.rope(x, width, traditional=False, offset=0, **options)
         if rope.factor == 1.0:
             return y
         return (y * mx.where(mx.arange(x.shape[3]) < width, factor, 1.0)).astype(y.dtype)
@@ -184,7 +194,7 @@ class Stages:
         """
         q, k = a["q"], a["k"]
         rows, _, queries, width = q.shape
-        kv_heads, keys = k.shape[1], k.shape[2]
+        _, kv_heads, keys, _ = k.shape
         scores = (q.reshape(rows, kv_heads, -1, width) * self.score_scale) @ k.swapaxes(-1, -2)
         behind = mx.arange(keys - queries, keys)[:, None] - mx.arange(keys)[None]
         seen = behind >= 0
@@ -209,8 +219,10 @@ class Stages:
 
     def mlp_norm(self, a: Arrays) -> Arrays:
         """Compute m -> its norm n, h of gate and up, and y, to which tiles are added: m, or 0."""
-        n, y = self.normed(a, NORMS["before_mlp"], a["m"]), a["m"].astype(self.sums)
-        y = mx.zeros_like(y) if self.settings.branch_apart else y
+        n = self.normed(a, NORMS["before_mlp"], a["m"])
+        y = a["m"].astype(self.sums)
+        if self.settings.branch_apart:
+            y = mx.zeros_like(y)
         if "down_proj.bias" in a:
             y = y + a["down_proj.bias"].astype(self.sums)
         trained = [own for own in self.settings.gate_up_targets if f"{own}.A" in a]
@@ -224,7 +236,9 @@ class Stages:
         y = self.product(act, a, "down_proj").astype(self.sums)
         if self.settings.has("down_proj"):
             y = y + self.lora(act, a, "down_proj")
-        return {"y": a["y"] + y if "y" in a else y}
+        if "y" in a:
+            y = a["y"] + y
+        return {"y": y}
 
     def activated(self, gate: Any) -> Any:
         """Return silu(gate), or gelu = gate (1 + tanh u) / 2.
@@ -241,7 +255,7 @@ class Stages:
         out = {}
         for own in self.settings.gate_up_targets:
             if own in self.settings.target_modules:
-                rows = GATE_UP if self.traits.fused else (own,)
+                rows = [row for row in GATE_UP if self.settings.place(row)[0] == own]
                 out[f"{own}.dB"] = _concatenated([joined(a, f"{row}.B", 0) for row in rows], 0)
         if self.settings.has("down_proj"):
             out |= {"down_proj.dA": joined(a, "down_proj.A", 1), "down_proj.dB": a["down_proj.B"]}
@@ -263,8 +277,10 @@ class Stages:
 
     def embed(self, a: Arrays) -> Arrays:
         """Compute the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
-        x, scale = self.rows(a, "rows", self.dtype), self.traits.embedding_scale
-        return {"x": x if scale == 1.0 else x * scale}
+        x = self.rows(a, "rows", self.dtype)
+        if self.traits.embedding_scale != 1.0:
+            x = x * self.traits.embedding_scale
+        return {"x": x}
 
     def final_norm(self, a: Arrays) -> Arrays:
         """Compute x [B, T, D] -> hn."""
@@ -341,8 +357,7 @@ class Stages:
 
 def row_tiles(weight: Any) -> list[tuple[int, int]]:
     """Return ranges of a matrix's rows that are dense at once."""
-    rows = weight.shape[0]
-    return [(low, min(low + DENSE_ROWS, rows)) for low in range(0, rows, DENSE_ROWS)]
+    return ranges(weight.shape[0], DENSE_ROWS)
 
 
 def joined(a: Arrays, name: str, axis: int) -> Any:
@@ -356,12 +371,16 @@ def joined(a: Arrays, name: str, axis: int) -> Any:
 
 
 def _concatenated(parts: list[Any], axis: int) -> Any:
-    return mx.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(parts, axis=axis)
 
 
 def added(total: Any, part: Any) -> Any:
     """Add `part`, whose axis 2 may be shorter (the first tokens of keys), to `total`."""
-    if total is None or total.shape == part.shape:
-        return part if total is None else total + part
+    if total is None:
+        return part
+    if total.shape == part.shape:
+        return total + part
     count = part.shape[2]
     return mx.concatenate([total[:, :, :count] + part, total[:, :, count:]], axis=2)

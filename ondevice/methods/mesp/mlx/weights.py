@@ -1,26 +1,39 @@
-"""A model's frozen arrays by block, and how they are made of its safetensors files: in the run's
-dtype, packed into 4 bits if requested. `weight_files` has arrays that stay in files.
+"""A model's frozen arrays by block: made of its safetensors files in the run's dtype, packed into 4
+bits if requested, and kept in memory or streamed from a folder.
+
+The folder holds `block-00000.safetensors` and so on, `table.safetensors` (the embedding, and the
+head if it is another) and `final.safetensors`; an exported artifact has it too. The system is told
+which file comes next, and reads it into its own cache, which costs this process no memory.
 
 Files are read with plain reads, not through a memory map: a file that is cut off, or on a disk that
-goes away, is an error that names it, where a memory map would end the process.
+goes away, is an error that names it, while a memory map would end the process.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import struct
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from ondevice.core.dims import LLAMA
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts
+from ondevice.models.sources import cache
 
+if TYPE_CHECKING:
+    from ondevice.models import ModelFiles
+
+TABLE, FINAL = "table.safetensors", "final.safetensors"
 _TYPES = {
     "F32": (np.float32, None),
     "F16": (np.float16, None),
@@ -35,47 +48,133 @@ _READ_ADVICE = 44
 """macOS's fcntl F_RDADVISE, which Python does not name."""
 
 
-class ResidentBlock:
-    """Arrays in memory."""
+class TensorFile:
+    """An open safetensors file.
 
-    def __init__(self, arrays: dict[str, Any]) -> None:
-        self.arrays = arrays
+    Raises:
+        ModelError: it is missing, damaged, or of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self.entries = read_header(self.path).tensors
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as the model
+        except (OSError, ValueError) as error:
+            state = "truncated" if str(error).startswith("truncated") else "damaged"
+            raise ModelError(
+                f"{self.path} is {state}",
+                expected="a complete safetensors file",
+                received=str(error),
+                hint="copy the model again, or delete the folder where it was converted",
+            ) from None
+
+    def read(self, name: str, *ranges: tuple[int, int]) -> Any:
+        """Return the rows of `ranges`, or the entire tensor.
+
+        Raises:
+            ModelError: the file ends before the tensor does, or cannot be read.
+        """
+        return self._array(name, ranges, slice(None))
+
+    def rows(self, name: str, numbers: np.ndarray) -> Any:
+        """Return the rows of these numbers [n], each of which is read once."""
+        different, order = np.unique(numbers, return_inverse=True)
+        return self._array(name, [(int(row), int(row) + 1) for row in different], order)
+
+    def _array(self, name: str, ranges: Iterable[tuple[int, int]], order: Any) -> Any:
+        """Read `ranges` one after the other and return their rows in `order`."""
+        entry = self.entries.get(name)
+        if entry is None or entry.dtype not in _TYPES:
+            received = "no such tensor" if entry is None else entry.dtype
+            raise ModelError(
+                f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received
+            )
+        numpy_type, view = _TYPES[entry.dtype]
+        ranges = [*ranges] or [(0, entry.shape[0])]
+        array = np.empty((sum(high - low for low, high in ranges), *entry.shape[1:]), numpy_type)
+        filled = 0
+        for low, high in ranges:
+            part = array[filled : filled + high - low]
+            row_bytes = part.nbytes // max(1, high - low)
+            self._fill(part, entry.start + low * row_bytes, name)
+            filled += high - low
+        result = mx.array(array[order])
+        return result if view is None else result.view(view)
+
+    def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
+        left = array.reshape(-1).view(np.uint8).data
+        try:
+            while left:
+                count = os.preadv(self.file.fileno(), [left], offset)
+                if not count:
+                    raise ValueError(f"the file ends within '{name}'")
+                left = left[count:]
+                offset += count
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{self.path} cannot be read any more",
+                received=str(error),
+                hint="is its disk still there? the last checkpoint is complete: resume from it",
+            ) from None
+
+    def announce(self) -> None:
+        """Tell the system that the entire file is needed soon."""
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            elif sys.platform == "darwin":
+                import fcntl
+
+                size = min(os.fstat(self.file.fileno()).st_size, 2**31 - 1)
+                fcntl.fcntl(self.file.fileno(), _READ_ADVICE, struct.pack("qi", 0, size))
+        except OSError:
+            pass  # advice only
+
+
+class Block:
+    """Arrays by name: in memory, or read from a file when they are asked for.
+
+    Of a file, rows are read at each use; a matrix whose columns are needed is read once and stays
+    until it is dropped.
+    """
+
+    def __init__(
+        self, arrays: dict[str, Any] | None = None, file: TensorFile | None = None
+    ) -> None:
+        self.arrays = arrays or {}
+        self.file = file
 
     def get(self, operand: Operand) -> Any:
         """Return an array, or a range of it."""
+        if self.file is not None:
+            if operand.axis == 0:
+                return self.file.read(operand.name, (operand.start, operand.stop))
+            if operand.name not in self.arrays:
+                self.arrays[operand.name] = self.file.read(operand.name)
         return select(self.arrays[operand.name], operand)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
         """Return rows of these numbers."""
+        if self.file is not None:
+            return self.file.rows(name, numbers)
         return mx.take(self.arrays[name], mx.array(numbers.astype(np.int32)), axis=0)
 
     def drop(self, name: str) -> None:
-        """Keep it: it stays."""
+        """Free an array that can be read again; one in memory stays."""
+        if self.file is not None:
+            self.arrays.pop(name, None)
 
     def announce(self) -> None:
-        """Do nothing: it is there."""
+        """Announce that this block comes next."""
+        if self.file is not None:
+            self.file.announce()
 
     def close(self) -> None:
+        """Close the file and free all arrays."""
         self.arrays = {}
-
-
-class Renamed:
-    """A table's arrays under the names that the instructions have for them: `embedding.weight` as
-    `head.weight`."""
-
-    def __init__(self, block: Any, old: str, new: str) -> None:
-        self.block, self.old, self.new = block, old, new
-
-    def _name(self, name: str) -> str:
-        return self.new + name.removeprefix(self.old)
-
-    def get(self, operand: Operand) -> Any:
-        return self.block.get(
-            Operand(self._name(operand.name), operand.axis, operand.start, operand.stop)
-        )
-
-    def drop(self, name: str) -> None:
-        self.block.drop(self._name(name))
+        if self.file is not None:
+            self.file.file.close()
 
 
 class Weights:
@@ -83,40 +182,25 @@ class Weights:
 
     Attributes:
         blocks: one of each layer.
-        table: `embedding.*`, and `head.*` if it is not tied.
+        table: `embedding.*` and `head.*`, which are the same arrays if `tied`.
         final: `final_norm.weight`.
-        streamed: they are in files.
     """
 
     def __init__(
-        self,
-        blocks: list[Any],
-        table: Any,
-        final: Any,
-        *,
-        tied: bool,
-        bits: int | None,
-        streamed: bool,
+        self, blocks: list[Block], table: Block, final: Block, *, tied: bool, bits: int | None
     ) -> None:
-        self.blocks, self.table, self.final = blocks, table, final
-        self.tied, self.streamed = tied, streamed
+        self.blocks = blocks
+        self.table = table
+        self.final = final
+        self.tied = tied
         self.parts = matrix_parts(bits)
+        if tied:
+            arrays: dict[str, Any] = table.file.entries if table.file else table.arrays
+            arrays |= {f"head.{part}": arrays[f"embedding.{part}"] for part in self.parts}
 
-    @property
-    def head(self) -> Any:
-        """The output head under the instructions' names."""
-        return Renamed(self.table, "head", "embedding" if self.tied else "head")
-
-    def embedding_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """Return `rows.*` of these tokens [n], as the stage `embed` takes them."""
-        return {
-            f"rows.{part}": self.table.rows(f"embedding.{part}", numbers) for part in self.parts
-        }
-
-    def head_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """Return `rows.*` of the head for these labels [n], as the stages of the loss take them."""
-        name = "embedding" if self.tied else "head"
-        return {f"rows.{part}": self.table.rows(f"{name}.{part}", numbers) for part in self.parts}
+    def rows(self, matrix: str, numbers: np.ndarray) -> dict[str, Any]:
+        """Return `rows.*` of the embedding or the head for these tokens [n]."""
+        return {f"rows.{part}": self.table.rows(f"{matrix}.{part}", numbers) for part in self.parts}
 
     def announce(self, layer: int) -> None:
         """Announce that this block comes next."""
@@ -124,7 +208,7 @@ class Weights:
             self.blocks[layer].announce()
 
     def close(self) -> None:
-        """Let files and memory go."""
+        """Close all files and free the memory."""
         for block in (*self.blocks, self.table, self.final):
             block.close()
 
@@ -138,101 +222,6 @@ def select(array: Any, operand: Operand) -> Any:
     return array[tuple(index)]
 
 
-class TensorFile:
-    """An open safetensors file.
-
-    Raises:
-        ModelError: it is missing, damaged, or of another format.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        try:
-            self.entries = read_header(self.path).tensors
-            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - held while the model is
-        except (OSError, ValueError) as error:
-            state = "truncated" if str(error).startswith("truncated") else "damaged"
-            raise ModelError(
-                f"{self.path} is {state}",
-                expected="a whole safetensors file",
-                received=str(error),
-                hint="copy the model again, or delete the folder where it was converted",
-            ) from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.entries
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.entries[name].shape
-
-    def read(self, name: str, low: int = 0, high: int | None = None) -> Any:
-        """Return a tensor, or rows `low` to `high` of it.
-
-        Raises:
-            ModelError: the file ends before the tensor does, or cannot be read.
-        """
-        kind, start, shape = self._place(name)
-        numpy_type, view = _TYPES[kind]
-        row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
-        high = shape[0] if high is None else high
-        array = np.empty((high - low, *shape[1:]), dtype=numpy_type)
-        self._fill(array, start + low * row, name)
-        result = mx.array(array)
-        return result if view is None else result.view(view)
-
-    def rows(self, name: str, numbers: np.ndarray) -> Any:
-        """Return the rows of these numbers [n], one read each if they are not neighbours."""
-        kind, start, shape = self._place(name)
-        numpy_type, view = _TYPES[kind]
-        row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
-        wanted, where = np.unique(numbers, return_inverse=True)
-        array = np.empty((len(wanted), *shape[1:]), dtype=numpy_type)
-        for i, number in enumerate(wanted):
-            self._fill(array[i : i + 1], start + int(number) * row, name)
-        result = mx.array(array[where])
-        return result if view is None else result.view(view)
-
-    def _place(self, name: str) -> tuple[str, int, tuple[int, ...]]:
-        entry = self.entries.get(name)
-        if entry is None or entry.dtype not in _TYPES:
-            received = "no such tensor" if entry is None else entry.dtype
-            raise ModelError(
-                f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received
-            )
-        return entry.dtype, entry.start, entry.shape
-
-    def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
-        left = array.reshape(-1).view(np.uint8).data
-        try:
-            while left:
-                count = os.preadv(self.file.fileno(), [left], offset)
-                if not count:
-                    raise ValueError(f"the file ends within '{name}'")
-                left, offset = left[count:], offset + count
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"{self.path} cannot be read any more",
-                received=str(error),
-                hint="is its disk still there? the last checkpoint is whole: resume from it",
-            ) from None
-
-    def announce(self) -> None:
-        """Announce that the whole file is needed soon."""
-        try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-            elif sys.platform == "darwin":
-                import fcntl
-
-                size = min(os.fstat(self.file.fileno()).st_size, 2**31 - 1)
-                fcntl.fcntl(self.file.fileno(), _READ_ADVICE, struct.pack("qi", 0, size))
-        except OSError:
-            pass  # advice only
-
-    def close(self) -> None:
-        self.file.close()
-
-
 class Source:
     """All safetensors files of a folder, under transformers' names.
 
@@ -243,157 +232,127 @@ class Source:
     """
 
     def __init__(self, folder: Path, settings: Settings, parents: dict[str, str]) -> None:
-        self.folder, self.settings, self.parents = Path(folder), settings, parents
+        self.folder = Path(folder)
+        self.settings = settings
+        self.parents = parents
         self.dtype = getattr(mx, settings.dtype)
         self.files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
         self.of = {name: file for file in self.files for name in file.entries}
 
     def close(self) -> None:
         for file in self.files:
-            file.close()
+            file.file.close()
+
+    def blocks(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the file's name and the arrays of each block, one at a time."""
+        yield TABLE, self.table()
+        yield FINAL, self.final()
+        for layer in range(self.settings.dims.layers):
+            yield block_file(layer), self.block(layer)
 
     def vector(self, name: str) -> Any:
-        """Return a whole small tensor in the run's dtype."""
+        """Return an entire tensor in the run's dtype."""
         return self._file(name).read(name).astype(self.dtype)
-
-    def block(self, layer: int) -> dict[str, Any]:
-        """Return one block's arrays by their names in the instructions, evaluated."""
-        place, settings, dims = f"model.layers.{layer}", self.settings, self.settings.dims
-        traits = dims.traits
-        arrays = {
-            f"{NORMS[at]}.weight": self.factor(f"{place}.{module}.weight")
-            for at, module in traits.norms
-        }
-        if traits.windows:
-            arrays["window.weight"] = mx.array(
-                [traits.window(layer) or float("inf")], dtype=mx.float32
-            )
-        if settings.rope_by_layer:
-            rotation = settings.rope.of_layer(
-                settings.rotary_width, traits.rotated(layer), bool(traits.window(layer))
-            )
-            arrays["rope.weight"] = mx.array(rotation, dtype=mx.float32)
-        for target in dims.linear_shapes:
-            name = f"{place}.{self.parents[target]}.{target}"
-            arrays |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
-            if dims.linear_bias(target):
-                arrays[f"{target}.bias"] = self.vector(f"{name}.bias")
-        if settings.active_experts:
-            arrays |= self.experts(f"{place}.mlp")
-        mx.eval(arrays)
-        return arrays
-
-    def experts(self, mlp: str) -> dict[str, Any]:
-        """Return the arrays of a mixture of experts, whose matrices are [experts, outputs, inputs].
-
-        A file has them so, or each expert's gate, up and down apart (as they are published).
-        """
-        arrays = {"router.weight": self.vector(f"{mlp}.gate.weight")}
-        for name, parts in EXPERTS.items():
-            if (whole := f"{mlp}.experts.{name}_proj") in self.of:
-                stacked = self._packed_or_dense(self._file(whole).read(whole).astype(self.dtype))
-            else:
-                each = [
-                    self._packed_or_dense(
-                        _join(
-                            [
-                                self.vector(f"{mlp}.experts.{number}.{part}_proj.weight")
-                                for part in parts
-                            ]
-                        )
-                    )
-                    for number in range(self.settings.dims.experts)
-                ]
-                stacked = {part: mx.stack([one[part] for one in each]) for part in each[0]}
-            mx.eval(stacked)
-            arrays |= {f"experts.{name}.{part}": array for part, array in stacked.items()}
-        if self.settings.shared:
-            arrays["shared_gate.weight"] = self.vector(f"{mlp}.shared_expert_gate.weight")
-            for name in SHARED:
-                matrix = self.matrix(f"{mlp}.shared_expert.{name.removeprefix('shared.')}_proj")
-                arrays |= {f"{name}.{part}": array for part, array in matrix.items()}
-        return arrays
-
-    def _packed_or_dense(self, weight: Any) -> dict[str, Any]:
-        settings = self.settings
-        parts = matrix_parts(settings.bits)
-        if not settings.bits:
-            return {"weight": weight}
-        packed = dict(
-            zip(
-                parts,
-                mx.quantize(weight, group_size=settings.group_size, bits=settings.bits),
-                strict=True,
-            )
-        )
-        mx.eval(packed)
-        return packed
-
-    def table(self) -> dict[str, Any]:
-        """Return the embedding, and the head if it is another."""
-        tables = {"embedding": "model.embed_tokens"} | (
-            {} if self.settings.dims.tied else {"head": "lm_head"}
-        )
-        return {
-            f"{ours}.{part}": array
-            for ours, theirs in tables.items()
-            for part, array in self.matrix(theirs).items()
-        }
-
-    def final(self) -> dict[str, Any]:
-        weight, scale = self.factor("model.norm.weight"), self.settings.dims.traits.logit_scale
-        # Logits are linear in it, so their factor is its.
-        return {"final_norm.weight": weight if scale == 1.0 else weight.astype(mx.float32) * scale}
 
     def factor(self, name: str) -> Any:
         """Return what a norm multiplies by: its weight, or 1 + w in float32."""
         weight = self.vector(name)
         return 1.0 + weight.astype(mx.float32) if self.settings.dims.traits.norm_offset else weight
 
-    def matrix(self, name: str) -> dict[str, Any]:
-        """Read a matrix and pack it if the run's are packed, `PACKED_ROWS` rows at a time."""
+    def block(self, layer: int) -> dict[str, Any]:
+        """Return one block's arrays by their names in the instructions, evaluated."""
+        prefix = f"model.layers.{layer}"
+        settings = self.settings
+        dims = settings.dims
+        arrays = {
+            f"{NORMS[position]}.weight": self.factor(f"{prefix}.{module}.weight")
+            for position, module in dims.traits.norms
+        }
+        for name, values in settings.of_layer(layer).items():
+            arrays[name] = mx.array(values, dtype=mx.float32)
+        for target in dims.linear_shapes:
+            name = f"{prefix}.{self.parents[target]}.{target}"
+            arrays |= self.matrix(name, target)
+            if dims.linear_bias(target):
+                arrays[f"{target}.bias"] = self.vector(f"{name}.bias")
+        if settings.active_experts:
+            arrays |= self.experts(f"{prefix}.mlp")
+        mx.eval(arrays)
+        return arrays
+
+    def experts(self, mlp: str) -> dict[str, Any]:
+        """Return the arrays of a mixture of experts, whose matrices are [experts, outputs, inputs].
+
+        A file has them so, or (as they are published) gate, up and down of each expert.
+        """
+        arrays = {"router.weight": self.vector(f"{mlp}.gate.weight")}
+        for name, parts in EXPERTS.items():
+            if f"{mlp}.experts.{name}_proj" in self.of:
+                stacked = self._packed(self.vector(f"{mlp}.experts.{name}_proj"))
+            else:
+                each: list[dict[str, Any]] = []
+                for number in range(self.settings.dims.experts):
+                    names = [f"{mlp}.experts.{number}.{part}_proj.weight" for part in parts]
+                    each.append(self._packed(_join([self.vector(name) for name in names])))
+                stacked = {part: mx.stack([one[part] for one in each]) for part in each[0]}
+            mx.eval(stacked)
+            arrays |= {f"experts.{name}.{part}": array for part, array in stacked.items()}
+        if self.settings.shared:
+            arrays["shared_gate.weight"] = self.vector(f"{mlp}.shared_expert_gate.weight")
+            for name in SHARED:
+                linear = f"{name.removeprefix('shared.')}_proj"
+                arrays |= self.matrix(f"{mlp}.shared_expert.{linear}", name)
+        return arrays
+
+    def table(self) -> dict[str, Any]:
+        """Return the embedding, and the head if it is another."""
+        embedding = self.matrix("model.embed_tokens", "embedding")
+        return embedding if self.settings.dims.tied else embedding | self.matrix("lm_head", "head")
+
+    def final(self) -> dict[str, Any]:
+        weight = self.factor("model.norm.weight")
+        scale = self.settings.dims.traits.logit_scale
+        if scale != 1.0:  # logits are linear in the norm's output
+            weight = weight.astype(mx.float32) * scale
+        return {"final_norm.weight": weight}
+
+    def matrix(self, name: str, target: str) -> dict[str, Any]:
+        """Read a matrix as `target.*`, packed if the run's are, `PACKED_ROWS` rows at a time."""
         file = self._file(f"{name}.weight")
+        parts = matrix_parts(self.settings.bits)
         if f"{name}.scales" in self.of:
             if not self.settings.bits:
-                raise ModelError(
-                    f"{self.folder}: the weights are packed", expected="method.bits: 4"
-                )
-            return {
-                part: self._packed(f"{name}.{part}") for part in matrix_parts(self.settings.bits)
+                raise ModelError(f"{self.folder}: packed weights", expected="method.bits: 4")
+            read = {part: self._file(f"{name}.{part}").read(f"{name}.{part}") for part in parts}
+            arrays = {
+                part: array if array.dtype == mx.uint32 else array.astype(self.dtype)
+                for part, array in read.items()
             }
-        if not self.settings.bits:
-            weight = file.read(f"{name}.weight").astype(self.dtype)
-            mx.eval(weight)
-            return {"weight": weight}
-        tiles: list[tuple[Any, ...]] = []
-        count = file.shape(f"{name}.weight")[0]
-        for low in range(0, count, PACKED_ROWS):
-            rows = file.read(f"{name}.weight", low, min(low + PACKED_ROWS, count)).astype(
-                self.dtype
-            )
-            tiles.append(
-                tuple(
-                    mx.quantize(rows, group_size=self.settings.group_size, bits=self.settings.bits)
+        else:
+            count = file.entries[f"{name}.weight"].shape[0]
+            step = PACKED_ROWS if self.settings.bits else count
+            tiles = [
+                self._packed(
+                    file.read(f"{name}.weight", (low, min(low + step, count))).astype(self.dtype)
                 )
-            )
-            mx.eval(tiles[-1])
-        joined = {
-            part: _join([tile[i] for tile in tiles])
-            for i, part in enumerate(matrix_parts(self.settings.bits))
-        }
-        mx.eval(joined)
-        return joined
+                for low in range(0, count, step)
+            ]
+            arrays = {part: _join([tile[part] for tile in tiles]) for part in parts}
+        mx.eval(arrays)
+        return {f"{target}.{part}": array for part, array in arrays.items()}
 
-    def _packed(self, name: str) -> Any:
-        array = self._file(name).read(name)
-        array = array if array.dtype == mx.uint32 else array.astype(self.dtype)
-        mx.eval(array)
-        return array
+    def _packed(self, weight: Any) -> dict[str, Any]:
+        settings = self.settings
+        arrays = [weight]
+        if settings.bits:
+            arrays = mx.quantize(weight, group_size=settings.group_size, bits=settings.bits)
+            mx.eval(arrays)
+        return dict(zip(matrix_parts(settings.bits), arrays, strict=True))
 
     def _file(self, name: str) -> TensorFile:
         if name not in self.of:
             raise ModelError(
-                f"{self.folder}: the weights lack a tensor",
+                f"{self.folder}: missing tensor in the weights files",
                 expected=name,
                 hint="copy the model again",
             )
@@ -404,14 +363,72 @@ def _join(tiles: list[Any]) -> Any:
     return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles)
 
 
-def read_weights(source: Source) -> Weights:
-    """Read all of a model into memory."""
-    settings = source.settings
-    table, final = ResidentBlock(source.table()), ResidentBlock(source.final())
-    blocks: list[Any] = []
-    for layer in range(settings.dims.layers):
-        blocks.append(ResidentBlock(source.block(layer)))
+def block_file(layer: int) -> str:
+    """Return the name of a block's file."""
+    return f"block-{layer:05d}.safetensors"
+
+
+def resident_weights(blocks: Iterable[tuple[str, dict[str, Any]]], settings: Settings) -> Weights:
+    """Return weights in memory, of what `Source.blocks` yields."""
+    by_name: dict[str, Block] = {}
+    for name, arrays in blocks:
+        by_name[name] = Block(arrays)
         mx.clear_cache()
-    return Weights(
-        blocks, table, final, tied=settings.dims.tied, bits=settings.bits, streamed=False
-    )
+    return _weights(by_name, settings)
+
+
+def load_weights(folder: Path, settings: Settings) -> Weights:
+    """Read the weights of a folder of blocks into memory."""
+
+    def blocks() -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, block in _open(folder, settings.dims.layers).items():
+            assert block.file is not None  # noqa: S101 - just opened
+            yield name, {key: block.file.read(key) for key in block.file.entries}
+            block.close()
+
+    return resident_weights(blocks(), settings)
+
+
+def open_weights(folder: Path, settings: Settings) -> Weights:
+    """Open weights that are streamed from a folder.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    return _weights(_open(folder, settings.dims.layers), settings)
+
+
+def _open(folder: Path, layers: int) -> dict[str, Block]:
+    names = [TABLE, FINAL, *map(block_file, range(layers))]
+    return {name: Block(file=TensorFile(folder / name)) for name in names}
+
+
+def _weights(blocks: dict[str, Block], settings: Settings) -> Weights:
+    table, final = blocks.pop(TABLE), blocks.pop(FINAL)
+    return Weights([*blocks.values()], table, final, tied=settings.dims.tied, bits=settings.bits)
+
+
+def write_weights(source: Source, folder: Path) -> None:
+    """Write the files of streamed weights into an empty folder."""
+    for name, arrays in source.blocks():
+        mx.save_safetensors(str(folder / name), arrays)
+        del arrays
+        mx.clear_cache()
+
+
+def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Path:
+    """Return the files of streamed weights in the cache, converted once."""
+    packing = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
+    key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{packing}"
+    if settings.dims.traits != LLAMA:  # the files depend on them
+        traits = repr((settings.dims.traits, settings.rope)).encode()
+        key += f"-{hashlib.sha256(traits).hexdigest()[:8]}"
+
+    def build(folder: Path) -> dict[str, Any]:
+        write_weights(source, folder)
+        described = json.dumps([settings.dtype, settings.bits])
+        return {"sha256": files.source.sha256, "settings": described}
+
+    folder = cache.convert_once(key, files.source.source, build)
+    cache.read_record(folder)
+    return folder

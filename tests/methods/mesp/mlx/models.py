@@ -10,7 +10,7 @@ import numpy as np
 from ondevice.core.dims import ModelDims
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.settings import NORMS, Rope, Settings
-from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
+from ondevice.methods.mesp.mlx.weights import Block, Weights
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -51,28 +51,20 @@ def random_model(
             f"{NORMS[place]}.weight": 1 + 0.1 * mx.random.normal((sizes.norm_width(place),))
             for place, _ in sizes.traits.norms
         }
-        if sizes.traits.windows:
-            arrays["window.weight"] = mx.array([sizes.traits.window(layer) or float("inf")])
-        if chosen.rope_by_layer:
-            rotated, local = sizes.traits.rotated(layer), bool(sizes.traits.window(layer))
-            arrays["rope.weight"] = mx.array(
-                chosen.rope.of_layer(chosen.rotary_width, rotated, local)
-            )
+        arrays |= {name: mx.array(values) for name, values in chosen.of_layer(layer).items()}
         for target, (inputs, outputs) in sizes.linear_shapes.items():
             arrays |= {
                 f"{target}.{part}": value for part, value in matrix(outputs, inputs, bits).items()
             }
             if sizes.linear_bias(target):
                 arrays[f"{target}.bias"] = 0.1 * mx.random.normal((outputs,))
-        blocks.append(ResidentBlock(arrays))
+        blocks.append(Block(arrays))
     tables = ("embedding",) if sizes.tied else ("embedding", "head")
     table = {
         f"{n}.{p}": v for n in tables for p, v in matrix(sizes.vocab, sizes.hidden, bits).items()
     }
     final = {"final_norm.weight": 1 + 0.1 * mx.random.normal((sizes.hidden,))}
-    weights = Weights(
-        blocks, ResidentBlock(table), ResidentBlock(final), tied=sizes.tied, bits=bits, streamed=False
-    )  # fmt: skip
+    weights = Weights(blocks, Block(table), Block(final), tied=sizes.tied, bits=bits)
     model = Model(
         chosen, weights, loss_tiles=loss_tiles, loss_chunk_tokens=loss_chunk_tokens, clear=clear
     )

@@ -25,7 +25,7 @@ from ondevice.core.errors import (  # noqa: E402
 from ondevice.core.registry import method_config, open_session  # noqa: E402
 from ondevice.core.session import Replaying  # noqa: E402
 from ondevice.methods.mesp.mlx.session import Optimizer  # noqa: E402
-from ondevice.methods.mesp.mlx.weight_files import block_file  # noqa: E402
+from ondevice.methods.mesp.mlx.weights import block_file  # noqa: E402
 from ondevice.models import open_model, save_tiny  # noqa: E402
 from tests.methods.mesp.mlx.models import dims, random_model  # noqa: E402
 from tests.methods.reference import batch  # noqa: E402
@@ -257,12 +257,12 @@ def test_after_a_step_that_failed_half_way_there_is_no_state(folder, monkeypatch
 
 def test_a_full_disk_leaves_no_half_converted_model(folder, own_cache, monkeypatch) -> None:
     from ondevice.core.errors import StorageError
-    from ondevice.methods.mesp.mlx import weight_files
+    from ondevice.methods.mesp.mlx import weights
 
     def full(path: str, arrays: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weight_files.mx, "save_safetensors", full)
+    monkeypatch.setattr(weights.mx, "save_safetensors", full)
     with pytest.raises(StorageError, match="no space left"):
         opened(folder, weight_placement="streamed")
     monkeypatch.undo()
