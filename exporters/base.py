@@ -189,6 +189,14 @@ def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
     return problems
 
 
+def step_bytes(
+    dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int
+) -> int:
+    """Return bytes of a step in addition to weights and adapter."""
+    parts = spec_of(method).memory().step(dims, method, batch_size, length_tokens, activation_bytes)
+    return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
+
+
 def name_state(spec: ProgramSpec, session: Session, first: str | None = None) -> ProgramSpec:
     """Return `spec` with the state tensors and the counter of a session that has made a step.
 

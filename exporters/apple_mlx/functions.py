@@ -37,7 +37,8 @@ class ImportedFunctions:
     """
 
     def __init__(self, artifact: Path, listed: dict[str, Any]) -> None:
-        self.folder, self.listed = folder, listed = artifact / FUNCTIONS[device()], listed
+        self.folder = folder = artifact / FUNCTIONS[device()]
+        self.listed = listed
         if not folder.is_dir():
             raise ArtifactError(
                 f"{artifact} has no functions for this device",
@@ -83,13 +84,14 @@ def import_function(path: Path) -> Any:
             f"{path} cannot be read", received=str(error), hint="copy the artifact again"
         ) from None
     if written != version("mlx"):
+        hint = "export the model again"
+        if written:
+            hint += f", or pip install mlx=={written}"
         raise ArtifactError(
             f"{path} is of another version of MLX",
             expected=f"{version('mlx')}, which is installed here",
             received=written or "no version",
-            hint=f"export the model again, or pip install mlx=={written}"
-            if written
-            else "export the model again",
+            hint=hint,
         )
     try:
         return mx.import_function(str(path))

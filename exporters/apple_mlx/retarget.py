@@ -14,7 +14,8 @@ import struct
 
 from ondevice.core.errors import VerificationError
 
-CPU, GPU = 0, 1
+CPU = 0
+GPU = 1
 CAVEAT = (
     "functions-gpu/ was not made by MLX: it is functions/, exported on a CPU, with the device of every operation "
     "changed. It was not run on Metal; export on a Mac if you can"

@@ -19,6 +19,7 @@ from ondevice.core.errors import ArtifactError, ConfigError, OndeviceError, Veri
 from ondevice.core.manifest import GeneratorInfo, Manifest, ProgramSpec
 from ondevice.core.registry import method_config, open_session, spec_of
 from ondevice.core.untrusted import read_object
+from ondevice.exporters.apple_mlx import retarget
 from ondevice.exporters.base import (
     DEFAULT_STEPS,
     Exporter,
@@ -29,16 +30,21 @@ from ondevice.exporters.base import (
     check_model,
     describe,
     name_state,
+    size_problems,
+    step_bytes,
 )
+from ondevice.models import open_model, save_tokenizer
 
 if TYPE_CHECKING:
     from ondevice.core.program import StagesProgram
     from ondevice.core.session import ProgramSession
+    from ondevice.models import ModelFiles
 
 log = logging.getLogger("ondevice.exporters")
-LOSS_TOLERANCE, ADAPTER_TOLERANCE = 1e-5, 1e-4
-"""Relative error of a loss, and largest error of a trained number in units of the learning rate's
-steps."""
+LOSS_TOLERANCE = 1e-5
+"""Relative error of a loss."""
+ADAPTER_TOLERANCE = 1e-4
+"""Largest error of a trained number."""
 
 
 class AppleMlx(Exporter):
@@ -46,8 +52,6 @@ class AppleMlx(Exporter):
 
     def check(self, job: ExportJob) -> list[str]:
         """See `Exporter.check`."""
-        from ondevice.models import open_model
-
         problems = []
         if importlib.util.find_spec("mlx") is None:
             problems.append("mlx is not installed: pip install 'ondevice-train[mlx]'")
@@ -68,19 +72,12 @@ class AppleMlx(Exporter):
         if job.export.form != "functional":
             problems.append(f"form {job.export.form}: MLX programs are functional")
         try:
-            files = open_model(
-                job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True
-            )
+            files = _files(job)
             if not problems:
                 program.problems(files, job.method)
+            return problems + size_problems(job, files.dims)
         except OndeviceError as error:
             return [*problems, str(error)]
-        if max(job.export.lengths_tokens) > files.dims.max_positions:
-            longest = max(job.export.lengths_tokens)
-            problems.append(
-                f"lengths_tokens {longest} exceeds the model's {files.dims.max_positions} positions"
-            )
-        return problems
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
         """Record, export, write, check through the imported functions; see `Exporter.export`."""
@@ -89,12 +86,8 @@ class AppleMlx(Exporter):
             raise ConfigError("cannot export: " + "; ".join(problems))
         out = Path(out)
         check_free(out, job.overwrite)
-        from ondevice.models import open_model
-
         log.info("loading %s", job.model.source)
-        files = open_model(
-            job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True
-        )
+        files = _files(job)
         session: Any = open_session(files, job.method, job.seed, backend="mlx")
         began = time.monotonic()
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
@@ -113,13 +106,14 @@ class AppleMlx(Exporter):
             program.close()
             if not check["ok"]:
                 raise VerificationError(
-                    "the exported functions do not do what Python's stages do; nothing was written",
+                    "the exported functions differ from Python's stages; nothing was written",
                     received=json.dumps(check),
                 )
             manifest = manifest.model_copy(update={"check": check, "program_spec": program_spec})
             write_manifest(manifest, folder)
             size = sum(path.stat().st_size for path in (folder / functions_folder).iterdir())
-        peak = _step_bytes(job, files.dims)
+        longest = max(job.export.lengths_tokens)
+        peak = step_bytes(files.dims, job.method, job.export.batch_size, longest, 4)
         return ExportReport(
             path=out, target=self.spec.name, program_bytes=size, lowering_s=seconds, planned_bytes={"train_step": peak},
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
@@ -130,11 +124,10 @@ class AppleMlx(Exporter):
     ) -> tuple[Manifest, str]:
         """Everything but `manifest.json`; gives the folder of the functions for this machine's
         device, too."""
-        from ondevice.exporters.apple_mlx import retarget
         from ondevice.exporters.apple_mlx.functions import FUNCTIONS, device
-        from ondevice.models import save_tokenizer
 
-        caveats, functions_folder = (), FUNCTIONS[device()]
+        caveats = ()
+        functions_folder = FUNCTIONS[device()]
         methods = self.program(job.method).write(
             session, files, job.method, job.export, folder, folder / functions_folder
         )
@@ -191,7 +184,8 @@ class AppleMlx(Exporter):
 
     def _program(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
         """Return the program's description with the fields that are read here."""
-        path, hint = folder / manifest.program, "copy the artifact again"
+        path = folder / manifest.program
+        hint = "copy the artifact again"
         program = read_object(path, ArtifactError, hint=hint)
         if not isinstance(program.get("functions"), dict) or not isinstance(
             program.get("dtype"), str
@@ -205,19 +199,18 @@ class AppleMlx(Exporter):
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         """Return the artifact's functions against Python's own stages over the model's own files."""
-        from ondevice.models import open_model
-
         request.refuse_directions(manifest.target)
-        source, session = request.model or manifest.model.source, self.open(folder, manifest)
+        source = request.model or manifest.model.source
+        session = self.open(folder, manifest)
         config = method_config(manifest.method["name"], manifest.method)
         dtype = self._program(folder, manifest)["dtype"]
         files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
         check_model(files, source, manifest)
-        reference, steps = (
-            open_session(files, config, session.seed, backend="mlx"),
-            request.steps or DEFAULT_STEPS,
-        )
-        batches = None if request.rows is None else request.rows(session, files.tokenizer, steps)
+        reference = open_session(files, config, session.seed, backend="mlx")
+        steps = request.steps or DEFAULT_STEPS
+        batches = None
+        if request.rows is not None:
+            batches = request.rows(session, files.tokenizer, steps)
         result = compare(session, reference, files.dims.vocab, steps, config.learning_rate, batches)
         session.close()
         return {**result, "backend": session.backend}
@@ -245,23 +238,24 @@ def compare(
         `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: nothing is
         replayed), `max_abs_adapter_error`, `evaluation_error`, and `ok`.
     """
-    errors, batches = [], batches or (random_batch(session, vocab, step) for step in range(steps))
+    errors = []
     batch = None
-    for step, batch in enumerate(batches):
-        ours, theirs = (
-            session.step(*batch, step, rate).loss,
-            reference.step(*batch, step, rate).loss,
-        )
-        errors.append(abs(ours - theirs) / abs(theirs))
+    for step, batch in enumerate(
+        batches or (random_batch(session, vocab, step) for step in range(steps))
+    ):
+        expected = reference.step(*batch, step, rate).loss
+        errors.append(abs(session.step(*batch, step, rate).loss - expected) / abs(expected))
     assert batch is not None  # noqa: S101 - at least one step
-    (ours, count), (theirs, same) = session.evaluate(*batch), reference.evaluate(*batch)
-    evaluation = (
-        float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-        if np.array_equal(count, same)
-        else np.inf
+    ours, count = session.evaluate(*batch)
+    theirs, same = reference.evaluate(*batch)
+    evaluation = np.inf
+    if np.array_equal(count, same):
+        evaluation = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    trained = reference.adapter().tensors
+    adapter = max(
+        float(np.abs(value - trained[name]).max())
+        for name, value in session.adapter().tensors.items()
     )
-    pairs = session.adapter().tensors, reference.adapter().tensors
-    adapter = max(float(np.abs(value - pairs[1][name]).max()) for name, value in pairs[0].items())
     loss = max(errors)
     return {
         "steps": len(errors),
@@ -273,11 +267,9 @@ def compare(
     }
 
 
-def _step_bytes(job: ExportJob, dims: Any) -> int:
-    """Return the bytes that a step of the longest bucket needs next to weights and adapter."""
-    step = spec_of(job.method).memory().step
-    parts = step(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens), 4)
-    return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
+def _files(job: ExportJob) -> ModelFiles:
+    model = job.model
+    return open_model(model.source, revision=model.revision, dtype=model.dtype, packed=True)
 
 
 def readme(manifest: Manifest, functions_folder: str) -> str:

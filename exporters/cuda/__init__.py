@@ -43,7 +43,7 @@ JETSON = replace(
         },
         memory_limit="6GiB",  # of an 8 GB board
         caveats=(
-            "It was checked where it was exported, in PyTorch on the CPU; this project has not run on a Jetson",
+            "It was checked on the exporting machine, in PyTorch on the CPU; this project has not run on a Jetson",
         ),
     ),
 )

@@ -13,8 +13,7 @@ from ondevice.core.manifest import (
     port,
     token_ports,
 )
-from ondevice.core.registry import spec_of
-from ondevice.exporters.base import describe
+from ondevice.exporters.base import describe, step_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -49,8 +48,9 @@ def manifest(
     spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: TorchProgram
 ) -> Manifest:
     """Return the manifest, without its check and its files' hashes."""
-    method, lengths = job.method, tuple(sorted(job.export.lengths_tokens))
-    planned = step_bytes(loaded.dims, method, job.export.batch_size, max(lengths))
+    method = job.method
+    lengths = sorted(job.export.lengths_tokens)
+    planned = step_bytes(loaded.dims, method, job.export.batch_size, lengths[-1], 2)
     noise = getattr(method, "noise", "none")
     return describe(
         spec,
@@ -60,10 +60,10 @@ def manifest(
         program="program.json",
         program_spec=ProgramSpec(
             methods={
-                "train_step" if length == max(lengths) else f"train_step_{length}": _method(
-                    job, length, planned
-                )
-                for length in lengths
+                **{
+                    f"train_step_{length}": _method(job, length, planned) for length in lengths[:-1]
+                },
+                "train_step": _method(job, lengths[-1], planned),
             },
             adapter_size=trained_numbers(loaded.dims, method, program.trains_a(method)),
             rank=method.rank,
@@ -75,14 +75,6 @@ def manifest(
         ),
         caveats=spec.data.caveats,
     )
-
-
-def step_bytes(
-    dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2
-) -> int:
-    """Return bytes of a step in addition to weights and adapter."""
-    parts = spec_of(method).memory().step(dims, method, batch_size, length_tokens, activation_bytes)
-    return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
 def trained_numbers(dims: ModelDims, method: Any, trains_a: bool) -> int:
@@ -105,12 +97,10 @@ def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
 
 def launcher(memory_limit: str | int | None) -> str:
     """Return `run.sh`: `ondevice run` on the folder that it lies in."""
-    limit = (
-        f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n'
-        if memory_limit
-        else ""
-    )
-    guard = f'case " $* " in\n*" --memory-limit "*) ;;\n*)\n{limit}    ;;\nesac\n' if limit else ""
+    guard = ""
+    if memory_limit:
+        limit = f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n'
+        guard = f'case " $* " in\n*" --memory-limit "*) ;;\n*)\n{limit}    ;;\nesac\n'
     return f"""#!/bin/sh
 # Fine-tunes with this artifact:   ./run.sh --data rows.jsonl --steps 100 --out runs/mine
 set -eu

@@ -18,7 +18,7 @@ class Platform:
     Attributes:
         requirements: requirements files by name.
         memory_limit: the launcher's `--memory-limit`, unless another is given.
-        caveats: what could not be tried where an artifact is exported.
+        caveats: of an artifact, because an export cannot try the platform.
     """
 
     requirements: dict[str, str]
@@ -44,7 +44,8 @@ PYTHON = {
     "sse-starlette": "3.7.0",
     "prometheus-client": "0.26.0",
 }
-TORCH, BITSANDBYTES = "2.13.0", "0.50.2"
+TORCH = "2.13.0"
+BITSANDBYTES = "0.50.2"
 
 JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use
 # NVIDIA's container for integrated GPUs, pytorch:25.06-py3-igpu from NGC, which has Python 3.12 and PyTorch built for
@@ -83,5 +84,7 @@ SERVER = """# Linux with an NVIDIA GPU and a driver for CUDA 13.
 def requirements(head: str, wheels: bool = True) -> str:
     """Return a requirements file under its instructions; without `wheels` torch and bitsandbytes
     are installed apart."""
-    pins = ({"torch": TORCH, "bitsandbytes": BITSANDBYTES} if wheels else {}) | PYTHON
+    pins = PYTHON
+    if wheels:
+        pins = {"torch": TORCH, "bitsandbytes": BITSANDBYTES} | PYTHON
     return head + "".join(f"{name}=={version}\n" for name, version in pins.items())

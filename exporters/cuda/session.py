@@ -42,10 +42,10 @@ class TorchProgramSession(ProgramSession):
     Args:
         folder: the artifact.
         manifest: its checked manifest.
-        device: where to compute; None is CUDA if there is a device, else the CPU.
+        device: to compute on; None is CUDA if there is a device, else the CPU.
 
     Raises:
-        ArtifactError: the program is of another version, or its weights are not whole.
+        ArtifactError: the program is of another version, or its weights are incomplete.
         MissingPackageError: bitsandbytes is needed and not installed.
     """
 
@@ -60,21 +60,20 @@ class TorchProgramSession(ProgramSession):
                 hint="export the model again",
             )  # fmt: skip
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.manifest, self.seed = manifest, manifest.generator.seed
+        self.manifest = manifest
+        self.seed = manifest.generator.seed
         with well_formed(folder / manifest.program, ArtifactError, hint="copy the artifact again"):
             self.dtype = program["dtype"]
         self.config = method_config(manifest.method["name"], manifest.method)
         tokenizer = artifact_tokenizer(folder)
-        info = SourceInfo(
-            manifest.model.source,
-            folder / "model",
-            manifest.model.revision,
-            known_sha256=manifest.model.sha256,
-        )
+        model = manifest.model
+        info = SourceInfo(model.source, folder / "model", model.revision, known_sha256=model.sha256)
         self.loaded = load_packed(folder / "model", self.device, tokenizer, info)
         self.session = self._open()
-        self.backend, self.generator_backend = self.session.backend, self.session.generator_backend
-        self.batch_size, self.eval_batch_size = manifest.batch_size, manifest.eval_batch_size
+        self.backend = self.session.backend
+        self.generator_backend = self.session.generator_backend
+        self.batch_size = manifest.batch_size
+        self.eval_batch_size = manifest.eval_batch_size
         self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
 
     def _open(self) -> Any:

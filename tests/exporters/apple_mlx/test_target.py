@@ -94,7 +94,7 @@ def adapters_equal(one: Any, other: Any) -> bool:
     )
 
 
-def test_the_functions_do_what_python_does(artifact, monkeypatch) -> None:
+def test_exported_functions_compute_what_the_python_stages_compute(artifact, monkeypatch) -> None:
     folder, reference = artifact
     expected, session = reference(), open_artifact(folder)
     assert isinstance(session, MlxProgramSession) and session.lengths_tokens == LENGTHS
@@ -113,7 +113,7 @@ def test_the_functions_do_what_python_does(artifact, monkeypatch) -> None:
         np.testing.assert_allclose(ours[name], value, atol=1e-5, err_msg=name)
 
 
-def test_streamed_it_gives_the_same_bits_and_resumes_with_them(artifact) -> None:
+def test_streamed_weights_match_resident_weights_bit_for_bit_also_after_a_resume(artifact) -> None:
     folder, _ = artifact
     whole, streamed = opened(folder), opened(folder, streamed=True)
     assert streamed.model.weights.table.file and not whole.model.weights.table.file
@@ -126,7 +126,7 @@ def test_streamed_it_gives_the_same_bits_and_resumes_with_them(artifact) -> None
     assert adapters_equal(whole.adapter(), streamed.adapter())
 
 
-def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> None:
+def test_the_manifest_lists_all_inputs_and_outputs_and_every_array_is_freed(artifact) -> None:
     folder, _ = artifact
     manifest, program = read_manifest(folder), json.loads((folder / "program.json").read_text())
     assert manifest.runtime == f"mlx {mx.__version__}" and manifest.caveats == (retarget.CAVEAT,)
@@ -166,9 +166,7 @@ def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> N
     )
 
 
-def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(
-    model, tmp_path, monkeypatch
-) -> None:
+def test_an_export_on_a_gpu_has_functions_only_for_the_gpu(model, tmp_path, monkeypatch) -> None:
     """All that is chosen by the device is as on a Mac; the operations are still the CPU's, so that
     they run here."""
     gpu = mx.Device(mx.DeviceType.gpu)
@@ -187,26 +185,29 @@ def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(
     assert read_manifest(out).caveats == ()
     assert open_artifact(out).backend == "mlx-gpu"
     monkeypatch.undo()
-    with pytest.raises(ArtifactError, match="no functions for this device"):
+    with pytest.raises(ArtifactError) as raised:
         open_artifact(out)
+    assert raised.value.expected == "functions"
 
 
-def test_verify_and_a_foreign_model(artifact, model) -> None:
+def test_verify_accepts_the_exported_model_and_refuses_another(artifact, model) -> None:
     folder, _ = artifact
     result = verify(folder, steps=3)
     assert result["ok"] and result["backend"] == "mlx-cpu" and result["steps"] == 3
     source = read_manifest(folder).model.source
     other = next(str(path) for path in model.values() if str(path) != source)
-    with pytest.raises(ArtifactError, match="not the model"):
+    with pytest.raises(ArtifactError) as raised:
         verify(folder, steps=1, model=other)
+    assert raised.value.expected == read_manifest(folder).model.sha256
 
 
 def test_a_batch_of_another_shape_is_refused(artifact) -> None:
     session = open_artifact(artifact[0])
     for shape in ((1, 16), (2, 17)):
         ids = np.zeros(shape, dtype=np.int64)
-        with pytest.raises(ArtifactError, match="no functions for this batch"):
+        with pytest.raises(ArtifactError) as raised:
             session.step(ids, ids, 0, 1e-2)
+        assert raised.value.received == "{} rows of {} tokens".format(*shape)
 
 
 def opened(folder: Path, manifest: Any = None, streamed: bool | None = None) -> Any:
@@ -220,12 +221,12 @@ def damaged(folder: Path, to: Path, name: str, change: Any) -> MlxProgramSession
     shutil.copytree(folder, to)
     manifest = read_manifest(to)
     (to / name).write_bytes(change((to / name).read_bytes()))
-    with pytest.raises(ArtifactError, match="has changed"):
+    with pytest.raises(ArtifactError):
         read_manifest(to)
     return opened(to, manifest)
 
 
-def test_a_function_of_another_version_of_mlx(artifact, tmp_path) -> None:
+def test_a_function_of_another_version_of_mlx_is_refused(artifact, tmp_path) -> None:
     def older(data: bytes) -> bytes:
         version = mx.__version__.encode()
         assert (
@@ -233,21 +234,23 @@ def test_a_function_of_another_version_of_mlx(artifact, tmp_path) -> None:
         )
         return (6).to_bytes(8, "little") + b"0.25.1" + data[8 + len(version) :]
 
-    with pytest.raises(ArtifactError, match="another version of MLX") as raised:
+    with pytest.raises(ArtifactError) as raised:
         damaged(artifact[0], tmp_path / "copy", "functions/project.mlxfn", older)
-    assert "0.25.1" in str(raised.value) and "project.mlxfn" in str(raised.value)
+    assert raised.value.received == "0.25.1" and "project.mlxfn" in raised.value.message
 
 
-def test_a_damaged_function_and_truncated_weights(artifact, tmp_path) -> None:
-    with pytest.raises(ArtifactError, match=r"project\.mlxfn is damaged"):
+def test_a_damaged_function_and_truncated_weights_are_named(artifact, tmp_path) -> None:
+    with pytest.raises(ArtifactError) as raised:
         damaged(artifact[0], tmp_path / "one", "functions/project.mlxfn", lambda data: data[:-40])
-    with pytest.raises(ModelError, match=r"block-00001\.safetensors is truncated"):
+    assert "project.mlxfn" in raised.value.message
+    with pytest.raises(ModelError) as truncated:
         damaged(
             artifact[0],
             tmp_path / "two",
             "weights/block-00001.safetensors",
             lambda data: data[:-10],
         )
+    assert "block-00001.safetensors is truncated" in truncated.value.message
 
 
 def test_an_export_whose_check_fails_is_not_written(model, tmp_path, monkeypatch) -> None:
@@ -264,7 +267,7 @@ def test_an_export_whose_check_fails_is_not_written(model, tmp_path, monkeypatch
         )
 
     monkeypatch.setattr(runtime.ImportedFunctions, "call", wrong)
-    with pytest.raises(VerificationError, match="nothing was written"):
+    with pytest.raises(VerificationError):
         artifacts.export(
             run_config(model["llama"], {"rank": 2, "optimizer": "sgd", "learning_rate": 0.1}),
             tmp_path / "out",
@@ -284,11 +287,12 @@ def test_what_cannot_be_exported_is_listed(model) -> None:
         None,
         {"model.source": str(model["llama"]), "method.name": "lora", "export.target": "apple-mlx"},
     )
-    with pytest.raises(ConfigError, match="use --method mesp"):
+    with pytest.raises(ConfigError) as raised:
         artifacts.export(other, Path("nowhere"))
+    assert "--method mesp" in raised.value.message
 
 
-def test_a_file_for_metal_differs_in_its_devices_alone(artifact) -> None:
+def test_a_file_for_metal_differs_only_in_its_devices(artifact) -> None:
     folder = artifact[0]
     for path in (folder / "functions").iterdir():
         before, after = path.read_bytes(), (folder / "functions-gpu" / path.name).read_bytes()
@@ -306,7 +310,7 @@ def test_a_file_for_metal_differs_in_its_devices_alone(artifact) -> None:
                 4, "little"
             )
         assert bytes(rest) == before
-    with pytest.raises(VerificationError, match="another device"):
+    with pytest.raises(VerificationError):
         retarget.retarget((folder / "functions-gpu/project.mlxfn").read_bytes())
 
 
@@ -329,7 +333,7 @@ def test_every_operation_of_a_file_is_tagged(tmp_path) -> None:
     assert len(kinds) > 5 and len(retarget.tags((tmp_path / "f.mlxfn").read_bytes())) == len(kinds)
 
 
-def test_the_number_of_an_array_is_no_operation() -> None:
+def test_the_number_of_an_array_is_not_read_as_an_operation() -> None:
     """Two inputs, of which the first has the number 0x6D50, behind the flags of a file: as MLX
     writes them."""
     numbers = b"\0\0\0\0" + struct.pack("<iiQ", 0, 0, 2) + struct.pack("<QQ", 0x6D50, 0x6D51)

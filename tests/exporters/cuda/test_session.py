@@ -168,15 +168,17 @@ def test_verify_notices_other_weights_and_another_model(artifact_of, tmp_path) -
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] ^= 255
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"model\.safetensors has changed"):
+    with pytest.raises(ArtifactError) as raised:
         verify(tmp_path / "a", steps=1)
+    assert "model.safetensors" in raised.value.message
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     manifest["files"].pop("model/model.safetensors")
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
     assert not verify(tmp_path / "a", steps=1)["ok"]
     other = save_tiny(tmp_path / "other", "llama", 1)
-    with pytest.raises(ArtifactError, match="not the model that was exported"):
+    with pytest.raises(ArtifactError) as raised:
         verify(artifact_of(), steps=1, model=str(other))
+    assert "--model" in str(raised.value.hint)
 
 
 def test_an_adapter_is_fused_into_the_original_model(artifact_of, tmp_path, source) -> None:
@@ -197,26 +199,30 @@ def test_an_adapter_is_fused_into_the_original_model(artifact_of, tmp_path, sour
     manifest["model"]["sha256"] = "0" * 64
     shutil.copytree(folder, tmp_path / "foreign")
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="not the model that was exported"):
+    with pytest.raises(ArtifactError) as raised:
         fuse(str(tmp_path / "foreign"), str(trained.adapter), tmp_path / "other")
+    assert raised.value.expected == "0" * 64
 
 
 def test_only_its_own_shapes_and_version_are_taken(artifact_of, tmp_path) -> None:
     session = open_artifact(artifact_of())
-    with pytest.raises(ArtifactError, match="no step for 24 tokens"):
-        session.step(*batch(2, 24), 0, 0.01)
-    with pytest.raises(ArtifactError, match="takes 2 rows"):
-        session.step(*batch(3, 16), 0, 0.01)
-    with pytest.raises(ArtifactError, match="no step for 24 tokens"):
-        session.evaluate(*batch(2, 24))
+    for refused, received in (
+        (lambda: session.step(*batch(2, 24), 0, 0.01), 24),
+        (lambda: session.step(*batch(3, 16), 0, 0.01), 3),
+        (lambda: session.evaluate(*batch(2, 24)), 24),
+    ):
+        with pytest.raises(ArtifactError) as raised:
+            refused()
+        assert raised.value.received == received
     nll, count = session.evaluate(*batch(5, 16))
     assert nll.shape == count.shape == (5,)
     session.close()
     shutil.copytree(artifact_of(), tmp_path / "a")
     program = json.loads((tmp_path / "a" / "program.json").read_text())
     (tmp_path / "a" / "program.json").write_text(json.dumps({**program, "format": 99}))
-    with pytest.raises(ArtifactError, match=r"another version(.|\n)*99"):
+    with pytest.raises(ArtifactError) as raised:
         TorchProgramSession(tmp_path / "a", read_manifest(tmp_path / "a", check_files=False))
+    assert raised.value.received == 99
 
 
 def test_a_memory_limit_refuses_before_anything_is_loaded(
@@ -259,6 +265,6 @@ def test_the_memory_limit_caps_the_gpu(artifact_of, tmp_path) -> None:
     from ondevice.planning.fits import CONTEXT_BYTES, memory_limit
 
     plan = plan_artifact(artifact_of(), read_manifest(artifact_of()), 2 << 30)
-    with pytest.raises(DoesNotFitError, match="refused; planned"), memory_limit(2 << 30, plan):
+    with pytest.raises(DoesNotFitError), memory_limit(2 << 30, plan):
         torch.zeros((2 << 30) - CONTEXT_BYTES + (64 << 20), dtype=torch.uint8, device="cuda")
     torch.zeros(2 << 30, dtype=torch.uint8, device="cuda")

@@ -183,12 +183,8 @@ def test_the_adapter_goes_out_and_in_and_to_torch(folder) -> None:
     np.testing.assert_allclose(
         in_torch.evaluate(ids, labels)[0], session.evaluate(ids, labels)[0], rtol=2e-5
     )
-    for values, match in (
-        ({"rank": 3}, "rank"),
-        ({"alpha": 7.0}, "alpha"),
-        ({"target_modules": ("q_proj",)}, "changes layers"),
-    ):
-        with pytest.raises(ArtifactError, match=match):
+    for values in ({"rank": 3}, {"alpha": 7.0}, {"target_modules": ("q_proj",)}):
+        with pytest.raises(ArtifactError):
             opened(folder, **values).load_adapter(session.adapter())
 
 
@@ -217,13 +213,12 @@ def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(
     truncated.write_bytes(
         whole[: len(whole) // 2]
     )  # the file that is open is cut off under the running session
-    with pytest.raises(
-        ModelError, match=r"block-00001.safetensors cannot be read any more"
-    ) as raised:
+    with pytest.raises(ModelError) as raised:
         second.step(*batch(1), 1, 1e-3)
-    assert "resume" in str(raised.value)
-    with pytest.raises(ModelError, match="has changed"):
+    assert block_file(1) in raised.value.message and "resume" in str(raised.value.hint)
+    with pytest.raises(ModelError) as raised:
         opened(folder, weight_placement="streamed", bits=4)
+    assert raised.value.expected == len(whole)
     truncated.write_bytes(whole)
     assert opened(folder, weight_placement="streamed", bits=4).step(
         *batch(1), 0, 1e-3
@@ -231,7 +226,7 @@ def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(
 
 
 @pytest.mark.parametrize("values", [{}, {"micro_batch_size": 1}])
-def test_after_a_step_that_failed_half_way_there_is_no_state(folder, monkeypatch, values) -> None:
+def test_a_step_that_failed_half_way_leaves_no_state_to_save(folder, monkeypatch, values) -> None:
     session, other = opened(folder, **values), opened(folder, **values)
     for one in (session, other):
         one.step(*batch(2), 0, 1e-2)
@@ -248,8 +243,9 @@ def test_after_a_step_that_failed_half_way_there_is_no_state(folder, monkeypatch
         with pytest.raises(MemoryError):
             session.step(*batch(2, seed=1), 1, 1e-2)
     for call in (session.state, lambda: session.step(*batch(2, seed=1), 1, 1e-2)):
-        with pytest.raises(TrainingError, match="half-way"):
+        with pytest.raises(TrainingError) as raised:
             call()
+        assert "last checkpoint" in str(raised.value.hint)
     session.load_state(state)
     assert session.step(*batch(2, seed=1), 1, 1e-2) == other.step(*batch(2, seed=1), 1, 1e-2)
     assert same(session.state(), other.state())
@@ -263,35 +259,38 @@ def test_a_full_disk_leaves_no_half_converted_model(folder, own_cache, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights.mx, "save_safetensors", full)
-    with pytest.raises(StorageError, match="no space left"):
+    with pytest.raises(StorageError):
         opened(folder, weight_placement="streamed")
     monkeypatch.undo()
     monkeypatch.setenv("ONDEVICE_CACHE", str(own_cache))
     opened(folder, weight_placement="streamed").step(*batch(1), 0, 1e-3)
 
 
-def test_what_is_refused(folder, tmp_path) -> None:
+def test_foreign_state_settings_for_torch_and_damaged_weights_are_refused(folder, tmp_path) -> None:
     session = opened(folder)
     assert not isinstance(session, Replaying)
     session.step(*batch(1), 0, 1e-3)
     state = session.state()
-    with pytest.raises(CheckpointError, match="moments"):
+    with pytest.raises(CheckpointError):
         opened(folder).load_state(
             {name: value for name, value in state.items() if not name.startswith("exp_avg_sq/")}
         )
-    with pytest.raises(CheckpointError, match="not of this run"):
+    with pytest.raises(CheckpointError) as raised:
         opened(folder, rank=5).load_state(state)
+    assert raised.value.expected[0] == 5 and raised.value.received[0] == 4
     for values in ({"activations": "host"}, {"kernels": "torch"}, {"mlp_chunk_tokens": 4}):
-        with pytest.raises(ConfigError, match="for torch"):
+        with pytest.raises(ConfigError) as raised:
             opened(folder, **values)
+        assert str(raised.value.expected).endswith("with MLX")
     odd = save_tiny(tmp_path / "odd", "llama", hidden=96, heads=3, kv_heads=3)
-    with pytest.raises(ConfigError, match=r"cannot be kept in 4 bits") as raised:
+    with pytest.raises(ConfigError) as raised:
         opened(odd, bits=4)
-    assert "method.bits" in str(raised.value)
+    assert raised.value.received == "96 inputs" and "method.bits" in str(raised.value.hint)
     weights = tmp_path / "odd" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="damaged"):
+    with pytest.raises(ModelError) as raised:
         opened(odd)
+    assert "truncated" in str(raised.value.received)
 
 
 def test_half_precision_trains_its_adapter_in_float32(folder) -> None:
@@ -344,23 +343,23 @@ def test_a_model_that_mlx_lm_packed_keeps_its_numbers(packed, placement) -> None
     assert losses[-1] < losses[0]
 
 
-def test_a_packed_model_is_refused_where_it_cannot_be_read(packed, tmp_path) -> None:
-    with pytest.raises(ModelError, match="quantised"):
+def test_a_packed_model_is_refused_if_it_cannot_be_read(packed, tmp_path) -> None:
+    with pytest.raises(ModelError):
         open_model(str(packed))
     config = json.loads((packed / "config.json").read_text())
     shutil.copytree(packed, tmp_path / "mixed")
     config["quantization"]["model.layers.0.mlp.up_proj"] = {"bits": 8, "group_size": 64}
     (tmp_path / "mixed/config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="not supported") as raised:
+    with pytest.raises(ModelError) as raised:
         open_model(str(tmp_path / "mixed"), packed=True)
-    assert "up_proj" in str(raised.value)
+    assert "up_proj" in str(raised.value.received)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     folder = save_tiny(tmp_path / "model", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
-    with pytest.raises(ModelError, match=r"tokenizer is another model's|does not fit"):
+    with pytest.raises(ModelError):
         open_model(str(folder))
 
 
