@@ -1,7 +1,7 @@
 """One way to a gradient, in a process of its own: a model of random 4-bit weights, one step, what
 it needed.
 
-python -m benchmarks.mesp.ways '{"way": "manual", "layers": 24, "length": 256}'    one line of JSON
+python -m benchmarks.mesp.ways '{"way": "mesp", "layers": 24, "length": 256}'    one line of JSON
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Spec:
     """A way that is measured; the shape is Qwen2.5-0.5B's.
 
     Attributes:
-        way: manual, blockwise, checkpoint, autodiff, or mezo.
+        way: mesp, blockwise, checkpoint, autodiff, or mezo.
         tiled_loss: the cross-entropy in tiles of the vocabulary; else all logits at once.
         tiles: the MLP in tiles and the attention scores in chunks.
         clear: give memory back after every evaluation.
@@ -150,7 +150,7 @@ def step(spec: Spec, built: Model, ids: np.ndarray, number: int) -> float:
     if spec.way in ("checkpoint", "autodiff"):
         options = {"checkpointed": spec.way == "checkpoint", "tiled": spec.tiled_loss}
         return baselines.whole(built, ids, ids, labelled, on_gradient, **options) / labelled
-    ways = {"manual": Model.forward_backward, "blockwise": baselines.blockwise}
+    ways = {"mesp": Model.forward_backward, "blockwise": baselines.blockwise}
     return ways[spec.way](built, ids, ids, labelled, on_gradient) / labelled
 
 

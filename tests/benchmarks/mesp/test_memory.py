@@ -44,21 +44,19 @@ def test_every_method_computes_the_same_step_and_the_bars_hold(bench: memory.Ben
     losses = [row["loss"] for row in rows if "MeZO" not in row["method"]]
     assert max(losses) - min(losses) < 1e-4
     by = {row["method"]: row for row in rows}
-    ours = by["manual"]["step_bytes"]
+    ours = by["MeSP"]["step_bytes"]
     assert ours <= 0.43 * by["checkpoint a block"]["step_bytes"]
     assert ours <= 0.70 * by["block-wise autodiff (MeBP)"]["step_bytes"]
     for row in rows:
         assert row["peak_bytes"] == row["resident_bytes"] + row["step_bytes"]
         assert 0 < row["rss_anon_bytes"] < row["peak_bytes"] + (64 << 20) and row["time_s"][0] > 0
         assert (
-            row["resident_bytes"] < by["manual"]["resident_bytes"]
-            or "streamed" not in row["method"]
+            row["resident_bytes"] < by["MeSP"]["resident_bytes"] or "streamed" not in row["method"]
         )
     table = memory.ablation(rows)
     total = sum(row["saved_bytes"] for row in table)
     assert (
-        total
-        == by["plain autodiff, all logits"]["peak_bytes"] - by["manual, streamed"]["peak_bytes"]
+        total == by["plain autodiff, all logits"]["peak_bytes"] - by["MeSP, streamed"]["peak_bytes"]
     )
     document = result(
         "mesp/memory", rows, [memory.column("method"), *memory.SIZES], notes=memory.bars(rows)
@@ -72,7 +70,7 @@ def test_tiles_hold_less_at_any_length() -> None:
     specs = [
         asdict(
             Spec(
-                "manual",
+                "mesp",
                 layers=1,
                 length=length,
                 vocab=512,
@@ -103,7 +101,7 @@ def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
 
     Within 2%: what MLX holds at once differs between processes by some tenths of a percent.
     """
-    spec = replace(memory.METHODS["manual"], length=bench.length, **bench.base)
+    spec = replace(memory.METHODS["MeSP"], length=bench.length, **bench.base)
     known = dict(bench.known)
     before = known.pop(json.dumps(asdict(spec), sort_keys=True))
     (tmp_path / "kept.json").write_text(json.dumps(known))
@@ -119,10 +117,10 @@ def test_the_command_line(bench: memory.Bench, tmp_path: Path) -> None:
     rows = {row["method"]: row for row in document["rows"]}
     assert list(rows) == list(memory.COMPARED)
     assert (
-        rows["manual"]["peak_bytes"] == pytest.approx(before["peak_bytes"], rel=0.02)
-        and rows["manual"]["time_s"] != before["time_s"]
+        rows["MeSP"]["peak_bytes"] == pytest.approx(before["peak_bytes"], rel=0.02)
+        and rows["MeSP"]["time_s"] != before["time_s"]
     )
     assert json.loads((tmp_path / "kept.json").read_text()).keys() == bench.known.keys()
-    assert replace(Spec("manual"), folder="x") == Spec(
-        "manual"
+    assert replace(Spec("mesp"), folder="x") == Spec(
+        "mesp"
     )  # the folder of streamed weights names no other spec
