@@ -88,14 +88,14 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
             raise ArtifactError(
                 f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight"
             )
-        other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
+        other = f"{match['linear']}.lora_{'BA'[match['side'] == 'B']}.weight"
         if other not in tensors:
             raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
         if value.ndim != 2:
             raise ArtifactError(
                 f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape
             )
-        own = value.shape[0] if match["side"] == "A" else value.shape[1]
+        own = value.shape[match["side"] == "B"]
         if own == 0:
             raise ArtifactError(
                 f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0"

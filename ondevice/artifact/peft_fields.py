@@ -61,8 +61,8 @@ def check_fields(config: dict[str, Any], path: Path) -> None:
             if not any(
                 value is one or (isinstance(one, str) and value == one) for one in ALLOWED[field]
             ):
-                expected = " or ".join("null" if one is None else str(one).lower() if isinstance(one, bool) else one
-                                       for one in ALLOWED[field])  # fmt: skip
+                words = {None: "null", True: "true", False: "false"}
+                expected = " or ".join(words.get(one, str(one)) for one in ALLOWED[field])
                 raise _wrong(path, field, expected, value)
         elif not is_off(value):
             raise _wrong(path, field, "null, false or nothing", value)

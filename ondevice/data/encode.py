@@ -66,7 +66,7 @@ def encode(
     """
     encoder = Encoder(
         rows,
-        rows.items[0] if rows.items else Row(0),
+        next(iter(rows.items), Row(0)),
         tokenizer,
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
@@ -100,7 +100,7 @@ def encode(
 
 
 def _nothing_encoded(rows: Rows, dataset: Dataset) -> DataError:
-    first = dataset.problems[0] if dataset.problems else None
+    first = next(iter(dataset.problems), None)
     hint = "raise max_length_tokens, or shorten the answers"
     if first is not None and not dataset.too_long_tokens:
         hint = "`ondevice data FILE` lists every row and its fault"
@@ -152,7 +152,9 @@ class Encoder:
                 received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
                 hint="use an instruction-tuned model, or write rows of prompt and completion",
             )
-        self.template = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+        self.template = rows.task or ""
+        if rows.format == "instruct":
+            self.template = "instruction prompt"
         if first.messages and self.has_template:
             self.template = "chat template"
         self.format: Format = rows.format
@@ -252,8 +254,9 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     pair_ids = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
     shared: dict[str, list[int]] = {}  # candidates of one prompt share their context
     for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True):
-        context = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
-        shared[prompt] = context[: _common_prefix(context, ids)]
+        if prompt not in shared:
+            shared[prompt] = _tokenize(tokenizer, prompt)
+        shared[prompt] = shared[prompt][: _common_prefix(shared[prompt], ids)]
     starts = [len(shared[prompt]) for prompt, _ in row.pairs]
     for ids, start in zip(pair_ids, starts, strict=True):
         if row.end and not _ends(tokenizer, ids):
@@ -276,7 +279,7 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
         candidates = tuple(map(_example, pair_ids, starts))
     gold = row.gold or 0
     return Item(
-        _example(pair_ids[gold], 0 if train_on_prompt else starts[gold]),
+        _example(pair_ids[gold], starts[gold] * (not train_on_prompt)),
         candidates,
         row.gold,
         row.answers,

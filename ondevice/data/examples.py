@@ -164,7 +164,7 @@ class Dataset:
         """Return the figures of a run's log and `--json`: sequences, rows left out or cut, why."""
         return {
             "sequences": len(self.items),
-            "left_out": count_reasons(self.problems) if self.problems else {},
+            "left_out": count_reasons(self.problems),
             "cut": self.truncated,
             "cut_tokens": sum(item.dropped_tokens for item in self.items),
             "max_length_tokens": self.max_length_tokens,
@@ -200,7 +200,7 @@ def refuse_preferences(rows: Rows) -> None:
 
 def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
     """Raise `AnswerTooLong` unless the answer fits after one token of the prompt, if there is one."""
-    room = limit - 1 if prompt_tokens else limit
+    room = limit - bool(prompt_tokens)
     if answer_tokens > room:
         reason = f"the answer has {answer_tokens} tokens; "
         reason += f"with max_length_tokens={limit} at most {room} fit"

@@ -171,8 +171,8 @@ def preview_rows(
     encoder = encoder or Encoder(shared, Row(0), tokenizer, max_length_tokens=max_length_tokens)
     if strict_columns:
         refuse_unread(shared.file, encoder.report)
-    notes = [*read.notes, *read.late_notes] if isinstance(read, Reading) else read.notes
-    return summary.preview(tokenizer, encoder, encoder.report, tuple(notes))
+    notes = (*read.notes, *getattr(read, "late_notes", ()))
+    return summary.preview(tokenizer, encoder, encoder.report, notes)
 
 
 class _Summary:
@@ -212,7 +212,7 @@ class _Summary:
         for one in encoded:
             reason = self._add_sequence(one, items)
             if reason:
-                key = "" if isinstance(one, Item) else one.field
+                key = getattr(one, "field", "")
                 self._note(RowProblem(row.file or self.shared.file, row.line, key, reason))
         self.sequences += len(items)
         if not items or self.shown_rows >= self.rows:
@@ -230,9 +230,10 @@ class _Summary:
             if isinstance(one, AnswerTooLong):
                 self.too_long.append(one.length_tokens)
             return one.reason
-        token = None if self.vocabulary is None else unknown_token(one, self.vocabulary)
-        if token is not None:
-            return f"token {token} is not in the model's vocabulary of {self.vocabulary}"
+        if self.vocabulary is not None:
+            token = unknown_token(one, self.vocabulary)
+            if token is not None:
+                return f"token {token} is not in the model's vocabulary of {self.vocabulary}"
         self.lengths.append(one.longest + one.dropped_tokens)
         self.truncated += one.dropped_tokens > 0
         self.trained += one.example.trained_tokens
@@ -288,7 +289,7 @@ def _examples(shared: Rows, item: Item, row: Row) -> Iterator[tuple[str, Example
     if shared.format == "preference":
         yield from zip(("chosen", "rejected"), item.candidates, strict=True)
     else:
-        yield f"thumbs {row.label}" if shared.format == "thumbs" else "", item.example
+        yield f"thumbs {row.label}" * (shared.format == "thumbs"), item.example
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
@@ -317,7 +318,7 @@ def _facts(view: Preview) -> RenderableType:
     facts = {
         "file": view.file,
         "read as": "\n".join(view.notes),
-        "format": view.format + (f" (task {view.task})" if view.task else ""),
+        "format": view.format + f" (task {view.task})" * bool(view.task),
         "framed by": "" if view.template == view.task else view.template,
         "rows": f"{view.rows} in the file, {len(view.problems)} left out, "
         f"{view.sequences} sequences",
@@ -360,7 +361,9 @@ def _panel(
     parts = [text]
     if unread:
         parts.append(Text(_printable(f"not read: {', '.join(unread)}"), style="yellow"))
-    legend = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
+    legend = "dim is context, green is trained on"
+    if name:
+        legend = f"{name}, not trained on yet"
     return Panel(Group(*parts), title=f"example {number}: {legend}", title_align="left")
 
 
@@ -385,7 +388,7 @@ def _problems(problems: tuple[RowProblem, ...]) -> RenderableType:
     for name in ("file", "line", "field", "reason"):
         table.add_column(name, overflow="fold")
     for problem in problems:
-        line = str(problem.line) if problem.line else ""
+        line = str(problem.line or "")
         cells = (problem.file, line, problem.field, problem.reason)
         table.add_row(*(Text(_printable(cell)) for cell in cells))
     return table

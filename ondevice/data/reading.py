@@ -54,7 +54,7 @@ def read_rows(
         MissingPackageError: the package that reads this kind of file is not installed.
     """
     path = path_of(path, "the data")
-    chosen = named_task(task, path) if task else None
+    chosen = named_task(task, path)
     return rows_of(read_records(path), str(path), chosen, columns=columns, allow_empty=allow_empty)
 
 
@@ -86,8 +86,10 @@ def rows_of(
     return reading.with_items(items, problems)
 
 
-def named_task(task: str, path: str | Path) -> Task:
+def named_task(task: str | None, path: str | Path) -> Task | None:
     """Find the task of a file; the ConfigError of an unknown one says what the rows are without."""
+    if not task:
+        return None
     try:
         return find_task(task)
     except ConfigError as unknown:
@@ -97,7 +99,8 @@ def named_task(task: str, path: str | Path) -> Task:
 
 def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
     if not problems:
-        message, received = f"no row in {name}", "none"
+        message = f"no row in {name}"
+        received = "none"
     else:
         message = f"no usable row in {name}: " + "; ".join(map(str, problems[:3]))
         if len(problems) > 3:
@@ -145,7 +148,8 @@ def check_rows(
             not an error.
     """
     reading = open_reading(path, task=task, columns=columns, limits=limits, alive=alive)
-    bad_rows, problems = 0, []
+    bad_rows = 0
+    problems: list[RowProblem] = []
 
     def cut() -> None:
         problems.sort(key=lambda problem: (problem.file, problem.line))
@@ -180,7 +184,7 @@ def open_reading(
     Arguments and errors are otherwise those of `check_rows`.
     """
     path = path_of(path, "the data")
-    chosen = named_task(task, path) if task else None
+    chosen = named_task(task, path)
     late_notes: list[str] = []
 
     def again() -> Source:
@@ -222,7 +226,9 @@ def ensure_usable(read: Rows | Reading) -> None:
 
 def about(read: Rows | Reading) -> Rows:
     """Return the properties that all rows share; rows that are not read yet are left out."""
-    return read.with_items([], []) if isinstance(read, Reading) else read
+    if isinstance(read, Reading):
+        return read.with_items([], [])
+    return read
 
 
 class Reading:
@@ -287,7 +293,9 @@ class Reading:
                 rest = {**row.rest, **fields.unread()}
                 if rest and not row.messages:
                     rest = dict.fromkeys(rest)
-                yield replace(row, rest=rest) if rest else row
+                if rest:
+                    row = replace(row, rest=rest)
+                yield row
             except BadRow as bad:
                 problem(RowProblem(file or self.name, line, bad.field, bad.reason))
 
@@ -362,7 +370,8 @@ def check_columns(
     Raises:
         DataError: a column, or a key of a turn, is read by neither the format nor the template.
     """
-    reading, encoder = open_reading(path, task=task, columns=columns), None
+    reading = open_reading(path, task=task, columns=columns)
+    encoder = None
     rows = about(reading)
     for row in each_row(reading):
         encoder = encoder or Encoder(

@@ -54,7 +54,9 @@ class RowProblem:
     reason: str
 
     def __str__(self) -> str:
-        text = f"{self.file}:{self.line}: " if self.line else f"{self.file}: "
+        text = f"{self.file}: "
+        if self.line:
+            text = f"{self.file}:{self.line}: "
         if self.field:
             text += f"'{self.field}': "
         return text + self.reason
@@ -174,7 +176,9 @@ def count_reasons(problems: Sequence[RowProblem]) -> dict[str, int]:
         counts[_NUMBERS.sub("N", text)] += 1
     frequent = dict(counts.most_common(MOST_REASONS))
     others = counts.total() - sum(frequent.values())
-    return frequent | ({"other reasons": others} if others else {})
+    if others:
+        frequent["other reasons"] = others
+    return frequent
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]").search

@@ -77,7 +77,7 @@ def first_rows(
         DataError: as `open_records`, or none of the first `TRIES` windows has a usable row.
     """
     source = open_records(Path(path))
-    chosen = named_task(task, path) if task else None
+    chosen = named_task(task, path)
     failed: DataError | None = None
     for _ in range(TRIES):
         window = list(islice(source.records, records))
@@ -128,7 +128,7 @@ class Stream:
         self.path = Path(path)
         self.encoded = encoded
         self.columns = columns
-        self.task = named_task(task, path) if task else None
+        self.task = named_task(task, path)
         self.window_records = window_records
         self.seed = seed
         self.ends: list[int] = []
@@ -157,7 +157,9 @@ class Stream:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of `Dataset.figures`, for the windows that were read so far."""
-        extent = "the entire file" if self.ended else "so far"
+        extent = "so far"
+        if self.ended:
+            extent = "the entire file"
         note = f"streamed: {len(self.ends):,} windows of {self.window_records:,} records, {extent}"
         return {
             "sequences": self.ends[-1],

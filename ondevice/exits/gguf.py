@@ -77,7 +77,9 @@ def write(request: Request, path: Path) -> Checked:
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
-            arrays = np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]
+            arrays = [value]
+            if len(parts) > 1:
+                arrays = np.split(value, len(parts), axis=1)
             for part, array in zip(parts, arrays):
                 yield part, array, plan[part][1]
         for name, value in divisors.items():

@@ -78,7 +78,7 @@ def write(request: Request, folder: Path) -> Checked:
         notes.append(
             "the chat template has no form for Ollama, which chooses one of its own: compare its answers"
         )
-    stops = {tokenizer.eos_token} if tokenizer.eos_token else set()
+    stops = {tokenizer.eos_token} - {None, ""}
     lines += [f'PARAMETER stop "{stop}"' for stop in sorted(stops)]
     atomic_write(folder / MARKER, "\n".join(lines) + "\n")
     notes.append(f"cd {request.out} && ollama create {request.out.name} -f {MARKER}")

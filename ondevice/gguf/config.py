@@ -198,7 +198,9 @@ def _rope(data: Metadata) -> dict[str, Any]:
         return rope | {"rope_type": kind}
     rope |= {"rope_type": kind, "factor": data.need("rope.scaling.factor")}
     original = data.get("rope.scaling.original_context_length")
-    return rope | ({"original_max_position_embeddings": original} if original else {})
+    if original:
+        rope["original_max_position_embeddings"] = original
+    return rope
 
 
 def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:

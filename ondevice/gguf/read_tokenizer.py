@@ -173,13 +173,13 @@ def _sentencepiece(
     bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     made: Any = Tokenizer(bpe)
     prefix = data.optional("tokenizer.ggml.add_space_prefix")
-    prefix = True if prefix is None else bool(prefix)
-    spaces = [normalizers.Replace(" ", SPACE)]
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend(SPACE), *spaces] if prefix else spaces
-    )
-    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefix else back)
+    forth: list[Any] = [normalizers.Replace(" ", SPACE)]
+    back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix is None or prefix:
+        forth.insert(0, normalizers.Prepend(SPACE))
+        back.append(decoders.Strip(" ", 1, 0))
+    made.normalizer = normalizers.Sequence(forth)
+    made.decoder = decoders.Sequence(back)
     return made
 
 
@@ -224,9 +224,12 @@ def _begin_and_end(made: Any, data: Metadata, named: dict[str, str], first: bool
     """Put the first and the last token around a text if the file, or else llama.cpp, does."""
     from tokenizers import processors
 
-    says = data.optional("tokenizer.ggml.add_bos_token")
-    before = named.get("bos_token") if (first if says is None else says) else None
-    after = None
+    adds = data.optional("tokenizer.ggml.add_bos_token")
+    if adds is None:
+        adds = first
+    before = after = None
+    if adds:
+        before = named.get("bos_token")
     if data.optional("tokenizer.ggml.add_eos_token"):
         after = named.get("eos_token")
     around = [token for token in (before, after) if token]

@@ -75,7 +75,8 @@ def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
         )
         kinds |= dict.fromkeys(bytes_, int(TokenType.BYTE))
         unknown = rules["model"]["vocab"].get(rules["model"].get("unk_token"))
-        kinds |= {} if unknown is None else {unknown: int(TokenType.UNKNOWN)}
+        if unknown is not None:
+            kinds[unknown] = int(TokenType.UNKNOWN)
     for added in rules["added_tokens"]:
         by_id[added["id"]] = added["content"]
         if kinds.get(added["id"]) != int(TokenType.UNKNOWN):

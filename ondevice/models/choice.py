@@ -36,7 +36,7 @@ def choose_method(
         able = [spec for spec in preferred if takes(spec, dims)]
     except OndeviceError:
         able = preferred
-    chosen = able[0] if able else method(DEFAULT_METHOD)
+    chosen = (able or [method(DEFAULT_METHOD)])[0]
     others = ", ".join(spec.name for spec in able if spec is not chosen)
     more = ""
     if others:

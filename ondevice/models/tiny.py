@@ -191,7 +191,7 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
                 scale = name.endswith("norm.weight") or (
                     ".ln_" in name and name.endswith(".weight")
                 )
-                parameter.copy_(0.1 * noise + (1.0 if scale else 0.0))
+                parameter.copy_(0.1 * noise + float(scale))
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
 

@@ -98,7 +98,7 @@ def check_source(path: str | Path) -> str:
             f"unknown kind of data file: {path}",
             expected=f"a name that ends with {NAMED}",
             received=path.name,
-            hint=f"save it as {saved}" if saved else None,
+            hint=saved and f"save it as {saved}",
         )
     if reader is not None or _HUB_NAME.fullmatch(path.as_posix()) is None:
         hint = "check the path; relative paths start at the current folder"
@@ -161,7 +161,7 @@ def read_folder(path: Path, limits: Limits = UNLIMITED) -> Source:
         )
     kind = kinds.pop()
     notes.append(f"{len(files)} file{'s' * (len(files) > 1)} of {folder}, {files[0].name} first")
-    return Source("texts" if kind == "txt" else kind, _records(folder, files, limits), notes)
+    return Source({"txt": "texts"}.get(kind, kind), _records(folder, files, limits), notes)
 
 
 def hash_files(path: Path) -> str:

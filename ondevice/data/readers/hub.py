@@ -48,7 +48,9 @@ def without_fills(row: dict[str, Any]) -> dict[str, Any]:
 def _unfilled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _unfilled(item) for key, item in value.items() if item is not None}
-    return [_unfilled(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_unfilled(item) for item in value]
+    return value
 
 
 def with_label_names(row: dict[str, Any], names: dict[str, list[str]]) -> dict[str, Any]:

@@ -115,8 +115,8 @@ class _Text:
     def skip(self, position: int) -> int:
         """Return the position after white space; read more text if the buffer ends there."""
         while True:
-            match = _SPACE(self.buffer, position)
-            position = match.end() if match else position
+            if match := _SPACE(self.buffer, position):
+                position = match.end()
             if position < len(self.buffer) or self.ended:
                 return position
             position = self.grow(position)

@@ -123,4 +123,6 @@ def _unbatched(loader: Any) -> Iterator[Any]:
 
 def _plain(value: Any) -> Any:
     """Arrays and tensors as lists of Python numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import io
-import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -42,17 +41,19 @@ def read_table(path: Path, limits: Limits = UNLIMITED) -> Source:
             received=describe(first),
             hint="name it .jsonl",
         )
-    usual = "," if path.suffix.lower() == ".csv" else "\t"
+    usual = {".csv": ","}.get(path.suffix.lower(), "\t")
     lines = begin[: begin.rfind(b"\n") + 1] or begin  # without a row that is cut
     # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` reports by field.
     separator = find_separator(lines.decode("utf-8", "surrogateescape"), usual)
-    notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
+    notes = []
+    if separator != usual:
+        notes.append(f"columns are separated by a {SEPARATORS[separator]}")
     return Source("table", _records(_csv(_text_lines(path, limits), separator), separator), notes)
 
 
 def _text_lines(path: Path, limits: Limits) -> Iterator[str]:
     """Yield the lines of a file with their line ends, of any kind; DataError if one is too long."""
-    most = limits.row_bytes if limits.row_bytes < sys.maxsize else -1
+    most = limits.row_bytes
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         number = 0
         while line := file.readline(most):
@@ -171,7 +172,7 @@ def read_excel(path: Path, limits: Limits = UNLIMITED) -> Source:
     except Exception as error:  # KeyError, BadZipFile, InvalidFileException, XML's own and more
         raise _not_excel(path, error) from None
     names = book.sheetnames
-    notes = [f"the sheet '{sheet.title}' is read, of {', '.join(names)}"] if names[1:] else []
+    notes = [f"the sheet '{sheet.title}' is read, of {', '.join(names)}"] * bool(names[1:])
     return Source("excel", _records(_even(chain([first], rows)), ","), notes)
 
 
@@ -229,7 +230,9 @@ def _shown(value: Any) -> str:
         return str(int(value))
     if isinstance(value, datetime.datetime) and value.time() == datetime.time():
         value = value.date()
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value)
 
 
 def _even(rows: Iterable[tuple[int, list[str]]]) -> Iterator[Cells]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def read_lines(path: Path, limits: Limits = UNLIMITED) -> Iterator[bytes | BadRo
 
     A line longer than `limits.row_bytes` becomes a BadRow, and the rest of it is skipped.
     """
-    most = limits.row_bytes if limits.row_bytes < sys.maxsize else -1
+    most = limits.row_bytes
     with path.open("rb") as file:
         number = 0
         while line := file.readline(most):
@@ -63,7 +62,7 @@ def read_lines(path: Path, limits: Limits = UNLIMITED) -> Iterator[bytes | BadRo
                     line = file.readline(BEGIN_BYTES)
                 yield BadRow("", f"the line is longer than {most >> 20} MiB")
             else:
-                yield line.removeprefix(_BOM) if number == 1 else line
+                yield line.removeprefix(_BOM * (number == 1))
 
 
 def check_text_file(path: Path, begin: bytes) -> None:

@@ -128,7 +128,7 @@ def read_shots(path: Path, task: str, count: int) -> dict[str, list[Question]]:
 
 def choice_row(question: Question, shots: Sequence[Question]) -> Row:
     """Build a row of `mmlu` as the benchmark's authors ask it; the candidates are the letters."""
-    subject = f" about {question.group.replace('_', ' ')}" if question.group else ""
+    subject = f" about {question.group.replace('_', ' ')}" * bool(question.group)
     head = f"The following are multiple choice questions (with answers){subject}.\n\n"
     asked = "".join(f"{shot.turns[0]}\nAnswer: {shot.answer}\n\n" for shot in shots)
     prompt = f"{head}{asked}{question.turns[0]}\nAnswer:"

@@ -106,7 +106,9 @@ class ChatEncoder:
                 self.report.conversations.update({kind: 1, f"{kind} sequences": len(items)})
             names = tuple(+unread)
             for item in items:
-                yield replace(item, unread=names) if isinstance(item, Item) else item
+                if isinstance(item, Item):
+                    item = replace(item, unread=names)
+                yield item
         self.report.unread.update(unread)
         for text, span in self._answered:
             self.report.ends[_end_mark(self._ends, self._stops, text[span.start : span.end])] += 1
@@ -161,7 +163,7 @@ class ChatEncoder:
                 continue
             text, start, unanswered = self._answer(template, turns[: number + 1], context)
             span = Span(start, _answer_end(self._ends, text), trained[number], unanswered)
-            before = texts[-1] if texts else Text("", (), -1)
+            before = [Text("", (), -1), *texts][-1]
             if before.spans and text.startswith(before.text[: before.spans[-1].end]):
                 texts[-1] = replace(before, text=text, spans=(*before.spans, span), last=number)
             else:
@@ -364,7 +366,9 @@ def _covers(left: int, right: int, span: Span) -> bool:
 def _answer_end(ends: tuple[str, ...], text: str) -> int:
     """Return the end of the turn, without white space after the end-of-turn token."""
     bare = text.rstrip()
-    return len(bare) if bare.endswith(ends) else len(text)
+    if bare.endswith(ends):
+        return len(bare)
+    return len(text)
 
 
 def _end_mark(ends: tuple[str, ...], stops: tuple[str, ...], answer: str) -> str:

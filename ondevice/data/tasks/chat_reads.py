@@ -35,7 +35,8 @@ class Reads:
         Raises:
             BadRow: `chat_template_kwargs` is not an object.
         """
-        values, unread = {}, Counter[str]()
+        values = {}
+        unread = Counter[str]()
         kwargs = row.rest.get(_KWARGS)
         if isinstance(kwargs, str):
             try:
@@ -156,7 +157,9 @@ def _marked(turn: Message, word: str) -> Message:
 
 def _has_text(turn: Message) -> bool:
     content = turn.get("content")
-    return bool(content.strip()) if isinstance(content, str) else bool(content)
+    if isinstance(content, str):
+        content = content.strip()
+    return bool(content)
 
 
 def _words_in(turn: Message, text: str) -> bool:

@@ -85,7 +85,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, tools: bool = False) -> None:
         self.tokenizer = tokenizer
         try:
-            self.source: str = tokenizer.get_chat_template(None, [_TOOL] if tools else None)
+            self.source: str = tokenizer.get_chat_template(None, [_TOOL] * tools or None)
         except ValueError as error:
             message = str(error).strip().partition("\n")[0]
             raise DataError(message, hint="name one of them 'default'") from None
@@ -216,7 +216,7 @@ class ChatTemplate:
         for mark in (one.strip() for one in ends):
             if mark and self._special.search(mark) and text.rstrip().endswith(mark):
                 text = text.rstrip().removesuffix(mark).rstrip()
-        return {**turn, "content": text} if text else turn
+        return {**turn, "content": text or content}
 
     def formed(self, turn: Message) -> Message:
         """Return a turn in the form that the template takes: its content, its reasoning, its calls' arguments."""
@@ -224,7 +224,9 @@ class ChatTemplate:
         if self.call_arguments == "text" and turn.get("tool_calls"):
             calls = [_with_text_arguments(call) for call in turn["tool_calls"]]
             turn = {**turn, "tool_calls": calls}
-        return _parts(turn) if self.wants_parts and isinstance(turn.get("content"), str) else turn
+        if self.wants_parts and isinstance(turn.get("content"), str):
+            return _parts(turn)
+        return turn
 
     def _with_reasoning(self, turn: Message) -> Message:
         """Return an answer with its reasoning under the key that the template reads."""

@@ -58,7 +58,7 @@ def renaming(
         ConfigError: `columns` names a field that neither a format nor the task has.
     """
     if not columns:
-        names = {} if first is None else _without_case(first)
+        names = _without_case(first or {})
         if not names:
             return lambda record: record, frozenset()
         notes.append("columns are named without regard to case: " + ", ".join(names.values()))
@@ -277,4 +277,6 @@ def advise_task(path: str | Path, hint: str | None) -> str | None:
         return hint
     lowered = {field: first[key] for field, key in _without_case(first).items()}
     format_ = format_of(first) or format_of(lowered)
-    return f"{hint}; without --task the rows are read as {format_}" if format_ else hint
+    if format_:
+        return f"{hint}; without --task the rows are read as {format_}"
+    return hint

@@ -144,7 +144,9 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     for name, value in pair.items():
         if isinstance(value, str):
             value = {"role": "assistant", "content": value}
-        answer = turns_of([value] if isinstance(value, dict) else value, name)
+        if isinstance(value, dict):
+            value = [value]
+        answer = turns_of(value, name)
         # Some data sets repeat the prompt at the head of both conversations.
         if answer[: len(before)] != before:
             answer = (*before, *answer)
@@ -204,7 +206,7 @@ def _turn(turn: Any, where: str) -> Turn:
         key, content_key = "from", "value"
     path = f"{where}.{content_key}"
     known = turn.get(key)
-    role = ROLES.get(known.lower()) if isinstance(known, str) else None
+    role = ROLES.get(str(known).lower())
     if role is None:
         reason = f"expected system, user, assistant or tool; received {describe(known)}"
         raise BadRow(f"{where}.{key}", reason)
@@ -230,7 +232,9 @@ def _turn(turn: Any, where: str) -> Turn:
         content = _joined(content, path)
     may_be_empty = bool(calls) or role == "tool" or bool(set(REASONING) & set(extra))
     text = check_text(content, path, empty=may_be_empty)
-    return (role, text, extra) if extra else (role, text)
+    if extra:
+        return role, text, extra
+    return role, text
 
 
 def _joined(parts: list[Any], where: str) -> str:
@@ -279,7 +283,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 def _tools(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """Read `tools`, or `functions`, OpenAI's earlier name."""
     name = "tools" if record.get("tools") else "functions"
-    tools = _parsed(record[name], name) if record.get(name) else []
+    tools = _parsed(record.get(name) or [], name)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(name, f"expected a list of objects, received {describe(tools)}")
     return tuple(

@@ -79,7 +79,9 @@ class Template(StrictConfig):
     def _lists(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: (item,) if isinstance(item, str) else item for key, item in value.items()}
-        return (value,) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return (value,)
+        return value
 
 
 def load_task(path: str | Path) -> Task:
@@ -260,7 +262,9 @@ def _gold(
 
 def _after(prompt: str, text: str) -> str:
     """Return a text after a space, unless the prompt is empty or ends its line."""
-    return text if not prompt or prompt[-1].isspace() else f" {text}"
+    if not prompt or prompt[-1].isspace():
+        return text
+    return f" {text}"
 
 
 def _shown(value: Any, name: str) -> str:
@@ -290,4 +294,6 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    if math.isfinite(number):
+        return number
+    return None

@@ -66,7 +66,9 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
         return "instruct"
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
-    return "text" if "text" in keys else None
+    if "text" in keys:
+        return "text"
+    return None
 
 
 def infer(

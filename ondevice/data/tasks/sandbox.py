@@ -9,6 +9,7 @@ operator, a method or a filter is estimated before it runs.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import threading
 import time
@@ -33,6 +34,12 @@ WIDEST = 1000
 LONGEST_INT_BITS = 4096
 _COUNTS = ("default", "d", "int", "float", "truncate")
 """Filters whose numbers are values, not widths."""
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "lt": operator.lt},
+    **{"gteq": operator.ge, "lteq": operator.le},
+    "in": lambda item, values: item in values,
+    "notin": lambda item, values: item not in values,
+}
 _budget = threading.local()
 
 
@@ -77,7 +84,16 @@ def weigh(value: Any) -> int:
 def _size(value: Any) -> int:
     if isinstance(value, str | bytes):
         return len(value)
-    return ENTRY * len(value) if isinstance(value, list | tuple | dict) else 1
+    if isinstance(value, list | tuple | dict):
+        return ENTRY * len(value)
+    return 1
+
+
+def _compared(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Compare two values: lists that share parts may take exponential time, so they are weighed."""
+    weigh([value for value in (left, right) if not isinstance(value, str)])
+    spend(1)
+    return function(left, right)
 
 
 def _check_widths(text: str, values: tuple[Any, ...] = ()) -> None:
@@ -161,17 +177,28 @@ class _Filters(dict[str, Callable[..., Any]]):
         return _limited_filter(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = super().get(name)
-        return default if found is None else _limited_filter(name, found)
+        if name in self:
+            return self[name]
+        return default
 
 
 class _Counted(NodeTransformer):
-    """Puts a call, which is counted, into each loop, and calls for what `~` joins."""
+    """Puts a call, which is counted, into each loop, and for each comparison and each `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        left = node.expr
+        parts: list[nodes.Expr] = []
+        for operand in node.ops:
+            name = nodes.Const(operand.op, lineno=node.lineno)
+            parts.append(_call("compared", [name, left, operand.expr], node))
+            left = operand.expr
+        return functools.reduce(lambda first, second: nodes.And(first, second), parts)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -206,6 +233,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, finalize=self._written, **named)
         self.filters = _Filters(self.filters)
+        for name, test in self.tests.items():
+            if test in _COMPARISONS.values() or name == "in":
+                self.tests[name] = functools.partial(_compared, test)
         self.globals.pop("lipsum", None)  # random text of any length
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -216,6 +246,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def turn() -> None:
         """Do nothing: the call itself is counted."""
+
+    @staticmethod
+    def compared(name: str, left: Any, right: Any) -> Any:
+        """Compare what `==`, `<` or `in` compares."""
+        return _compared(_COMPARISONS[name], left, right)
 
     @staticmethod
     def concatenated(*parts: Any) -> str:
@@ -236,7 +271,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and sizes:
             spend(sum(map(_size, sizes)))
         elif operator == "%" and isinstance(left, str):
-            values = right if isinstance(right, tuple) else (right,)
+            values = right
+            if not isinstance(right, tuple):
+                values = (right,)
             _check_widths(left, values)
             spend(len(left) * WIDEST if re.search(r"\d|\*", left) else len(left))
             spend(sum(map(weigh, values)) * max(1, left.count("%")))
@@ -255,6 +292,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
             args = _before_method(text, name, args, kwargs)
+        elif name in ("count", "index"):  # of a list, they compare
+            weigh([text, *args])
         result = super().call(__context, __obj, *args, **kwargs)
         spend(_size(result))
         return result

@@ -105,7 +105,9 @@ def macro_f1(gold: Sequence[int], predicted: Sequence[int]) -> float:
         both = sum(right == guess == label for right, guess in zip(gold, predicted, strict=True))
         total = gold.count(label) + predicted.count(label)
         scores.append(2 * both / total)
-    return sum(scores) / len(scores) if scores else math.nan
+    if not scores:
+        return math.nan
+    return sum(scores) / len(scores)
 
 
 def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
@@ -117,7 +119,9 @@ def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
     spread = [
         count**2 - sum(number**2 for number in counts.values()) for counts in (golds, guesses)
     ]
-    return shared / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
+    if not all(spread):
+        return 0.0
+    return shared / math.sqrt(spread[0] * spread[1])
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float:

@@ -95,7 +95,9 @@ def label_key(value: Any) -> str | None:
         value = int(value)
     if isinstance(value, int | float):
         return str(value) if abs(value) < 10**9 else None
-    return value.strip().lower() if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value.strip().lower()
+    return None
 
 
 def answers_of(value: Any, name: str) -> tuple[str, ...]:
@@ -150,4 +152,6 @@ def choice_index(answer: Any, texts: list[str]) -> int:
 
 def letter_of(index: int) -> str:
     """Return the letter of a choice, A to Z; its index beyond them."""
-    return chr(ord("A") + index) if index < 26 else str(index)
+    if index < 26:
+        return chr(ord("A") + index)
+    return str(index)

@@ -131,7 +131,7 @@ class AnyDims(ModelDims):
     def notes(self) -> tuple[str, ...]:
         """Sentences for a plan."""
         own = f"{self.family} is computed whole, by transformers: memory of its activations is estimated as Llama's"
-        return (own, *((self.trait,) if self.trait else ()), *self.guessed)
+        return tuple(filter(None, (own, self.trait, *self.guessed)))
 
 
 @lru_cache(maxsize=16)

@@ -138,7 +138,9 @@ class Gemma3Text(TraitFamily):
             raise ModelError(message, expected=dims.head_dim, received=round(scale**-2))
         keys = {"attention.sliding_window": max(windows), "attention.sliding_window_pattern": every}
         rope = config.get("rope_parameters", {}).get("sliding_attention", {})
-        return keys | ({"rope.freq_base_swa": float(rope["rope_theta"])} if rope else {})
+        if rope:
+            keys["rope.freq_base_swa"] = float(rope["rope_theta"])
+        return keys
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:

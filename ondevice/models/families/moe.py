@@ -186,7 +186,8 @@ def moe_dims(
             f"{where}: field 'num_experts_per_tok'", expected=expected, received=active
         )
     expert = read_size(config, "moe_intermediate_size", where, expert)
-    shared = read_size(config, "shared_expert_intermediate_size", where, shared) if shared else 0
+    if shared:
+        shared = read_size(config, "shared_expert_intermediate_size", where, shared)
     every = read_size(config, "decoder_sparse_step", where, 1)
     dense = config.get("mlp_only_layers") or ()
     dense_layers = tuple(i for i in range(base.layers) if i in dense or (i + 1) % every)

@@ -38,12 +38,13 @@ class Phi3(TraitFamily):
         width = int(head_dim * (1.0 if part is None else part))
         window = config.get("sliding_window")
         layers = read_size(config, "num_hidden_layers", where)
+        windows = ()
+        if window is not None:
+            windows = (read_size(config, "sliding_window", where),) * layers
         traits = BlockTraits(
             fused=True,
-            rotary_width=0 if width == head_dim else width,
-            windows=()
-            if window is None
-            else (read_size(config, "sliding_window", where),) * layers,
+            rotary_width=width * (width != head_dim),
+            windows=windows,
         )
         return decoder_dims("phi3", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits,
                             rope_types=(*ROPE_TYPES, "longrope"))  # fmt: skip

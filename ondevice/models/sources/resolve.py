@@ -189,14 +189,15 @@ def check_folder(folder: Path) -> None:
         pickled = [
             path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
         ]
+        hint = "copy the whole folder"
+        if pickled:
+            hint = "pickled weights are refused because reading them can run any code; "
+            hint += "if you trust them, convert them with save_pretrained"
         raise ModelError(
             f"{folder} has no safetensors weights",
             expected="model.safetensors",
             received=", ".join(pickled[:3]) or "no weights",
-            hint="pickled weights are refused because reading them can run any code; "
-            "if you trust them, convert them with save_pretrained"
-            if pickled
-            else "copy the whole folder",
+            hint=hint,
         )
     check_tokenizer(folder)
 

@@ -23,6 +23,7 @@ MEGABYTE = "{% set s = 'a' * 1000000 %}"
 DOUBLED = (
     "{% set n = namespace(x=['a']) %}{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 )
+TWICE = DOUBLED + DOUBLED.replace("set n", "set m").replace("n.x", "m.x")
 BOMBS = {
     "a text times a number": "{{ 'A' * 1500000000 }}",
     "a number times a text": "{{ 1500000000 * 'A' }}",
@@ -55,6 +56,10 @@ BOMBS = {
     "many variables": "".join(f"{{% set a{i} = 'A' * 8000000 %}}" for i in range(100)),
     "shared lists": DOUBLED + "{{ n.x }}",
     "shared lists as JSON": DOUBLED + "{{ n.x|tojson }}",
+    "shared lists by ==": TWICE + "{{ n.x == m.x }}",
+    "shared lists by not in": TWICE + "{{ n.x not in [m.x] }}",
+    "shared lists by a test": TWICE + "{{ [n.x]|select('eq', m.x)|list }}",
+    "shared lists by a method": TWICE + "{{ [m.x].count(n.x) }}",
     "shared lists as text": DOUBLED + "{% set s = n.x|string %}",
 }
 LOOPS = {
@@ -71,6 +76,8 @@ HONEST = (
     "{% macro f(x) %}[{{ x|upper }}]{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
     "{% for m in messages if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "{% set o = namespace(n=0) %}{% for m in messages %}{% set o.n = o.n + m.content|length %}{% endfor %}{{ o.n }}",
+    "{{ 1 < 2 <= 2 }}{{ 2 < 1 < 3 }}{{ 'a' in 'abc' }}{{ 'a' not in ['b'] }}{{ nothing == none }}"
+    "{{ 3 is eq(3) }}{{ [1, 2]|select('gt', 1)|list }}{{ messages[0] == messages[-1] }}",
     "{{ 'abc'|center(20) }}|{{ 'a b c'|wordwrap(3) }}|{{ [1, 2]|batch(2, 0)|list }}|{{ 'x'.ljust(9) }}{{ 'ab'[::-1] }}",
 )
 
