@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ondevice.core.untrusted import Refused, parse_json
@@ -16,6 +17,10 @@ _KNOWN = {"role", "content", "tool_calls", *REASONING}
 _KWARGS = "chat_template_kwargs"
 
 
+_PLAIN_TYPES = (("type", "function"), ("type", "object"))
+"""Say of a tool and of its parameters only what they are anyway."""
+MOST_PATHS = 200
+"""Kinds of keys in a conversation's tools that are tried."""
 TRIES = 8
 """Conversations in which a key must change nothing before it counts as unread."""
 
@@ -72,7 +77,7 @@ class Reads:
     def unread(
         self, turns: Sequence[Message], texts: Sequence[str], context: Mapping[str, Any]
     ) -> Counter[str]:
-        """Count the keys of turns and calls that change nothing in what the template writes."""
+        """Count keys of turns, calls and tools that change nothing in what the template writes."""
         counts = Counter(self._written(turns, context)[1])
         for turn in turns:
             paths = []
@@ -94,6 +99,11 @@ class Reads:
                 shown = str(turn[thought]).strip()
                 # Earlier reasoning may go: its own answer was trained on in a text of its own.
                 counts[f"messages[].{thought}"] += not any(shown in text for text in texts)
+        paths = dict.fromkeys(_schema_paths(context.get("tools", ())))
+        for path in islice(paths, MOST_PATHS):
+            within = any(counts[path[:end]] for end, one in enumerate(path) if one == ".")
+            if not within and self._is_unread(turns, "tools", path, texts[-1], context):
+                counts[path] += 1
         return +counts
 
     def _is_unread(
@@ -102,6 +112,8 @@ class Reads:
         if (role, path) in self._reads or self._misses[role, path] >= TRIES:
             return (role, path) not in self._reads
         without = [_without(turn, role, path) for turn in turns]
+        if role == "tools":
+            context = {**context, "tools": _without_schema(context["tools"], path)}
         try:
             other = self.template.render(without, False, context)
         except BadRow:  # it needs the key
@@ -192,3 +204,35 @@ def _without(turn: Message, role: str, path: str) -> Message:
         else:
             calls.append({name: value for name, value in call.items() if name != key})
     return {**turn, "tool_calls": calls}
+
+
+def _schema_keys(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield key, path and value of an object in a tool; properties have the path `*`."""
+    for key, value in schema.items():
+        shown = "*" if path.endswith(".properties") else key
+        yield key, f"{path}.{shown}", value
+
+
+def _schema_paths(value: Any, path: str = "tools[]") -> Iterator[str]:
+    """Yield the paths of the keys that hold something, outer ones first, but for plain types."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _schema_paths(item, path)
+    elif isinstance(value, dict):
+        for key, inner, item in _schema_keys(value, path):
+            if item not in (None, "", [], {}) and (key, item) not in _PLAIN_TYPES:
+                yield inner
+                yield from _schema_paths(item, inner)
+
+
+def _without_schema(value: Any, removed: str, path: str = "tools[]") -> Any:
+    """Return tools without the keys of one path."""
+    if isinstance(value, list | tuple):
+        return [_without_schema(item, removed, path) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_schema(item, removed, inner)
+        for key, inner, item in _schema_keys(value, path)
+        if inner != removed
+    }

@@ -318,6 +318,31 @@ def test_every_key_and_column_that_the_template_names_reaches_it(
     }
 
 
+def test_keys_of_tools_that_the_template_does_not_write_are_counted(
+    write: Write, qwen2_5: Any
+) -> None:
+    brief = copy.deepcopy(qwen2_5)
+    brief.chat_template = (
+        "{% for t in tools %}{{ t.function.name }}: {{ t.function.description }}"
+        "{% for name, one in t.function.parameters.properties.items() %} {{ name }} {{ one.type }}"
+        "{% endfor %}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments|tojson }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    city = {"type": "string", "enum": ["Oslo"], "items": {"enum": ["x"]}}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    function = {"name": "find", "description": "Finds", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    row = {"messages": [ASKED, ANSWERED], "tools": tools}
+    assert read(write, brief, row, row).report.unread_counts == {
+        "tools[].function.parameters.properties.*.enum": 2,
+        "tools[].function.parameters.properties.*.items": 2,
+        "tools[].function.parameters.required": 2,
+    }
+    assert read(write, qwen2_5, row).report.unread_counts == {}  # it writes tools as JSON
+
+
 def test_settings_of_a_row_reach_the_template(write: Write, qwen3: Any) -> None:
     (off,) = stretches(
         read(write, qwen3, {"messages": [ASKED, ANSWERED], "enable_thinking": False}), qwen3
