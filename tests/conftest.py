@@ -147,3 +147,10 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's own cache of converted models."""
+    monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

@@ -23,41 +23,17 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(kind: str) -> Any:
     """kind: "bytes", "bos" (BOS before and EOS behind every text) or "llama" (BOS, spaces as a letter)."""
-    from tokenizers import (
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
+
+    from tests.trained_tokenizers import byte_level, sentencepiece
 
     special = ["<|pad|>", "<|start|>", "<|end|>", "<s>", "</s>"]
     if kind == "llama":
-        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<0x00>", fuse_unk=True))
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
-        tokenizer.decoder = decoders.Sequence(
-            [
-                decoders.Replace("\u2581", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-        special = special + [f"<0x{byte:02X}>" for byte in range(256)]
-        alphabet = []
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        tokenizer = sentencepiece(TEXT, 700, special, "<0x00>")
     else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet,
-                                  show_progress=False)  # fmt: skip
-    tokenizer.train_from_iterator(TEXT, trainer)
+        tokenizer = byte_level(TEXT, 700, special)
     if kind != "bytes":
         ids = [("<s>", tokenizer.token_to_id("<s>")), ("</s>", tokenizer.token_to_id("</s>"))]
         single = "<s> $A </s>" if kind == "bos" else "<s> $A"

@@ -36,15 +36,11 @@ def names() -> list[str]:
 
 def tokenizer_for(template: str) -> Any:
     """Return a byte-level tokenizer that was trained on a few words, with a template and all marks in it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    tokenizer.train_from_iterator([_WORDS], trainer)
+    from tests.trained_tokenizers import byte_level
+
+    tokenizer = byte_level([_WORDS], 400, ["<s>", "</s>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     source = (folder() / f"{template}.jinja").read_text(encoding="utf-8")
     wrapped.add_tokens(sorted(set(_MARK.findall(source)) - {"<s>", "</s>"}), special_tokens=True)

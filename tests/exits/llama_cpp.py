@@ -14,6 +14,9 @@ from ondevice.exits import convert, gguf_lora
 from ondevice.exits.base import Checked, Request
 from tests.exits.conftest import IDS, Case, zero_adapter
 
+MESSAGES = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Why?"}]  # fmt: skip
+
 
 class LlamaCpp:
     """A model in llama.cpp, with float32 keys and values and without flash attention: what rounds is the file."""

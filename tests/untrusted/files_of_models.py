@@ -104,12 +104,12 @@ def read_record(folder: Path) -> None:
 
 def build_gguf(folder: Path) -> None:
     from ondevice.models.load import tiny_model
-    from tests.models.conftest import _write_gguf
+    from tests.gguf.writing import write_gguf
 
     model = tiny_model(
         "llama", layers=1, hidden=32, heads=2, kv_heads=1, intermediate=32, vocab=270
     )
-    _write_gguf(folder / "tiny.gguf", model, "Q8_0")
+    write_gguf(folder / "tiny.gguf", model, "Q8_0")
 
 
 def read_gguf(folder: Path) -> None:

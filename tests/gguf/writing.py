@@ -1,13 +1,11 @@
-"""A cache of its own for each test, and GGUF files of tiny models."""
+"""GGUF files of tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 
 from ondevice.models import LoadedModel
 from ondevice.models.tiny import SPECIAL_TOKENS, _byte_letters
@@ -33,23 +31,12 @@ LLAMA_CPP_NAMES = {
 """As llama.cpp writes them, spelled out here: the package reads them by the tables of `gguf`."""
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def write_gguf() -> Callable[..., Path]:
-    return _write_gguf
-
-
 def _interleave(weights: np.ndarray, heads: int) -> np.ndarray:
     """Permute as llama.cpp's converter does q and k of the llama architecture."""
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def _write_gguf(
+def write_gguf(
     path: Path, loaded: LoadedModel, kind: str | list[str] = "F32", **changes: object
 ) -> Path:
     """A GGUF file of a tiny model; `changes` replace or (with None) drop metadata, `tensors` adds tensors.

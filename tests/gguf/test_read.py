@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ondevice.gguf.metadata import Metadata
 from ondevice.gguf.read_tokenizer import write_tokenizer
 from ondevice.models import find_cached, load_model, read_dims, tiny_model
 from ondevice.models.sources import cache
+from tests.gguf.writing import write_gguf
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
@@ -24,9 +24,7 @@ WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 32
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_float32_gguf_is_the_model(
-    write_gguf: Callable[..., Path], family: str, tied: bool, tmp_path: Path
-) -> None:
+def test_float32_gguf_is_the_model(family: str, tied: bool, tmp_path: Path) -> None:
     built = tiny_model(family, 1, tied=tied, **WIDE)
     path = write_gguf(tmp_path / "tiny.gguf", built)
     assert read_dims(str(path)) == built.dims
@@ -41,9 +39,7 @@ def test_float32_gguf_is_the_model(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
-def test_quantised_gguf_is_what_transformers_reads(
-    write_gguf: Callable[..., Path], kind: str, tmp_path: Path
-) -> None:
+def test_quantised_gguf_is_what_transformers_reads(kind: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), kind)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
@@ -54,9 +50,7 @@ def test_quantised_gguf_is_what_transformers_reads(
         assert torch.equal(ours[name], tensor), name
 
 
-def test_every_kind_that_the_package_reads_is_what_transformers_reads(
-    write_gguf: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_every_kind_that_the_package_reads_is_what_transformers_reads(tmp_path: Path) -> None:
     """Each matrix of four layers is of another kind."""
     from gguf import GGMLQuantizationType
     from gguf.quants import _type_traits
@@ -83,9 +77,7 @@ def test_every_kind_that_the_package_reads_is_what_transformers_reads(
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_what_another_version_converted_is_converted_again(
-    write_gguf: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_another_version_converted_is_converted_again(tmp_path: Path) -> None:
     """Versions of transformers made different tokenizers, which the cache would keep."""
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE))
     loaded = load_model(str(path))
@@ -164,9 +156,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_gguf_that_cannot_be_used(
-    write_gguf: Callable[..., Path], case: str, tmp_path: Path, own_cache: Path
-) -> None:
+def test_gguf_that_cannot_be_used(case: str, tmp_path: Path, own_cache: Path) -> None:
     changes, named = BROKEN[case]
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **changes)
     with pytest.raises(ModelError) as caught:
@@ -176,9 +166,7 @@ def test_gguf_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("content", [b"", b"not a gguf file at all", None])
-def test_damaged_gguf(
-    write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path
-) -> None:
+def test_damaged_gguf(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     if content is None:
         content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]
@@ -188,7 +176,7 @@ def test_damaged_gguf(
     assert caught.value.expected == "GGUF version 2 or 3"
 
 
-def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_linear_and_yarn_scaling_arrive(tmp_path: Path) -> None:
     scaling = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
@@ -201,9 +189,7 @@ def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_pat
     assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 128)
 
 
-def test_a_replaced_file_is_converted_again(
-    write_gguf: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_replaced_file_is_converted_again(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(seed=1, **WIDE))
     first = load_model(str(path))
     write_gguf(path, tiny_model(seed=2, **WIDE))
@@ -211,9 +197,7 @@ def test_a_replaced_file_is_converted_again(
     assert load_model(str(path)).source.sha256 != first.source.sha256
 
 
-def test_a_changed_cache_is_noticed(
-    write_gguf: Callable[..., Path], tmp_path: Path, own_cache: Path
-) -> None:
+def test_a_changed_cache_is_noticed(tmp_path: Path, own_cache: Path) -> None:
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE)))
     weights = load_model(path).source.path / "model.safetensors"
     data = bytearray(weights.read_bytes())

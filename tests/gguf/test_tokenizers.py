@@ -1,4 +1,4 @@
-"""llama.cpp cuts text into the same tokens as the tokenizer that was trained with, and makes the same prompts."""
+"""llama.cpp cuts text into the same tokens as the tokenizer that was trained with."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from tokenizers import (
     Regex,
     Tokenizer,
     decoders,
-    models,
     normalizers,
     pre_tokenizers,
     processors,
-    trainers,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ondevice.artifact.adapter import save_adapter
 from ondevice.core.errors import ModelError
 from ondevice.exits import convert
-from ondevice.exits.ollama import Template, template_of
 from ondevice.gguf.write_tokenizer import WRITTEN_WORDS
 from ondevice.models import load_model, load_tokenizer, save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
+from tests import trained_tokenizers
 from tests.exits.conftest import random_adapter
-from tests.exits.llama_cpp import LlamaCpp
+from tests.exits.llama_cpp import MESSAGES, LlamaCpp
 
 TEXTS = (
     "Hello, world! It's 12345 o'clock; we've 3.14 and 1,000.",
@@ -41,31 +39,30 @@ TEXTS = (
 WORDS = "".join(random.Random(0).choices("aaabbbccd12 ", k=3000))
 """Words in which the order of merges, and whether digits and letters are cut apart, make a difference."""
 CORPUS = [*TEXTS, WORDS] * 2
-MESSAGES = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Yes?"},
-            {"role": "user", "content": "Why?"}]  # fmt: skip
+
+
+MARKS = ["<eos>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level(*before) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
     last = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=not before or not isinstance(before[0], Split)
     )
-    # Trained without cutting, so that there are merges across every place where text is cut.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer = trained(tokenizer, pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = trained_tokenizers.byte_level(CORPUS, 403, MARKS, cut=False, limit=300)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, last]) if before else last
     return tokenizer
 
 
 def sentencepiece() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *MARKS]
+    tokenizer = trained_tokenizers.sentencepiece(
+        CORPUS, 400 + len(special), special, "<unk>", limit=300
     )
-    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)])
-    return trained(tokenizer, [], ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))])
+    rules = json.loads(tokenizer.to_str())
+    rules["added_tokens"] = [  # bytes are not texts of their own
+        token for token in rules["added_tokens"] if not token["content"].startswith("<0x")
+    ]
+    return Tokenizer.from_str(json.dumps(rules))
 
 
 def gemmas() -> Tokenizer:
@@ -81,22 +78,6 @@ def gemmas() -> Tokenizer:
     tokenizer.add_special_tokens(["<bos>"])
     ids = [("<bos>", tokenizer.token_to_id("<bos>"))]
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=ids)
-    return tokenizer
-
-
-def trained(
-    tokenizer: Tokenizer, alphabet: list[str], special: list[str] | None = None
-) -> Tokenizer:
-    tokens = [*(special or []), "<eos>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=400 + len(tokens), initial_alphabet=alphabet, special_tokens=tokens,
-                                  show_progress=False, limit_alphabet=300)  # fmt: skip
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    if special:  # bytes are no text of their own
-        rules = json.loads(tokenizer.to_str())
-        rules["added_tokens"] = [
-            token for token in rules["added_tokens"] if not token["content"].startswith("<0x")
-        ]
-        tokenizer = Tokenizer.from_str(json.dumps(rules))
     return tokenizer
 
 
@@ -158,47 +139,3 @@ def test_a_tokenizer_without_a_llama_cpp_name_is_refused(tmp_path: Path) -> None
         convert(tmp_path / "adapter", "gguf", tmp_path / "a.gguf", model=str(model))
     assert "Split" in caught.value.received
     assert not (tmp_path / "a.gguf").exists()
-
-
-class Fake:
-    """A tokenizer that has a template and nothing else."""
-
-    def __init__(self, template: str) -> None:
-        self.chat_template = template
-
-    def apply_chat_template(self, messages, tokenize: bool, add_generation_prompt: bool) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, _ = render_jinja_template([messages], chat_template=self.chat_template,
-                                         add_generation_prompt=add_generation_prompt)  # fmt: skip
-        return texts[0]
-
-
-DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<s>Be kind</s>{% endif %}" + CHAT_TEMPLATE
-
-
-@pytest.mark.parametrize("text", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
-def test_a_template_of_texts_around_messages_is_found(text: str) -> None:
-    tokenizer = Fake(text)
-    found = template_of(tokenizer)
-    assert isinstance(found, Template)
-    for messages in (
-        MESSAGES,
-        [{"role": "system", "content": "Be brief"}, *MESSAGES],
-        MESSAGES[:1],
-    ):
-        assert found.render(messages) == tokenizer.apply_chat_template(messages, False, True)
-    assert all(
-        part in found.go()
-        for part in ("{{ range .Messages }}", 'eq .Role "user"', "{{ .Content }}")
-    )
-    assert ("ne (index .Messages 0).Role" in found.go()) == (text == DEFAULT_SYSTEM)
-
-
-@pytest.mark.parametrize("text", [
-    CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"),
-    CHAT_TEMPLATE.replace("{% for", "{{ raise_exception('no') }}{% for"),
-    CHAT_TEMPLATE.replace("<|im_end|>", "<|im_end|>{{ loop.index }}"),
-])  # fmt: skip
-def test_any_other_template_is_left_to_ollama(text: str) -> None:
-    assert template_of(Fake(text)) is None
