@@ -28,7 +28,7 @@ from ondevice.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.session import Optimizer
+    from ondevice.methods.mesp.torch.model import Optimizer
     from ondevice.models import LoadedModel
 
 PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,

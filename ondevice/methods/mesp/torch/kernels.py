@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
-from ondevice.nn.cross_entropy import wide
+from ondevice.nn.cross_entropy import cast, wide
 
 Algorithm = Literal["flash", "cudnn", "chunks"]
 GPU_CHUNKS = 64
@@ -42,11 +42,6 @@ class Scores:
 
     scale: float
     window: int = 0
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`; without an operation, which a graph would hold, if it has it."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def algorithm_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Algorithm:

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ondevice.core.dims import EXPERTS
-from ondevice.core.errors import ConfigError
-from ondevice.core.session import IGNORE
+from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
+from ondevice.methods.mesp.lora import LoraParameters, check_state, initial_tensors
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
-from ondevice.methods.mesp.torch.kernels import Matrix, Position, TorchKernels, cast, choose
+from ondevice.methods.mesp.torch.kernels import Matrix, Position, choose
 from ondevice.methods.mesp.torch.stages import (
     Block,
     Blocks,
@@ -33,12 +35,9 @@ from ondevice.methods.mesp.torch.stages import (
 )
 from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.cross_entropy import (
-    exp_sums,
-    float32_logits,
+    AnswerHead,
+    Loss,
     label_columns,
-    label_logits,
-    logits_gradient,
-    tile_bounds,
     wide,
 )
 from ondevice.nn.experts import pair_of
@@ -46,13 +45,11 @@ from ondevice.nn.packed import Nf4Matrix, PackedLinear
 from ondevice.nn.row_mask import of_rows
 from ondevice.offload.device import Timeline, open_device
 from ondevice.offload.transfers import Activations
+from ondevice.runtime_ops.layer_adam import AdamStep, torch_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.session import Optimizer
     from ondevice.models import Family, LoadedModel
 
 
@@ -218,170 +215,150 @@ def halves(position: tuple[Tensor, Tensor]) -> Position:
     return cos, sin
 
 
-class Head(Protocol):
-    """The output head, read in tiles of rows."""
-
-    vocab: int
-
-    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        """Return its rows [high - low, D]; `then` is the tile that will be asked for next."""
-        ...
+_OPS: Any = torch  # what torch.optim itself calls
 
 
-class AnswerHead:
-    """The rows of a head that stand for a task's answers, kept once read."""
-
-    def __init__(self, head: Head, answers: tuple[int, ...]) -> None:
-        self.head = head
-        self.answers = answers
-        self.vocab = len(answers)
-        self.rows: Tensor | None = None
-
-    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        if self.rows is None:
-            self.rows = torch.cat([self.head.tile(row, row + 1).clone() for row in self.answers])
-        return self.rows[low:high]
-
-
-class Loss:
-    """Final norm, head and cross-entropy over [N, D].
-
-    Args:
-        tiles: of the vocabulary.
-        chunk_tokens: tokens whose logits exist at once; None is all.
-        scale: factor of the logits.
-    """
+class Optimizer:
+    """SGD or AdamW on every A and B, float32, with AdamW's moments, and the summed gradients of
+    several micro-batches."""
 
     def __init__(
         self,
-        head: Head,
-        norm: Tensor,
-        eps: float,
-        kernels: TorchKernels,
-        tiles: int,
-        chunk_tokens: int | None,
-        scale: float = 1.0,
+        parameters: tuple[LoraParameters, ...],
+        config: MespConfig,
+        seed: int,
+        device: torch.device,
     ) -> None:
-        self.head = head
-        self.norm_weight = norm
-        self.eps = eps
-        self.kernels = kernels
-        self.scale = scale
-        self.bounds = tile_bounds(head.vocab, tiles)
-        self.chunk_tokens = chunk_tokens
+        self.config = config
+        self.device = device
+        self.parameters = {(lora.layer, lora.target): lora for lora in parameters}
+        self.tensors = {
+            name: torch.from_numpy(v).to(device)
+            for name, v in initial_tensors(parameters, seed).items()
+        }
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.done = 0
+        self.waiting: list[tuple[str, Tensor]] = []
+        self.learning_rate = 0.0
+        self.accumulate = False
 
-    def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return each row's summed negative log likelihood, float32 [B]; only label tokens are
-        computed."""
-        targets = next_labels(labels_BT)
-        where = (targets != IGNORE).nonzero().squeeze(1)
-        rows = torch.zeros(labels_BT.shape[0], dtype=torch.float32, device=x.device)
-        if where.numel() == 0:
-            return rows
-        lse, label = self.log_sum_exp(self.norm(x[where]), targets[where], again=False)
-        return rows.index_add_(0, where // labels_BT.shape[1], (lse - label).float())
+    def begin(self, learning_rate: float, accumulate: bool) -> None:
+        """Begin a step; with `accumulate` its gradients are summed until `end`, else each is
+        applied and dropped."""
+        self.learning_rate = learning_rate
+        self.accumulate = accumulate
 
-    def backward(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of
-        `x`."""
-        targets = next_labels(labels_BT)
-        where = (targets != IGNORE).nonzero().squeeze(1)
-        if where.numel() == 0:
-            return torch.zeros((), device=x.device), x.zero_()
-        rows = x[where]
-        targets = targets[where]
-        hidden = self.norm(rows)
-        lse, label = self.log_sum_exp(hidden, targets, again=True)
-        gradient = self.hidden_gradient(hidden, targets, lse, torch.full_like(lse, scale))
-        del hidden
-        gradient = gradient.to(x.dtype)
-        x.zero_()
-        x[where] = self.norm_backward(rows, gradient)
-        return (lse - label).sum().float(), x
+    def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
+        """Use both gradients, float32 in the shapes of A and B.
 
-    def norm(self, x: Tensor) -> Tensor:
-        """Return the norm of [n, D], times the logits' factor."""
-        normed = self.kernels.rms_norm(x, self.norm_weight, self.eps)
-        return normed if self.scale == 1.0 else normed * self.scale
-
-    def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
-        """Return the gradient of x from that of its norm."""
-        gn = gn if self.scale == 1.0 else gn * self.scale
-        return self.kernels.rms_norm_backward(
-            x, self.norm_weight, self.eps, gn, torch.zeros_like(x)
-        )
-
-    def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exp of each token's logits, and its label's logit (0 without a label),
-        float32 [n].
-
-        Args:
-            hidden: [n, D], normed.
-            targets: int64 [n]; tokens without a label have one that is below 0.
-            again: a second pass over the head follows.
+        On a GPU the matrices of a block are updated together (`flush`): their gradients are small,
+        launches are not.
         """
-        chunks = list(zip(self._chunks(hidden), self._chunks(targets)))
-        sums: list[tuple[Tensor, Tensor] | None] = [None] * len(chunks)
-        label = torch.zeros_like(hidden[:, 0], dtype=wide(hidden[:0]).dtype)
-        for low, weight in self._tiles(again):
-            for number, ((h, t), label_h) in enumerate(zip(chunks, self._chunks(label))):
-                logits = float32_logits(h, weight)
-                label_h += label_logits(logits, t - low)
-                sums[number] = exp_sums(sums[number], logits)
-        maximum, total = (
-            _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None])
-            for i in range(2)
+        for name, gradient in ((parameters.a_name, ga), (parameters.b_name, gb)):
+            if not self.accumulate:
+                self.waiting.append((name, gradient.contiguous()))
+            elif name in self.sums:
+                self.sums[name].add_(gradient)
+            else:
+                self.sums[name] = gradient.contiguous()
+        if self.device.type == "cpu":
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Update what waits."""
+        waiting = self.waiting
+        self.waiting = []
+        if not waiting:
+            return
+        values = [self.tensors[name] for name, _ in waiting]
+        gradients = [gradient for _, gradient in waiting]
+        config = self.config
+        rate = self.learning_rate
+        if config.optimizer == "sgd":
+            _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
+            _OPS._foreach_add_(values, gradients, alpha=-rate)
+            return
+        for (name, _), value in zip(waiting, values):
+            if name not in self.moments:
+                self.moments[name] = torch.zeros_like(value), torch.zeros_like(value)
+        m, v = ([self.moments[name][which] for name, _ in waiting] for which in (0, 1))
+        torch_steps(
+            values,
+            gradients,
+            m,
+            v,
+            AdamStep(
+                rate, config.beta1, config.beta2, config.eps, config.weight_decay, self.done + 1
+            ),
         )
-        return maximum + total.log(), label
 
-    def hidden_gradient(
-        self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor
-    ) -> Tensor:
-        """Return the gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot)
-        W, summed over tiles."""
-        chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
-        # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be
-        # there twice.
-        summed = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
-        sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
-        for low, weight in self._tiles(False):
-            for number, (h, t, lse_of_h, w) in enumerate(chunks):
-                p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
-                gradient = torch.mm(cast(p, weight.dtype), weight)
-                before = sums[number]
-                del p
-                sums[number] = wide(gradient) if before is None else before.add_(gradient)
-        gradient = sums[0] if summed is None else summed
-        assert gradient is not None  # noqa: S101 - there is a tile
-        return gradient
+    def end(self) -> None:
+        """End the step: sums are clipped, applied and dropped."""
+        limit = self.config.max_grad_norm
+        if limit is not None and self.sums:
+            norm = torch.stack([sums.square().sum() for sums in self.sums.values()]).sum().sqrt()
+            _OPS._foreach_mul_(
+                list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0)
+            )  # as in torch's
+        self.waiting = [*self.waiting, *self.sums.items()]
+        self.sums = {}
+        self.flush()
+        self.done += 1
 
-    def _tiles(self, again: bool) -> Iterator[tuple[int, Tensor]]:
-        """First row and rows of each tile."""
-        for number, (low, high) in enumerate(self.bounds):
-            coming = self.bounds[number + 1 :] or (self.bounds if again else [None])
-            yield low, self.head.tile(low, high, coming[0])
+    def state(self) -> dict[str, np.ndarray]:
+        """Return A, B and moments, float32, and the number of steps."""
+        result = self.arrays()
+        for name, moments in self.moments.items():
+            for moment, value in zip(MOMENTS, moments):
+                result[f"{moment}/{name}"] = value.cpu().numpy().copy()
+        result[OPTIMIZER_STEP] = np.array([self.done], dtype=np.int64)
+        return result
 
-    def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
-        size = self.chunk_tokens or x.shape[0]
-        return (x,) if x.shape[0] <= size else x.split(size)
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return every A and B by PEFT's name."""
+        return {name: value.detach().cpu().numpy().copy() for name, value in self.tensors.items()}
 
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave; nothing is changed if something does not fit.
 
-def labelled(labels_BT: Tensor) -> int:
-    """Count the tokens that the loss of these rows is over."""
-    return int((labels_BT[:, 1:] != IGNORE).sum())
+        Raises:
+            CheckpointError: naming the first tensor that is missing or of another shape.
+        """
+        if OPTIMIZER_STEP not in state:
+            raise CheckpointError(
+                "the checkpoint lacks optimizer_step", hint="resume from an older checkpoint"
+            )
+        done = int(state[OPTIMIZER_STEP][0])
+        shapes = {
+            name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()
+        }
+        moments = bool(self.config.optimizer == "adamw" and done)
+        check_state(state, shapes)
+        if moments:
+            check_state(
+                state,
+                {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()},
+            )
+        self.assign({name: state[name] for name in shapes})
+        self.done = done
+        self.moments = {}
+        if moments:
+            for name in shapes:
+                m, v = (
+                    torch.from_numpy(state[f"{moment}/{name}"].copy()).to(self.device)
+                    for moment in MOMENTS
+                )
+                self.moments[name] = (m, v)
 
-
-def next_labels(labels_BT: Tensor) -> Tensor:
-    """Return the label that each position predicts, int64 [N]; the last position of a row predicts
-    nothing."""
-    last = torch.full(
-        (labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device
-    )
-    return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
-
-
-def _joined(chunks: list[Tensor]) -> Tensor:
-    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+    @torch.no_grad()
+    def assign(self, arrays: dict[str, np.ndarray]) -> None:
+        """Copy arrays of the right shapes into A and B."""
+        for name, value in arrays.items():
+            self.tensors[name].copy_(
+                torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
+            )
 
 
 class Inputs:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.methods.mesp.torch.kernels import Matrix, Position, Scores, TorchKernels, cast
+from ondevice.methods.mesp.torch.kernels import Matrix, Position, Scores, TorchKernels
+from ondevice.nn.cross_entropy import cast
 from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:

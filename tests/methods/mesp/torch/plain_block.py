@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.core.dims import ModelDims
-from ondevice.methods.mesp.torch.kernels import Position, cast
+from ondevice.methods.mesp.torch.kernels import Position
 from ondevice.methods.mesp.torch.stages import QKV, Block
-from ondevice.nn.cross_entropy import wide
+from ondevice.nn.cross_entropy import cast, wide
 
 
 def block_forward(

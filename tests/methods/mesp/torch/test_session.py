@@ -23,9 +23,9 @@ from ondevice.core.errors import (
 )
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Replaying
-from ondevice.methods.mesp.torch.model import Loss
 from ondevice.models import open_model, save_tiny
 from ondevice.models.load import tiny_model
+from ondevice.nn.cross_entropy import Loss
 from tests.methods.mesp.reference import errors, exact, learned, opened_with, rows, session
 from tests.methods.reference import in_double
 
@@ -257,7 +257,7 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
 def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> None:
     """An error of torch's own allocator, in the middle of a step whose weights are streamed."""
     from ondevice.core.errors import DoesNotFitError
-    from ondevice.methods.mesp.torch.session import Optimizer
+    from ondevice.methods.mesp.torch.model import Optimizer
 
     opened, other = (
         session(open_model(str(folder)), weight_placement="streamed") for _ in range(2)

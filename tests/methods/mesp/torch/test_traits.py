@@ -12,8 +12,9 @@ from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import kernels
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
-from ondevice.methods.mesp.torch.model import Dense, Loss
+from ondevice.methods.mesp.torch.model import Dense
 from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
+from ondevice.nn.cross_entropy import Loss
 from tests.methods.mesp.torch.plain_block import block_forward
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
