@@ -57,6 +57,23 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def times(x: Tensor, factor: float) -> Tensor:
+    """Return x * factor; without an operation if the factor is 1."""
+    return x if factor == 1.0 else x * factor
+
+
+def joined(chunks: list[Tensor], dim: int = 0) -> Tensor:
+    """Join chunks; one is returned as it is."""
+    return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
+
+
+def row_chunks(x: Tensor, size: int | None) -> tuple[Tensor, ...]:
+    """Split [N, ...] into views of so many rows; None or enough is `x` itself."""
+    if size is None or x.shape[0] <= size:
+        return (x,)
+    return x.split(size)
+
+
 def exp_sums(before: tuple[Tensor, Tensor] | None, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Add one more tile to the online log-sum-exp.
 
@@ -98,7 +115,7 @@ def logits_gradient(logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor)
     inside, at = _inside(local, logits.shape[1])
     # The one is subtracted before the weight is multiplied in: a difference near 0 keeps its
     # digits.
-    ones = inside if inside.dtype == p.dtype else inside.to(p.dtype)
+    ones = cast(inside, p.dtype)
     return p.scatter_add_(1, at, -ones[:, None]).mul_(weights[:, None])
 
 
@@ -161,8 +178,11 @@ class _TiledNll(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_ND, weight_VD, labels_N, logsumexp = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden_ND) if need_hidden else None
-        grad_weight = torch.zeros_like(weight_VD) if need_weight else None
+        grad_hidden = grad_weight = None
+        if need_hidden:
+            grad_hidden = torch.zeros_like(hidden_ND)
+        if need_weight:
+            grad_weight = torch.zeros_like(weight_VD)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
             logits = float32_logits(hidden_ND, weight_VD[low:high])
             scaled = logits_gradient(logits, labels_N - low, logsumexp, grad_N).to(hidden_ND.dtype)
@@ -267,11 +287,11 @@ class Loss:
     def norm(self, x: Tensor) -> Tensor:
         """Return the norm of [n, D], times the logits' factor."""
         normed = self.kernels.rms_norm(x, self.norm_weight, self.eps)
-        return normed if self.scale == 1.0 else normed * self.scale
+        return times(normed, self.scale)
 
     def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
         """Return the gradient of x from that of its norm."""
-        gn = gn if self.scale == 1.0 else gn * self.scale
+        gn = times(gn, self.scale)
         return self.kernels.rms_norm_backward(
             x, self.norm_weight, self.eps, gn, torch.zeros_like(x)
         )
@@ -294,7 +314,7 @@ class Loss:
                 label_h += label_logits(logits, t - low)
                 sums[number] = exp_sums(sums[number], logits)
         maximum, total = (
-            _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None])
+            joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None])
             for i in range(2)
         )
         return maximum + total.log(), label
@@ -307,8 +327,11 @@ class Loss:
         chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
         # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be
         # there twice.
-        summed = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
-        sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
+        summed = None
+        sums: list[Tensor | None] = [None]
+        if len(chunks) > 1:
+            summed = torch.zeros_like(hidden, dtype=lse.dtype)
+            sums = list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
                 p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
@@ -316,9 +339,10 @@ class Loss:
                 before = sums[number]
                 del p
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)
-        gradient = sums[0] if summed is None else summed
-        assert gradient is not None  # noqa: S101 - there is a tile
-        return gradient
+        if summed is not None:
+            return summed
+        assert sums[0] is not None  # noqa: S101 - there is a tile
+        return sums[0]
 
     def _tiles(self, again: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and rows of each tile."""
@@ -327,8 +351,7 @@ class Loss:
             yield low, self.head.tile(low, high, coming[0])
 
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
-        size = self.chunk_tokens or x.shape[0]
-        return (x,) if x.shape[0] <= size else x.split(size)
+        return row_chunks(x, self.chunk_tokens)
 
 
 def labelled(labels_BT: Tensor) -> int:
@@ -343,7 +366,3 @@ def next_labels(labels_BT: Tensor) -> Tensor:
         (labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device
     )
     return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
-
-
-def _joined(chunks: list[Tensor]) -> Tensor:
-    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]

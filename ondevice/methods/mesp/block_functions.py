@@ -104,9 +104,9 @@ class BlockFunctions:
                 form = self.linear_form if name in matrices else None
                 tensors |= self._packed(name.format(layer=layer), form)
         tensors |= self._packed(self.norm.name, None)
-        return (
-            tensors if self.dims.tied else tensors | self._packed(self.head_name, self.table_form)
-        )
+        if not self.dims.tied:
+            tensors |= self._packed(self.head_name, self.table_form)
+        return tensors
 
     def _packed(self, name: str, form: Form | None) -> dict[str, np.ndarray]:
         """A parameter's tensors in the file; None: float32 as it is."""
@@ -116,7 +116,8 @@ class BlockFunctions:
             # are gradients.
             scale = self.dims.traits.logit_scale if name == self.norm.name else 1.0
             value = parameter.detach().float()
-            value = factor(self.dims, value) if name in self.norm_names else value
+            if name in self.norm_names:
+                value = factor(self.dims, value)
             return arrays({name: value * scale})
         packed = form.pack(name, parameter.detach().float())
         if self.quantize != "none":

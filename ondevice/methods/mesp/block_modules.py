@@ -13,12 +13,15 @@ from ondevice.methods.mesp.integer import IntegerKernels
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import halves
 from ondevice.methods.mesp.torch.stages import Block, Blocks, Stages
+from ondevice.nn.cross_entropy import times
 
 
 def seen(length_tokens: int, window: int = 0) -> Tensor:
     """Return the additive mask [tokens, tokens]: 0 if a query sees a key, else minus infinity."""
     every = torch.ones(length_tokens, length_tokens, dtype=torch.bool)
-    hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
+    hidden = every.triu(1)
+    if window:
+        hidden |= every.tril(-window)
     return torch.zeros(length_tokens, length_tokens).masked_fill(hidden, float("-inf"))
 
 
@@ -33,8 +36,7 @@ class Embed(nn.Module):
         functions = self.functions
         given = dict(zip((one.name for one in functions.table), table, strict=True))
         rows = functions.table_form.rows(EMBEDDING, given, ids_BT.reshape(-1))
-        scale = functions.dims.traits.embedding_scale
-        return rows if scale == 1.0 else rows * scale
+        return times(rows, functions.dims.traits.embedding_scale)
 
 
 class OneBlock(nn.Module):

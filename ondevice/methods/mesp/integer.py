@@ -94,13 +94,13 @@ class IntegerKernels(GraphKernels):
     ) -> Tensor:
         assert isinstance(matrix, IntegerMatrix)  # noqa: S101 - the form's own
         y = _product(x, *matrix.levels) * matrix.scales
-        y = y if bias is None else y + bias
-        return y if into is None else into + y
+        if bias is not None:
+            y = y + bias
+        return self.add(into, y)
 
     def frozen_backward(self, g: Tensor, matrix: Matrix, into: Tensor | None) -> Tensor:
         assert isinstance(matrix, IntegerMatrix)  # noqa: S101 - the form's own
-        product = _product(g * matrix.scales, *matrix.transposed)
-        return product if into is None else into + product
+        return self.add(into, _product(g * matrix.scales, *matrix.transposed))
 
 
 def _product(x: Tensor, levels: Tensor, units: Tensor, zeros: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ondevice.core.dims import Linear, ModelDims
     from ondevice.methods.mesp.config import MespConfig
 
+MOMENTS = {"adamw": 2, "sgd": 0}
+"""Numbers that an optimizer keeps for each trained one."""
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is
 being read."""
@@ -55,9 +57,9 @@ def memory(
     tokens = rows * length_tokens
     trained = trained_numbers(dims, config) * 4
     inputs = tokens * dims.hidden * activation_bytes
-    kept = (
-        INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
-    )
+    kept = dims.layers
+    if config.activations == "host":
+        kept = INPUTS_ON_THE_WAY
     if dims.whole:  # its block is differentiated by itself
         block = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
         sums = [
@@ -73,7 +75,7 @@ def memory(
     head = head_bytes(dims, config, tokens, activation_bytes)
     return {
         "adapter": trained * (2 if rows < batch_size or config.max_grad_norm is not None else 1),
-        "optimizer": 2 * trained if config.optimizer == "adamw" else 0,
+        "optimizer": MOMENTS[config.optimizer] * trained,
         "block inputs": kept * inputs,
         "activations": block,
         "logits": max(0, head - block),  # the head is through before a block is computed again
@@ -157,13 +159,10 @@ def stage_bytes(
     keys = dims.kv_heads * dims.head_dim
     traits = dims.traits
     inner = dims.intermediate * (5 if dims.traits.fused else 3)
-    ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
+    ends = 2 * dims.hidden * ("after_mlp" in dict(traits.norms))
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
-    inner = (
-        inner
-        if not isinstance(dims, MoeDims)
-        else experts_numbers(dims, {linear.target for linear in pairs})
-    )
+    if isinstance(dims, MoeDims):
+        inner = experts_numbers(dims, {linear.target for linear in pairs})
     waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)
     mlp = waits + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
@@ -236,13 +235,13 @@ def blocks_memory(
     """
     vector = trained_numbers(dims, config) * 4
     tokens = batch_size * length_tokens
-    vectors = 3 if config.optimizer == "adamw" else 1
+    vectors = 1 + MOMENTS[config.optimizer]
     tile = head_tile_rows(dims, config)
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
-    dense = 4 * max(matrices) if quantize in ("int8", "q4") else 0
-    head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden) + (
-        0 if quantize == "none" else 4 * tile * dims.hidden
-    )
+    dense = 4 * max(matrices) * (quantize in ("int8", "q4"))
+    head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden)
+    if quantize != "none":
+        head += 4 * tile * dims.hidden
     forward, backward = block_stages(dims, tokens, length_tokens)
     if quantize == "8da8w":  # products come out apart from what they are scaled by and added to
         forward = forward + 8 * tokens * dims.intermediate

@@ -188,8 +188,8 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Keep only the arguments of a call.
 
-    A dictionary that blocks hand on to each other (keys and values that later blocks share) is
-    what it was before the block when that is computed again.
+    When a block is computed again, a dictionary that blocks hand on to each other (keys and values
+    that later blocks share) has the content of its first call.
     """
 
     def run(*arguments: Any, **named: Any) -> Any:

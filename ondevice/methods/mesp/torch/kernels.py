@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
-from ondevice.nn.cross_entropy import cast, wide
+from ondevice.nn.cross_entropy import cast, joined, times, wide
 
 Algorithm = Literal["flash", "cudnn", "chunks"]
 GPU_CHUNKS = 64
@@ -127,7 +127,9 @@ def attend_in_chunks(
     how = how or Scores(q.shape[-1] ** -0.5)
     keys = _by_head(k)
     values = _by_head(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
+    out = None
+    if mask is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     chunks: list[Tensor] = []
     for low, high in _chunks(q):
         p = _probabilities(_group(q[:, low:high], k.shape[2]), keys[:, :high], low, mask, how)
@@ -136,7 +138,9 @@ def attend_in_chunks(
             chunks.append(o)
         else:
             out[:, low:high] = o
-    return _joined(chunks) if out is None else out
+    if out is not None:
+        return out
+    return joined(chunks, 1)
 
 
 def attend_in_chunks_backward(
@@ -154,7 +158,9 @@ def attend_in_chunks_backward(
     how = how or Scores(q.shape[-1] ** -0.5)
     keys = _by_head(k)
     values = _by_head(v)
-    gq = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
+    gq = None
+    if mask is None:
+        gq = torch.empty_like(q, memory_format=torch.contiguous_format)
     gqs: list[Tensor] = []
     gk = gv = None
     # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their
@@ -175,12 +181,16 @@ def attend_in_chunks_backward(
         else:
             gq[:, low:high] = gq_chunk
     assert gk is not None and gv is not None  # noqa: S101 - there is a chunk
-    return _joined(gqs) if gq is None else gq, _by_token(gk, k), _by_token(gv, v)
+    if gq is None:
+        gq = joined(gqs, 1)
+    return gq, _by_token(gk, k), _by_token(gv, v)
 
 
 def chunk_queries(rows: int, heads: int, length_tokens: int, gpu: bool = False) -> int:
     """Return queries of a chunk."""
-    scores = CHUNK_SCORES * (GPU_CHUNKS if gpu else 1)
+    scores = CHUNK_SCORES
+    if gpu:
+        scores *= GPU_CHUNKS
     return min(length_tokens, max(CHUNK_QUERIES, scores // (rows * heads * length_tokens)))
 
 
@@ -201,7 +211,9 @@ def _probabilities(
     groups = chunk_NCh.shape[1] // queries
     if mask is not None:
         seen = mask[first:last, :last]
-        scores = scores + (seen.repeat(groups, 1) if groups > 1 else seen)[None]
+        if groups > 1:
+            seen = seen.repeat(groups, 1)
+        scores = scores + seen[None]
     else:
         ahead = torch.ones(queries, queries, dtype=torch.bool, device=scores.device).triu_(1)
         by_query = scores.view(scores.shape[0], -1, queries, last)
@@ -223,10 +235,6 @@ def _add_first(total: Tensor | None, part: Tensor, in_place: bool) -> Tensor:
         total[:, :count] += part
         return total
     return torch.cat((total[:, :count] + part, total[:, count:]), 1)
-
-
-def _joined(chunks: list[Tensor]) -> Tensor:
-    return torch.cat(chunks, 1) if len(chunks) > 1 else chunks[0]
 
 
 def _by_head(x_BTKh: Tensor) -> Tensor:
@@ -279,7 +287,9 @@ class TorchKernels:
         if into is None:
             return functional.linear(x, weight, bias)
         into.addmm_(x, weight.t())
-        return into if bias is None else into.add_(bias)
+        if bias is not None:
+            into.add_(bias)
+        return into
 
     def frozen_linear(
         self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None
@@ -346,7 +356,9 @@ class TorchKernels:
         if activation == "silu":
             return self.swiglu(gate, up)
         act = functional.gelu(gate, approximate="tanh")
-        return act.mul_(up) if self.in_place else act * up
+        if self.in_place:
+            return act.mul_(up)
+        return act * up
 
     def glu_backward(
         self, activation: str, gate: Tensor, up: Tensor, g: Tensor
@@ -392,16 +404,18 @@ class GraphKernels(TorchKernels):
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
 
+    def add(self, into: Tensor | None, y: Tensor) -> Tensor:
+        return y if into is None else into + y
+
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
-        y = functional.linear(x, weight, bias)
-        return y if into is None else into + y
+        return self.add(into, functional.linear(x, weight, bias))
 
     def add_product(self, into: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         if into is None:
             return torch.mm(a, b)
-        return into + torch.mm(a, b if scale == 1.0 else b * scale)
+        return into + torch.mm(a, times(b, scale))
 
     def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         return _rotated(q, position), _rotated(k, position)
@@ -485,4 +499,6 @@ def choose(kernels: str, device: str) -> TorchKernels:
             received="no package" if device.startswith("cuda") else "no GPU",
             hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
         )
-    return LigerKernels() if possible and kernels != "torch" else TorchKernels()
+    if possible and kernels != "torch":
+        return LigerKernels()
+    return TorchKernels()

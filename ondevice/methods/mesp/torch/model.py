@@ -8,7 +8,7 @@ chunk of tokens exists at a time, so that attention's own and the residual strea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +144,9 @@ class Resident:
         linears: dict[str, tuple[Matrix, Tensor | None]] = {}
         for target in family.linear_targets:
             linear: Any = family.linear(i, target)
-            bias = None if linear.bias is None else linear.bias.detach().to(device)
+            bias = linear.bias
+            if bias is not None:
+                bias = bias.detach().to(device)
             if isinstance(linear, PackedLinear):
                 matrix: Matrix = linear
             elif bits:
@@ -200,7 +202,9 @@ def by_layer(
 
 def factor(dims: ModelDims, weight: Tensor) -> Tensor:
     """Return what a norm multiplies by: its weight, or 1 + w, in float32 at least."""
-    return 1.0 + wide(weight) if dims.traits.norm_offset else weight
+    if dims.traits.norm_offset:
+        return 1.0 + wide(weight)
+    return weight
 
 
 def scaled(dims: ModelDims, rows: Tensor) -> Tensor:
@@ -407,6 +411,11 @@ class HostInputs(Inputs):
             self.timeline.drain()
 
 
+def in_order(layers: range) -> Iterable[tuple[int, int | None]]:
+    """Return each layer with the one that is needed after it."""
+    return zip(layers, [*layers[1:], None], strict=True)
+
+
 class Model:
     """A frozen model with its trained parameters; nothing here is kept from one call to the
     next."""
@@ -432,15 +441,17 @@ class Model:
         if config.answers:
             head = AnswerHead(weights, config.answers)
             self.answer_loss = Loss(head, *loss, scale=weights.dims.traits.logit_scale)
-        self.inputs = (Inputs if config.activations == "device" else HostInputs)(weights.device)
+        self.inputs = Inputs(weights.device)
+        if config.activations == "host":
+            self.inputs = HostInputs(weights.device)
 
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
         x = self.weights.embed(ids_BT)
         positions = self.positions(ids_BT, None)
-        for i in range(self.dims.layers):
-            with self.weights.block(i, self.above(i)) as frozen:
+        for i, then in in_order(range(self.dims.layers)):
+            with self.weights.block(i, then) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, positions(i), ids_BT.shape[0])
         loss, labels = self.loss_of(labels_BT)
         return loss.row_nll(x, labels)
@@ -462,16 +473,16 @@ class Model:
         layers = self.dims.layers
         rows = ids_BT.shape[0]
         self.inputs.begin(layers, x)
-        for i in range(layers):
+        for i, then in in_order(range(layers)):
             self.inputs.save(i, x)
-            with self.weights.block(i, self.above(i)) as frozen:
+            with self.weights.block(i, then) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, positions(i), rows)
         loss, labels = self.loss_of(labels_BT)
         total, g = loss.backward(x, labels, scale)
         del x
-        for i in reversed(range(layers)):
+        for i, then in in_order(range(layers)[::-1]):
             x = self.inputs.load(i, tuple(g.shape))
-            with self.weights.block(i, i - 1 if i else None) as frozen:
+            with self.weights.block(i, then) as frozen:
                 block = self.block(i, frozen)
                 g = self.blocks.backward(
                     block, x, g, positions(i), rows, self.on_gradient(i), last=i == 0
@@ -509,10 +520,6 @@ class Model:
                 return self.answer_loss, places
         return self.loss, labels_BT
 
-    def above(self, i: int) -> int | None:
-        """Return the block that is needed after block `i` in a forward pass."""
-        return i + 1 if i + 1 < self.dims.layers else None
-
     def on_gradient(self, layer: int) -> OnGradient:
         """Return a callback that gives gradients of one layer's A and B to the optimizer."""
         parameters = self.optimizer.parameters
@@ -531,7 +538,7 @@ class Model:
                 b = self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
         pairs = {}
-        for target in EXPERTS if frozen.mlp is not None else ():
+        for target in EXPERTS:
             if (lora := self.optimizer.parameters.get((i, target))) is not None:
                 a = self.optimizer.tensors[lora.a_name]
                 b = self.optimizer.tensors[lora.b_name]

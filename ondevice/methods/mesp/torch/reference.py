@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import Model
+from ondevice.methods.mesp.torch.model import Model, in_order
 from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
 from ondevice.nn.experts import peft_layout
@@ -83,8 +83,8 @@ class AutogradModel(Model):
         positions = self.weights.positions(ids_BT.shape[1])
         leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():
-            for i in range(self.dims.layers):
-                with self.weights.block(i, self.above(i)) as frozen:
+            for i, then in in_order(range(self.dims.layers)):
+                with self.weights.block(i, then) as frozen:
                     block = self.block(i, frozen)
                 leaves |= {(i, target): pair for target, pair in leaves_of(block).items()}
                 x = self.run_block(block, x, positions(i), ids_BT.shape[0])

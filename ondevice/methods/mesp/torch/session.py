@@ -66,14 +66,14 @@ class MespSession(PackingSession):
             self.device = torch.device(device or "cpu")
             self.weights: Any = Streamed(model, self.device, config.bits)
         else:
-            self.device = torch.device(device) if device else model.family.head_weight.device
+            self.device = torch.device(device or model.family.head_weight.device)
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
         self.model = Model(self.weights, self.optimizer, config)
 
     def _open_unknown(self, model: LoadedModel, seed: int, device: str | None) -> None:
         module: Any = model.model
-        self.device = torch.device(device) if device else model.family.head_weight.device
+        self.device = torch.device(device or model.family.head_weight.device)
         module.to(self.device)
         parameters = checkpointed_parameters(model, self.config)
         self.optimizer = Optimizer(parameters, self.config, seed, self.device)
@@ -92,7 +92,6 @@ class MespSession(PackingSession):
         `PackingSession`."""
         check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
-        places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
         clips = self.config.max_grad_norm is not None
@@ -100,11 +99,12 @@ class MespSession(PackingSession):
         self.partially_updated = True
         with memory_errors(f"a step of {rows} rows of {ids_BT.shape[1]} tokens", HINT):
             total = torch.zeros((), device=self.device)
-            for low in range(0, len(ids_BT), rows):
-                chunk = slice(low, low + rows)
-                places = None if places_BT is None else places_BT[chunk]
+            chunks = [ids_BT.split(rows), labels_BT.split(rows)]
+            if position_ids is not None:
+                chunks.append(torch.from_numpy(position_ids).to(self.device).split(rows))
+            for ids_chunk, labels_chunk, *positions in zip(*chunks, strict=True):
                 total += self.model.forward_backward(
-                    ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count), places
+                    ids_chunk, labels_chunk, 1.0 / max(1, count), *positions
                 )
             self.optimizer.end()
             value = float(total) / max(1, count)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.methods.mesp.torch.kernels import Matrix, Position, Scores, TorchKernels
-from ondevice.nn.cross_entropy import cast
+from ondevice.nn.cross_entropy import cast, row_chunks, times
 from ondevice.nn.experts import ExpertLora, peft_layout
 
 if TYPE_CHECKING:
@@ -176,11 +176,9 @@ class Stages:
         """Compute g W + gh A, added to `into` if given."""
         layer = block.linears[target]
         into = self.kernels.frozen_backward(g, layer.matrix, into)
-        return (
-            into
-            if gh is None or layer.a is None
-            else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
-        )
+        if gh is None or layer.a is None:
+            return into
+        return self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
 
     # Norms and residuals.
 
@@ -197,9 +195,12 @@ class Stages:
     ) -> Tensor:
         """Return the gradient of x from that of its norm, added to g in g's memory if given."""
         weight = block.norms.get(place)
+        if g is None and weight is None:
+            return gn
+        if g is None:
+            g = torch.zeros_like(x, memory_format=torch.contiguous_format)
         if weight is None:
-            return gn if g is None else g.add_(gn)
-        g = torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g
+            return g.add_(gn)
         parts = (
             self._last(x, weight),
             weight,
@@ -217,19 +218,16 @@ class Stages:
             return self.linear(block, target, x, into)
         y = self.normed(block, place, self.linear(block, target, x))
         scale = self.traits.residual_scale
-        return (
-            into.add_(y, alpha=scale)
-            if self.kernels.in_place
-            else into + (y if scale == 1.0 else y * scale)
-        )
+        if self.kernels.in_place:
+            return into.add_(y, alpha=scale)
+        return into + times(y, scale)
 
     def branch_gradient(
         self, block: Block, target: str, place: str, x: Callable[[], Tensor], g: Tensor
     ) -> Tensor:
         """Return the gradient of the branch's last linear layer from that of the sum; `x` makes the
         layer's input."""
-        scale = self.traits.residual_scale
-        g = g if scale == 1.0 else g * scale
+        g = times(g, self.traits.residual_scale)
         if place not in block.norms:
             return g
         return self.normed_backward(block, place, self.linear(block, target, x()), g)
@@ -268,7 +266,9 @@ class Stages:
 
     def rope(self, block: Block, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         """Rotate q and k, in their memory."""
-        return self.kernels.rope(q, k, position) if self.traits.rotated(block.layer) else (q, k)
+        if not self.traits.rotated(block.layer):
+            return q, k
+        return self.kernels.rope(q, k, position)
 
     def scores(self, block: Block, length_tokens: int) -> Scores:
         """Return how a block's scores are made; a window that holds all queries does not count."""
@@ -288,8 +288,9 @@ class Stages:
     def out(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
         """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x
         again."""
-        into = x.clone() if self.kernels.in_place else x
-        return self.join(block, "o_proj", "after_attention", into, o)
+        if self.kernels.in_place:
+            x = x.clone()
+        return self.join(block, "o_proj", "after_attention", x, o)
 
     def out_backward(self, block: Block, o: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """Return gradient of o from that of the middle."""
@@ -401,7 +402,9 @@ class Stages:
         """Compute m + an MLP that is not the gated one, in m's memory."""
         assert block.mlp is not None  # noqa: S101 - the caller looked
         y = block.mlp(self.mlp_norm(block, m), block.pairs)
-        return m.add_(y) if self.kernels.in_place else m + y
+        if self.kernels.in_place:
+            return m.add_(y)
+        return m + y
 
     def other_mlp_backward(
         self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
@@ -522,7 +525,9 @@ class Blocks:
         )  # a second time: it was let go while the MLP and attention had the memory
         gn = s.project_backward(block, n, (gq, gk, gv), on_gradient, last)
         del n, gq, gk, gv
-        return g if gn is None else s.norm_backward(block, x, gn, g)
+        if gn is None:
+            return g
+        return s.norm_backward(block, x, gn, g)
 
     def _mlp(self, block: Block, m: Tensor) -> Tensor:
         """m + the MLP of it, in m's memory."""
@@ -565,5 +570,4 @@ class Blocks:
 
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of [N, D]."""
-        size = self.chunk_tokens or x.shape[0]
-        return (x,) if x.shape[0] <= size else x.split(size)
+        return row_chunks(x, self.chunk_tokens)

@@ -65,7 +65,9 @@ class Files:
             ModelError: the file has become shorter.
         """
         path, stored = self.tensors[name]
-        shape = stored.shape if rows is None else (rows, *stored.shape[1:])
+        shape = stored.shape
+        if rows is not None:
+            shape = (rows, *shape[1:])
         value = torch.empty(shape, dtype=DTYPES[stored.dtype])
         memory = value.view(-1).view(torch.uint8).numpy().data
         at = stored.start + first * prod(shape[1:]) * value.element_size()
@@ -128,7 +130,7 @@ class Streamed:
         self.norm = factor(self.dims, self._fetch("model.norm.weight"))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.coming: dict[tuple[int, ...], Future[Any]] = {}
-        """What is being read: (number,) of a block, (first, last row) of a tile."""
+        """Reads under way: (number,) of a block, (first, last row) of a tile."""
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Read the rows of the batch's tokens, and no others."""
@@ -152,7 +154,7 @@ class Streamed:
         request: tuple[int, ...],
         then: tuple[int, ...] | None,
     ) -> Any:
-        """Return what `read(*request)` reads; the thread then reads what is needed next."""
+        """Return the result of `read(*request)`; the thread then reads for the next request."""
         coming = self.coming.pop(request, None) or self.thread.submit(read, *request)
         for unused in self.coming.values():
             unused.exception()
