@@ -1,4 +1,4 @@
-"""Every gradient of the hand-written backward pass against automatic differentiation: MLX's, and
+"""Every gradient of the backward pass, stage by stage, against automatic differentiation: MLX's, and
 torch's in float64."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def traits(draw, layers: int, head_dim: int) -> BlockTraits:
 
     A norm behind a branch divides by what may be nearly nothing, which multiplies float32's
     rounding: so their norms have a large epsilon and their errors a wider limit.
-    `test_families_with_traits_of_their_own` has neither.
+    `test_families_with_traits_of_their_own_have_exact_gradients` has neither.
     """
     if draw(st.booleans()):
         return BlockTraits()
@@ -164,7 +164,7 @@ def test_a_sequence_that_is_padded_has_the_gradients_of_one_that_is_not() -> Non
 @pytest.mark.parametrize(
     "rope", [Rope(1e4, scale=0.25), Rope(1e4, wavelengths=tuple(float(7 + i) for i in range(8)))]
 )
-def test_other_rotary_embeddings(rope) -> None:
+def test_other_rotary_embeddings_have_exact_gradients(rope) -> None:
     model = random_model(dims(), rope=rope)
     ids, labels = tokens(2, 12, 50)
     _, actual = gradients(model, Model.forward_backward, ids, labels)
@@ -264,7 +264,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_traits_of_their_own(tmp_path, family) -> None:
+def test_families_with_traits_of_their_own_have_exact_gradients(tmp_path, family) -> None:
     """Against autograd in float64 over transformers' own forward pass."""
     sizes = FAMILIES[family]
     folder = save_tiny(tmp_path / "model", family.partition(",")[0], **sizes)

@@ -66,7 +66,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     "values", [{}, {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_optimizer_is_torch_s(optimizer, values) -> None:
+def test_the_optimizer_updates_as_the_one_of_torch_does(optimizer, values) -> None:
     config, random = (
         method_config("mesp", {"optimizer": optimizer, **values}),
         np.random.default_rng(0),
@@ -102,7 +102,7 @@ def test_the_optimizer_is_torch_s(optimizer, values) -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"optimizer": "sgd"}, {"bits": 4, "weight_placement": "streamed"}]
 )
-def test_resumed_it_has_the_same_bits(folder, values) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, values) -> None:
     straight, first = opened(folder, **values), opened(folder, **values)
     batches = [batch(2, seed=step) for step in range(5)]
     results = [straight.step(*batches[step], step, 1e-3) for step in range(5)]
