@@ -161,7 +161,8 @@ def root(
 
 def run(arguments: list[str] | None = None) -> None:
     """Run the command line, and exit with a code of `ondevice.core.errors`."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     common.command_line[:] = arguments
     # Defaults for libraries that the verbs import later; the user's own settings stay.
     if not err.is_terminal or {"-q", "--quiet"} & set(arguments):

@@ -58,7 +58,9 @@ def chat(
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
     if not Path(source).is_dir():  # a folder may be an artifact
         check_model(source, revision)
-    options = {} if dtype is None else {"dtype": dtype}
+    options = {}
+    if dtype is not None:
+        options = {"dtype": dtype}
     generator = open_chat(source, adapter, revision=revision, **options)
     if system is not None and not generator.has_template:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
@@ -85,7 +87,9 @@ class _Conversation:
     def __init__(self, generator: Generator, system: str | None, sampling: dict[str, Any]) -> None:
         self.generator = generator
         self.sampling = sampling
-        self.first = [] if system is None else [{"role": "system", "content": system}]
+        self.first = []
+        if system is not None:
+            self.first = [{"role": "system", "content": system}]
         self.messages = list(self.first)
 
     def ask(self, text: str) -> abc.Generator[str, None, None]:
@@ -93,7 +97,9 @@ class _Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
         try:
-            prompt = messages if self.generator.has_template else text
+            prompt = text
+            if self.generator.has_template:
+                prompt = messages
             for piece in self.generator.stream(prompt, **self.sampling):
                 reply += piece
                 yield piece

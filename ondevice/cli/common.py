@@ -74,7 +74,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if value is None or isinstance(value, (str, int)):
         return value
     return str(value)
@@ -100,7 +102,9 @@ def one_of(first: Word | None, named: Word | None, flag: str) -> Word | None:
             expected=f"one {flag}",
             received=f"{first} and --{flag} {named}",
         )
-    return named if first is None else first
+    if first is None:
+        return named
+    return first
 
 
 def table(values: dict[str, Any], title: str = "") -> None:
@@ -125,7 +129,9 @@ def show_table(values: dict[str, Any], json: bool) -> None:
 
 def mebibytes(count: float | None) -> str | None:
     """Format bytes as MiB with a thousands separator."""
-    return None if count is None else f"{count / 2**20:,.1f} MiB"
+    if count is None:
+        return None
+    return f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
@@ -142,7 +148,9 @@ def stages(silent: bool) -> Iterator[None]:
                 err.print(record.getMessage(), markup=False)
                 status.update(record.getMessage())
 
-        handler, level, propagate = Show(logging.INFO), logger.level, logger.propagate
+        handler = Show(logging.INFO)
+        level = logger.level
+        propagate = logger.propagate
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         # A library may have given the root logger a handler, which would print everything again.

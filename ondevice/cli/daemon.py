@@ -45,7 +45,9 @@ def window_of(text: str | None) -> dict[str, str] | None:
 def bytes_of(text: str | None) -> int | None:
     """Parse a memory limit such as `6GiB` into bytes; return None for `none` and for None."""
     try:
-        return None if text is None or text == "none" else parse_bytes(text)
+        if text is None or text == "none":
+            return None
+        return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(
             "not a valid memory limit", expected="6GiB", received=str(error)
@@ -81,5 +83,6 @@ def show_plan(plan: dict[str, Any]) -> None:
     parts = {part: mebibytes(size) for part, size in plan["parts_bytes"].items()}
     table(parts, title=plan["model"])
     verdict = "fits" if plan["fits"] else "does not fit"
-    total, usable = mebibytes(plan["total_bytes"]), mebibytes(plan["usable_bytes"])
+    total = mebibytes(plan["total_bytes"])
+    usable = mebibytes(plan["usable_bytes"])
     out.print(f"{total} of {usable} usable: {verdict}", markup=False)

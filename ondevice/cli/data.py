@@ -54,7 +54,9 @@ def data(
             examples.refuse_unread(str(file), examples.Report(unread=unread_columns(read)))
         _without_tokens(read, rows, json, str(error.hint))
         return
-    vocabulary = None if model is None else read_dims(model, revision).vocab
+    vocabulary = None
+    if model is not None:
+        vocabulary = read_dims(model, revision).vocab
     shown = preview_rows(
         opened,
         tokenizer,

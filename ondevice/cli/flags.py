@@ -50,7 +50,9 @@ class Option:
     @property
     def annotation(self) -> Any:
         """Type of the verb's parameter."""
-        kind = bool if self.type is bool else self.type | None
+        kind = bool
+        if self.type is not bool:
+            kind = self.type | None
         return Annotated[kind, typer.Option(*self.names, help=f"{self.help}.")]
 
 
@@ -75,14 +77,18 @@ def options_of(section: str, config: type[Documented]) -> Iterator[Option]:
         for flag in field.metadata:
             if isinstance(flag, Flag):
                 text = flag.help or SENTENCE_END.split(texts.get(name, ""))[0]
-                default = None if flag.help else field.get_default(call_default_factory=True)
+                default = None
+                if not flag.help:
+                    default = field.get_default(call_default_factory=True)
                 yield _option(flag, f"{section}.{name}", field.annotation, text, default)
 
 
 def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> Option:
     """Build a setting's flag; its help also says what may be given, and the default."""
     parts = [part for part in get_args(annotation) if part is not NoneType]
-    kind = parts[0] if NoneType in get_args(annotation) else annotation
+    kind = annotation
+    if NoneType in get_args(annotation):
+        kind = parts[0]
     item = next(iter(get_args(kind)), None)
     option = Option(tuple(filter(None, (flag.name, flag.also))), key, flag.type or kind, text)
     notes = []
@@ -103,7 +109,9 @@ def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> O
         option = replace(option, parse=str)
     if default and isinstance(default, int | float | str):
         notes.append(f"default: {default}")
-    return replace(option, help=f"{text} ({'; '.join(notes)})") if notes else option
+    if notes:
+        return replace(option, help=f"{text} ({'; '.join(notes)})")
+    return option
 
 
 def _method_options() -> Iterator[Option]:
@@ -212,7 +220,9 @@ def with_settings(
             verb(config=config, overrides=overrides, **values)
 
         own = inspect.signature(verb, eval_str=True).parameters
-        parameters = [_parameter("first", FirstModel)] if model_first else []
+        parameters = []
+        if model_first:
+            parameters = [_parameter("first", FirstModel)]
         parameters.append(_parameter("config", Config))
         for argument, option in options.items():
             default = False if option.type is bool else None

@@ -105,7 +105,9 @@ def simulate(
 
 
 def _print_round(done: Any) -> None:
-    loss = "no replies" if done.loss is None else f"loss {done.loss:.4f}"
+    loss = "no replies"
+    if done.loss is not None:
+        loss = f"loss {done.loss:.4f}"
     err.print(
         f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} replies  "
         f"{done.refused} refused",
@@ -177,7 +179,9 @@ def status(
     hidden = ("rounds_table", "charter")
     table({name: value for name, value in values.items() if name not in hidden})
     for row in values["rounds_table"][-10:]:
-        loss = "no replies" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        loss = "no replies"
+        if row["loss"] is not None:
+            loss = f"loss {row['loss']:.4f}"
         text = f"round {row['round']}: {loss}, {row['answers']} replies, {row['bytes']} bytes"
         if row["bytes"] and not row["answers"]:
             text = f"before round {row['round']}: a new subspace, {row['bytes']} bytes"

@@ -79,7 +79,9 @@ def carry_in(
     refused: dict[str, str] = {}
     _check_fleet(folder)
     with RunLock(folder), Store.open(folder) as store:
-        desk, taken, outcome = Desk(store), [], None
+        desk = Desk(store)
+        taken = []
+        outcome = None
         for file in files or []:
             try:
                 taken.append(desk.take(read(file), str(file)).device)

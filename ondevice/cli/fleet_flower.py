@@ -68,7 +68,8 @@ def begin(
 
     run, session, source = open_task(run)
     if run.averages:
-        charter, arrays = run.adapter_charter(source), arrays_of(session)
+        charter = run.adapter_charter(source)
+        arrays = arrays_of(session)
         AdapterStore.create(run.train.out, charter, arrays).close()
         elements = sum(value.size for value in arrays.values())
     else:

@@ -174,7 +174,9 @@ def _grid(head: tuple[str, ...], rows: list[list[Any]]) -> None:
 def _number(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def _when(seconds: float) -> str:

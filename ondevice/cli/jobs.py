@@ -48,8 +48,12 @@ def list_jobs(
         grid.add_column(heading, justify="right" if heading in ("step", "loss") else "left")
     for job in jobs:
         progress = job["progress"]
-        step = f"{progress['step']}/{progress['steps']}" if "step" in progress else ""
-        loss = f"{float(progress['loss']):.4f}" if progress.get("loss") is not None else ""
+        step = ""
+        if "step" in progress:
+            step = f"{progress['step']}/{progress['steps']}"
+        loss = ""
+        if progress.get("loss") is not None:
+            loss = f"{float(progress['loss']):.4f}"
         grid.add_row(job["id"], job["state"], step, loss, escape(job["name"]))
     out.print(grid)
 

@@ -77,6 +77,8 @@ def _print_stored(stored: list[Any]) -> None:
         "size", justify="right", footer=size_text(sum(model.bytes for model in stored))
     )
     for model in stored:
-        kind = model.kind if model.whole else f"{model.kind}, incomplete"
+        kind = model.kind
+        if not model.whole:
+            kind = f"{model.kind}, incomplete"
         table.add_row(model.source, kind, model.model_type, size_text(model.bytes))
     out.print(table)

@@ -194,7 +194,9 @@ def _sections(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 def _seconds(text: str | None) -> float | None:
     try:
-        return None if text is None or text == "none" else float(text)
+        if text is None or text == "none":
+            return None
+        return float(text)
     except ValueError:
         raise ConfigError(
             "the time limit cannot be read", expected="seconds, or none", received=text

@@ -67,7 +67,9 @@ class Agreement(StrictConfig):
     def batch_rows(self, held: int, otherwise: int) -> int:
         """Return the rows of a step of a device that holds `held`; `otherwise` without
         `batch_share`."""
-        return otherwise if self.batch_share is None else max(1, round(self.batch_share * held))
+        if self.batch_share is None:
+            return otherwise
+        return max(1, round(self.batch_share * held))
 
     secure: bool = False
     """Secure aggregation (SecAgg+): the server learns the sum of the devices' numbers, losses and

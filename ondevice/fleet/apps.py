@@ -105,7 +105,9 @@ class Server:
                 "this secure fleet was begun without its devices' keys, so no device would trust another's",
                 hint="begin a new one: ondevice fleet begin --device-keys DIR",
             )
-        self.grid, self.store, self.settings = grid, store, settings
+        self.grid = grid
+        self.store = store
+        self.settings = settings
         self.post = post or Post(grid, settings["wait_s"])
         self.rounds = Rounds(store.charter, store.state())
         self.places: dict[int, int] = {}
@@ -243,7 +245,9 @@ class Server:
         count = max(1, round(self.settings["sample"] * len(known)))
         drawn = [known[place] for place in draw.permutation(len(known))]
         chosen = [node for node in drawn if node in free][:count]
-        return self.suspects.asked(chosen, draw) if self.suspects.devices else sorted(chosen)
+        if self.suspects.devices:
+            return self.suspects.asked(chosen, draw)
+        return sorted(chosen)
 
     def _refresh(self, free: set[int]) -> bool:
         """Take a new subspace from a device that gives one, if there is one and no round is
@@ -285,7 +289,9 @@ class Server:
         """Return a device's message: the events that it lacks, and a task."""
         place = self.places[node]
         files = [file.to_bytes() for file in self.store.files(place)]
-        first = {"charter": self.store.charter.to_bytes()} if node in self.new else {}
+        first = {}
+        if node in self.new:
+            first = {"charter": self.store.charter.to_bytes()}
         return {
             **first,
             "events": self.store.events(place),
@@ -344,8 +350,12 @@ class Server:
     def _take(self) -> None:
         """Take what devices have replied."""
         for sent, reply in self.post.take():
-            node, late = sent.node, sent.overdue  # of a late reply the wait was over before
-            asked = None if late else self.asked.pop(node, None)
+            # of a late reply the wait was over before
+            node = sent.node
+            late = sent.overdue
+            asked = None
+            if not late:
+                asked = self.asked.pop(node, None)
             taken = self._reply(node, reply)
             if isinstance(taken, Greeted) and asked is None:
                 self.places[node] = taken.place
@@ -375,7 +385,9 @@ class Server:
             outcome, self.rounds.state, answers=answers, refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - self.began.pop(number),
         )  # fmt: skip
-        shown = "no replies" if loss is None else f"loss {loss:.4f}"
+        shown = "no replies"
+        if loss is not None:
+            shown = f"loss {loss:.4f}"
         print(
             f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
             flush=True,
@@ -440,7 +452,9 @@ class Server:
             outcome, self.rounds.state, summed=len(devices), refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - began,
         )  # fmt: skip
-        shown = "no sum" if loss is None else f"loss {loss:.4f}"
+        shown = "no sum"
+        if loss is not None:
+            shown = f"loss {loss:.4f}"
         print(
             f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}",
             flush=True,

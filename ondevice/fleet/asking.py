@@ -31,7 +31,9 @@ def encoded(number: int, content: dict[str, Any]) -> bytes:
     def plain(value: Any) -> Any:
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
-        return [plain(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return value
 
     return json.dumps(
         {"number": number, "content": {key: plain(value) for key, value in content.items()}}
@@ -44,7 +46,9 @@ def received(connection: Connection) -> tuple[int, dict[str, Any]]:
     def restored(value: Any) -> Any:
         if isinstance(value, dict):
             return base64.b64decode(value["bytes"])
-        return [restored(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [restored(item) for item in value]
+        return value
 
     message = json.loads(connection.recv_bytes())
     return message["number"], {key: restored(value) for key, value in message["content"].items()}

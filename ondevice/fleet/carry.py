@@ -53,7 +53,9 @@ def files_of(parcel: Parcel) -> list[bytes]:
     files = []
     current = MAGIC
     for kind, data in entries:
-        entry = _ENTRY.pack(kind, len(data)) + data if len(data) < 1 << 16 else b""
+        entry = b""
+        if len(data) < 1 << 16:
+            entry = _ENTRY.pack(kind, len(data)) + data
         if not entry or len(MAGIC) + len(entry) + _CRC.size > MOST_BYTES:
             raise FleetError(
                 "a message is too large to be carried as a file",

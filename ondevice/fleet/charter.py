@@ -199,7 +199,9 @@ class Charter(CommonCharter):
                 received=f"{task.fleet:08x}",
             )
         first = self.first_step(task.round, 0)
-        lanes = LANE if self.fleet.seeds == "own" else 0
+        lanes = 0
+        if self.fleet.seeds == "own":
+            lanes = LANE
         ahead = task.first_step - first
         if (
             task.local_steps != self.fleet.local_steps
@@ -267,4 +269,6 @@ class Charter(CommonCharter):
             lane: the device's index in the round, from 0; used if devices have their own seeds.
         """
         step = number * self.fleet.local_steps
-        return step + (lane + 1) * LANE if self.fleet.seeds == "own" else step
+        if self.fleet.seeds == "own":
+            return step + (lane + 1) * LANE
+        return step

@@ -27,7 +27,9 @@ def clip(values: Sequence[float], norm: float | None) -> list[float]:
     if norm is None:
         return list(values)
     length = length_of(values)
-    return [value * (norm / length) for value in values] if length > norm else list(values)
+    if length > norm:
+        return [value * (norm / length) for value in values]
+    return list(values)
 
 
 def weights_of(rows: Sequence[int], most: int | None = None) -> list[int]:
@@ -48,7 +50,9 @@ def longest_of(lengths: Sequence[float]) -> float:
     devices lie, none of them moves the mean further than an honest device does. Fewer than three
     replies cannot be compared."""
     count = len(lengths)
-    return sorted(lengths)[count - 1 - max(1, count // 4)] if count >= LEAST else math.inf
+    if count >= LEAST:
+        return sorted(lengths)[count - 1 - max(1, count // 4)]
+    return math.inf
 
 
 def mean(columns: Sequence[Sequence[float]], weights: Sequence[int]) -> list[float]:

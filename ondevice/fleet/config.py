@@ -100,9 +100,13 @@ class FleetRun(RunConfig):
 
         Without a method it is the one whose replies are numbers. Without its noise it is signs:
         they replay several times faster than Gaussians."""
-        values = read_yaml(path) if path is not None else {}
+        values = {}
+        if path is not None:
+            values = read_yaml(path)
         section = values.get("method")
-        named = section if isinstance(section, str) else (section or {}).get("name")
+        named = section
+        if not isinstance(section, str):
+            named = (section or {}).get("name")
         given = dict(overrides or {})
         if given.get("train.out") is None and "out" not in (values.get("train") or {}):
             given["train.out"] = "runs/fleet"

@@ -32,7 +32,10 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/etc/localtime")
 DNS_PORT = 53
 
 _NO_NEW_PRIVILEGES = 38  # prctl
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # Landlock's system calls, the same on every architecture
+# Landlock's system calls, the same on every architecture
+_CREATE = 444
+_ADD = 445
+_RESTRICT = 446
 _PATH = 1
 _PORT = 2
 _WRITE_FILE = 1 << 1
@@ -84,9 +87,12 @@ def confine(files: Iterable[Path], ports: Iterable[int]) -> bool:
         (resource.RLIMIT_NOFILE, FILES),
     ):
         hard = resource.getrlimit(limit)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
         resource.setrlimit(limit, (most, most))
-    version = _call(_CREATE, None, 0, 1) if sys.platform == "linux" else -1
+    version = -1
+    if sys.platform == "linux":
+        version = _call(_CREATE, None, 0, 1)
     if version < 1:
         log.warning("no Landlock here: the process for the network may read what its user may")
         return False

@@ -129,7 +129,9 @@ class Device:
                 charter = Charter.from_bytes(content["charter"])
             with refusing(Code.OTHER_FLEET), Store.create(folder, charter) as store:
                 if "events" not in content:
-                    more = {"gives_subspace": True} if self.settings.gives_subspace else {}
+                    more = {}
+                    if self.settings.gives_subspace:
+                        more = {"gives_subspace": True}
                     return {"place": store.count(), **more}
         with refusing(Code.NO_FLEET):
             store = Store.open(folder)
@@ -274,7 +276,9 @@ class Device:
             Refusal: this device has no key.
         """
         with Store.open(Path(self.settings.folder)) as store:
-            return self._key().sign(ANSWER_DOMAIN + answer) if store.charter.device_keys else None
+            if store.charter.device_keys:
+                return self._key().sign(ANSWER_DOMAIN + answer)
+            return None
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say
@@ -355,7 +359,9 @@ def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> Ad
 
 
 def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
-    artifact = None if settings.artifact is None else Path(settings.artifact)
+    artifact = None
+    if settings.artifact is not None:
+        artifact = Path(settings.artifact)
     check_method(charter)
     model = settings.model if settings.model or artifact else public_source(charter)
     task = task_of(charter, settings.task)

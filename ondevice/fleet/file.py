@@ -31,7 +31,9 @@ class FleetFile:
     """The description of a folder without the file: 'no fleet'."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, charter: Any) -> None:
-        self.folder, self.connection, self.charter = folder, connection, charter
+        self.folder = folder
+        self.connection = connection
+        self.charter = charter
 
     @classmethod
     def _create(cls, folder: Path, charter: Any, *first: tuple[str, tuple[Any, ...]]) -> Self:
@@ -124,7 +126,9 @@ class FleetFile:
     def fact(self, name: str) -> str | None:
         """Return a stored value."""
         row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return None if row is None else row[0]
+        if row is None:
+            return None
+        return row[0]
 
     def facts(self, prefix: str) -> list[tuple[str, str]]:
         """Return the values whose names begin with `prefix`, with their names."""

@@ -99,7 +99,9 @@ def serve(
 
     shed()
     messages = in_memory()
-    keys = None if link.insecure else admit(messages.state(), link.certificates or Path())
+    keys = None
+    if not link.insecure:
+        keys = admit(messages.state(), link.certificates or Path())
     api = fleet_api(messages, keys)
     with (
         stoppable(),
@@ -203,7 +205,9 @@ def _proxy_ports() -> list[int]:
 
 def _listens(link: Link) -> bool:
     """Return True if somebody listens at the server's address."""
-    host = "127.0.0.1" if link.host in ("0.0.0.0", "::") else link.host
+    host = link.host
+    if link.host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
     try:
         socket.create_connection((host, link.port), 1).close()
     except OSError:

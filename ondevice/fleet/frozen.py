@@ -73,7 +73,9 @@ class Frozen:
         if data.startswith(MAGIC):
             name, found, rest = data[len(MAGIC) :].partition(b"\0")
         else:
-            name, found, rest = (b"", b"", b"")
+            name = b""
+            found = b""
+            rest = b""
         if not found or not NAME.fullmatch(name):
             raise FleetError(
                 "not frozen tensors of a fleet",
@@ -109,7 +111,10 @@ class Space:
     """
 
     def __init__(self, charter: Charter, session: Session, name: str, folder: Path) -> None:
-        self.charter, self.session, self.name, self.folder = charter, session, name, folder
+        self.charter = charter
+        self.session = session
+        self.name = name
+        self.folder = folder
         self.state = charter.state()
         self.place = 0
 

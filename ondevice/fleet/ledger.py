@@ -146,7 +146,9 @@ class Ledger:
             return
         (before,) = self.connection.execute("SELECT TOTAL(cost) FROM answered").fetchone()
         # Gaussian mechanisms of multipliers z compose to one of 1 / sqrt(sum of 1 / z^2).
-        most = BUDGET if budget is None else budget
+        most = budget
+        if budget is None:
+            most = BUDGET
         spent = bound(1 / math.sqrt(before + cost), 1)
         if spent > most:
             raise Refusal(
@@ -160,4 +162,6 @@ class Ledger:
 
 def cost_of(noise_multiplier: float) -> float:
     """Return what a reply with a device's numbers costs: 1 / z^2, which adds up over replies."""
-    return 1 / noise_multiplier**2 if noise_multiplier else math.inf
+    if noise_multiplier:
+        return 1 / noise_multiplier**2
+    return math.inf

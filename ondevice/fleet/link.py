@@ -46,7 +46,9 @@ class Link:
     @property
     def address(self) -> str:
         """`host:port`, an IPv6 address in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        if ":" in self.host:
+            return f"[{self.host}]:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def file(self, name: str) -> str:
         """Return the path of one of the certificates."""

@@ -57,7 +57,9 @@ class FleetLog:
         outcomes = [
             place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)
         ]
-        count = len(outcomes) if rounds is None else rounds
+        count = rounds
+        if rounds is None:
+            count = len(outcomes)
         if not 0 <= count <= len(outcomes):
             raise FleetError(
                 f"the log has fewer than {count} rounds",
@@ -72,7 +74,9 @@ def log_bytes(
 ) -> bytes:
     """Return a log of events that are encoded already, and of the files that refreshes among them
     name."""
-    files = [] if not frozen else [read_event(event) for event in events]
+    files = []
+    if frozen:
+        files = [read_event(event) for event in events]
     before = {place: frozen[event.digest].to_bytes() for place, event in enumerate(files)
               if frozen and isinstance(event, Refresh)}  # fmt: skip
     head = charter.to_bytes()
@@ -122,7 +126,9 @@ def read_log(data: bytes, name: str = "the log") -> FleetLog:
     frozen = {}
     while at < len(data):
         rest = len(data) - at
-        size = _LENGTH.unpack_from(data, at)[0] if rest >= _LENGTH.size else 0
+        size = 0
+        if rest >= _LENGTH.size:
+            size = _LENGTH.unpack_from(data, at)[0]
         if rest < _LENGTH.size + size + _CRC.size:
             return FleetLog(charter, tuple(events), rest, frozen)
         event = data[at + _LENGTH.size : at + _LENGTH.size + size]

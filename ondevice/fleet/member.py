@@ -94,8 +94,13 @@ class Member:
         noise: np.random.Generator | None = None,
         space: Space | None = None,
     ) -> None:
-        self.charter, self.session, self.batches, self.device = charter, session, batches, device
-        self.state = charter.state() if state is None else state
+        self.charter = charter
+        self.session = session
+        self.batches = batches
+        self.device = device
+        self.state = state
+        if state is None:
+            self.state = charter.state()
         self.noise = noise or np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
         self.name = vector_name(session, charter.session_size)
         self.space = space

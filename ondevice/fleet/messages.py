@@ -329,5 +329,9 @@ def read_event(data: bytes) -> Event:
     Raises:
         FleetError: it is neither an outcome nor a refresh.
     """
-    kind = data[2] if len(data) > 2 else None
-    return Refresh.from_bytes(data) if kind == Refresh.KIND else Outcome.from_bytes(data)
+    kind = None
+    if len(data) > 2:
+        kind = data[2]
+    if kind == Refresh.KIND:
+        return Refresh.from_bytes(data)
+    return Outcome.from_bytes(data)

@@ -106,7 +106,9 @@ def _proven_key(headers: dict[str, bytes]) -> bytes | None:
     except (KeyError, ValueError, TypeError, AttributeError):  # or a key of another kind
         return None
     is_new = -SYSTEM_TIME_TOLERANCE < age_s < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-    return key if is_signed and is_new else None
+    if is_signed and is_new:
+        return key
+    return None
 
 
 async def _own_replies(request: Request, call_next: RequestResponseEndpoint) -> Response:

@@ -69,11 +69,9 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
     task = config.data.task
 
     def answers() -> tuple[tuple[int, ...], str]:
-        return (
-            ((), "no task is named")
-            if task is None
-            else label_tokens_of_task(task, loaded.tokenizer)
-        )
+        if task is None:
+            return ((), "no task is named")
+        return label_tokens_of_task(task, loaded.tokenizer)
 
     config = config.model_copy(update={"method": config.method.with_answers(answers)})
     return config, _session(config, loaded, placement), loaded.source

@@ -60,7 +60,9 @@ class Post:
         now = time.monotonic()
         for message in given:  # a grid gives each message its number when it is pushed
             number = message.metadata.message_id
-            until = now + self.wait_s if number in accepted else now
+            until = now
+            if number in accepted:
+                until = now + self.wait_s
             self.sent[number] = Sent(message.metadata.dst_node_id, until)
 
     def take(self, numbers: Iterable[str] | None = None) -> list[tuple[Sent, Message | None]]:

@@ -25,7 +25,9 @@ def epsilon(noise_multiplier: float, answers: int, delta: float = DELTA) -> floa
         MissingPackageError: dp-accounting is not installed.
     """
     if not noise_multiplier:
-        return float("inf") if answers else 0.0
+        if answers:
+            return float("inf")
+        return 0.0
     if not answers:
         return 0.0
     try:

@@ -215,7 +215,9 @@ class Secrets:
                 hint="begin the fleet with --device-keys DIR, the folder of all devices' public keys",
             )
         *_, asymmetric = primitives()
-        self.device, self.task, self.allowed = device, task, allowed
+        self.device = device
+        self.task = task
+        self.allowed = allowed
         self._mask_pair, self._share_pair = (asymmetric.generate_key_pairs() for _ in range(2))
         self._seed = os.urandom(32)
         keys = Keys(
@@ -316,7 +318,9 @@ class Secrets:
             shares = (base64.b64decode(seed, validate=True), base64.b64decode(key, validate=True))
         except Exception:
             return None
-        return shares if (source, target) == (peer, self.device) and all(shares) else None
+        if (source, target) == (peer, self.device) and all(shares):
+            return shares
+        return None
 
     def reveal(self, alive: Collection[int], gone: Collection[int]) -> Revealed:
         """Return the shares of the masks of neighbours whose vectors came, and of the keys of those

@@ -63,7 +63,9 @@ def simulate(
         FleetError: the folder holds a fleet and neither flag is set, or another fleet.
     """
     config, session, rows, loaded = open_run(config)
-    kind = AveragingSimulation if config.averages else Simulation
+    kind = Simulation
+    if config.averages:
+        kind = AveragingSimulation
     try:
         return kind(config, session, rows, loaded).run(resume, overwrite, on_round)
     finally:
@@ -81,7 +83,9 @@ class Simulation:
     """
 
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
-        self.config, self.session, self.rows = config, session, rows
+        self.config = config
+        self.session = session
+        self.rows = rows
         self.charter = config.charter(session, model)
         simulated = config.simulation
         seed = config.train.seed

@@ -73,12 +73,17 @@ class State:
         start: np.ndarray | None = None,
         steps: Steps | None = None,
     ) -> None:
-        self.size, self.seed, self.noise, self.queries = size, seed, noise, queries
+        self.size = size
+        self.seed = seed
+        self.noise = noise
+        self.queries = queries
         self.momentum = momentum
         self.vector = np.zeros(size, dtype=np.int64) if start is None else to_units(start)
         self.velocity = np.zeros(size if momentum else 0, dtype=np.int64)
         self.steps = steps
-        self.moments = None if steps is None else Moments.zeros(size)
+        self.moments = None
+        if steps is not None:
+            self.moments = Moments.zeros(size)
         self.frozen = bytes(32)
         self.round = 0
         self.refreshed = -1
@@ -87,7 +92,9 @@ class State:
     def digest(self) -> bytes:
         """Return the SHA-256 of the state, 32 bytes."""
         if self._digest is None:
-            kind = self.momentum if self.moments is None else ADAM
+            kind = ADAM
+            if self.moments is None:
+                kind = self.momentum
             digest = hashlib.sha256(DOMAIN + struct.pack("<QH", self.size, kind) + self.frozen)
             digest.update(self.vector.astype("<i8", copy=False).data)
             digest.update(self.slots())

@@ -28,17 +28,25 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
         FleetError: the path has no fleet.
     """
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
+    folder = path.parent
+    if path.is_dir():
+        folder = path
     if (path.is_dir() or path.name == ADAPTERS) and (folder / ADAPTERS).is_file():
         return _adapters(folder)
     if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
         with Store.open(folder) as store:
-            state, charter, table = store.state(), store.charter, store.table()
+            state = store.state()
+            charter = store.charter
+            table = store.table()
             most = store.count() if charter.fleet.secure else store.most_answers()
             devices = json.loads(store.fact("devices") or "{}")
     else:
         log = read_file(path)
-        state, charter, table, devices, most = replay(log), log.charter, [], {}, len(log.events)
+        state = replay(log)
+        charter = log.charter
+        table = []
+        devices = {}
+        most = len(log.events)
     own = {"rounds": state.round, "hash": state.digest().hex(), "elements": charter.size}
     return _values(charter, own, table, devices, _privacy(charter, most, delta))
 
@@ -58,7 +66,9 @@ def progress(folder: Path) -> dict[str, Any] | None:
 def _adapters(folder: Path) -> dict[str, Any]:
     """Return the same of a first-order fleet."""
     with AdapterStore.open(folder) as store:
-        charter, table, arrays = store.charter, store.table(), store.tensors()
+        charter = store.charter
+        table = store.table()
+        arrays = store.tensors()
         devices = json.loads(store.fact("devices") or "{}")
     elements = sum(value.size for value in arrays.values())
     own = {"rounds": len(table), "hash": digest(arrays), "elements": elements}

@@ -199,7 +199,9 @@ class Store(FleetFile):
 
     def refreshes(self, first: int = 0) -> list[Refresh]:
         """Return the refreshes from place `first` on."""
-        events = map(read_event, self.events(first)) if self.charter.subspace == "given" else ()
+        events = ()
+        if self.charter.subspace == "given":
+            events = map(read_event, self.events(first))
         return [event for event in events if isinstance(event, Refresh)]
 
     def files(self, first: int = 0) -> list[Frozen]:
@@ -260,4 +262,6 @@ def read_file(path: Path) -> FleetLog:
 
 def _signed(number: int) -> int:
     """SQLite's integers are signed; a device's number is not."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+    if number >= 1 << 63:
+        return number - (1 << 64)
+    return number

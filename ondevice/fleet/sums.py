@@ -49,7 +49,10 @@ class SecureSum:
     def __init__(
         self, send: Send, task: bytes, allowed: Collection[str], blame: Callable[[int, Code], None]
     ) -> None:
-        self.send, self.task, self.allowed, self.blame = send, task, allowed, blame
+        self.send = send
+        self.task = task
+        self.allowed = allowed
+        self.blame = blame
         self.keys: dict[int, Keys] = {}
         self.near: dict[int, set[int]] = {}
 

@@ -39,7 +39,9 @@ def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], No
     def write(row: Job) -> None:
         for adapter in copied:
             name = row.spec.get("name") or job
-            title = f"{name} (best)" if adapter.endswith("-best") else name
+            title = name
+            if adapter.endswith("-best"):
+                title = f"{name} (best)"
             insert_adapter(store, adapter, title, job, row.spec.get("model"))
 
     return write
@@ -78,9 +80,9 @@ def insert_adapter(
 
 
 def list_adapters(
-    store: Store, limit: int, after: str | None = None
+    store: Store, limit: int | None, after: str | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return up to `limit` adapters after `after`, the newest first, and whether there are more.
+    """Return up to `limit` adapters (None: all) after `after`, the newest first, and whether there are more.
 
     Raises:
         ConfigError: `after` is not in the list.
@@ -110,7 +112,9 @@ def get_adapter(store: Store, name: str) -> dict[str, Any]:
 def active_adapter(store: Store) -> str | None:
     """Return the id of the active adapter; None for the base model."""
     row = store.row("SELECT adapter FROM activations ORDER BY number DESC LIMIT 1")
-    return row["adapter"] if row else None
+    if row:
+        return row["adapter"]
+    return None
 
 
 def activate(store: Store, name: str) -> None:
@@ -145,7 +149,8 @@ def link_active(store: Store) -> None:
     """Point the link `active` to the adapter that is active in the database, with one rename."""
     # The transaction is a lock: two threads that link at once take turns, so the newest row wins.
     with store.transaction(durable=False):
-        name, link = active_adapter(store), store.root / ACTIVE
+        name = active_adapter(store)
+        link = store.root / ACTIVE
         if name is None:
             link.unlink(missing_ok=True)
             return

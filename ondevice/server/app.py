@@ -165,14 +165,14 @@ def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    first = (
-        error.errors()[0] if isinstance(error, RequestValidationError) and error.errors() else {}
-    )
+    first = {}
+    if isinstance(error, RequestValidationError) and error.errors():
+        first = error.errors()[0]
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
-    text = (
-        received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
-    )
+    text = received
+    if not isinstance(received, int | float | bool | type(None)):
+        text = str(received)[:200]
     values = {
         "error": "ConfigError",
         "message": f"'{place}': {first.get('msg', 'cannot be read')}",
@@ -184,8 +184,12 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _plain(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    status = 500
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    headers = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
     return refused(status, MESSAGES.get(status, "the request was refused"), headers=headers)
 
 
@@ -234,14 +238,19 @@ class Guard:
     def __init__(
         self, app: ASGIApp, daemon: Daemon, host: str, tls: bool, tries: security.Tries
     ) -> None:
-        self.app, self.daemon, self.host, self.tls, self.tries = app, daemon, host, tls, tries
+        self.app = app
+        self.daemon = daemon
+        self.host = host
+        self.tls = tls
+        self.tries = tries
         self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        began = time.perf_counter()
+        status = 500
 
         async def send_response(message: Message) -> None:
             nonlocal status
@@ -267,7 +276,10 @@ class Guard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on. An open response, such as events, ends once its token is revoked."""
-        checked, taken, held, limit = time.monotonic(), 0, 0, _limit(scope)
+        checked = time.monotonic()
+        taken = 0
+        held = 0
+        limit = _limit(scope)
 
         async def counted() -> Message:
             """Enforce the limits of a body, even without a length, and of all large bodies."""
@@ -315,7 +327,8 @@ class Guard:
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
         """Return the refusal of a request (the arguments of `refused`); None if it may pass."""
-        headers, path = Headers(scope=scope), scope["path"]
+        headers = Headers(scope=scope)
+        path = scope["path"]
         host = headers.get("host", "")
         # Another page can point its own name at this address (DNS rebinding) to be of the same
         # origin.
@@ -372,10 +385,8 @@ class Guard:
         if self._has_token(scope):
             return None
         address = (scope.get("client") or ("unknown", 0))[0]
-        secret, session = (
-            headers.get("authorization", "").partition(" ")[2],
-            security.session_of(scope, self.tls),
-        )
+        secret = headers.get("authorization", "").partition(" ")[2]
+        session = security.session_of(scope, self.tls)
         # Behind a proxy all clients have one address: one with wrong tokens must not lock out
         # another.
         if refusal := self.tries.refusal(address):
@@ -385,10 +396,8 @@ class Guard:
         message = "unknown token" if secret or session else "this server needs a token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
         if not security.has_tokens(self.daemon.store):
-            message, hint = (
-                security.NONE_LEFT,
-                "`ondevice serve token` on the server's machine makes a new one",
-            )
+            message = security.NONE_LEFT
+            hint = "`ondevice serve token` on the server's machine makes a new one"
         return (
             401,
             message,
@@ -411,4 +420,6 @@ class Guard:
 
 def _limit(scope: Scope) -> int:
     part = scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/")
-    return PART_BYTES if part else BODY_BYTES
+    if part:
+        return PART_BYTES
+    return BODY_BYTES

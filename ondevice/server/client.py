@@ -64,11 +64,8 @@ class Client(Transport):
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models that a job can use."""
-        return [
-            row
-            for row in self.ask("GET", "/v1/models")["data"]
-            if row["kind"] not in ("adapter", "artifact")
-        ]
+        rows = self._all("/v1/models")
+        return [row for row in rows if row["kind"] not in ("adapter", "artifact")]
 
     def artifacts(self) -> list[dict[str, Any]]:
         """Return the exported programs that a job can use."""
@@ -119,7 +116,8 @@ class Client(Transport):
             **options,
         }  # fmt: skip
         upload = self.ask("POST", "/v1/uploads", request)
-        place, offset = f"/v1/uploads/{upload['id']}", 0
+        place = f"/v1/uploads/{upload['id']}"
+        offset = 0
         with open(path, "rb") as file:
             while (
                 offset < request["bytes"]
@@ -186,13 +184,15 @@ class Client(Transport):
         Args:
             follow: wait for more events until the job ends.
         """
-        failures, query = 0, {"follow": str(follow).lower()}
+        failures = 0
+        query = {"follow": str(follow).lower()}
         while True:
             try:
                 for number, event in self._server_sent(
                     f"/v1/jobs/{quote(job)}/events", query | {"after": after}
                 ):
-                    after, failures = number, 0
+                    after = number
+                    failures = 0
                     yield {"id": number, **event}
                 if not follow or self.job(job)["state"] in ENDED:
                     return
@@ -233,7 +233,8 @@ class Client(Transport):
         Raises:
             StorageError: `folder` holds something other than an adapter.
         """
-        content, folder = self._send("GET", f"/v1/adapters/{quote(adapter)}/download"), Path(folder)
+        content = self._send("GET", f"/v1/adapters/{quote(adapter)}/download")
+        folder = Path(folder)
         with atomic_directory(folder, marker="adapter_config.json") as partial:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 for name in archive.namelist():
@@ -355,8 +356,12 @@ class Client(Transport):
         """Return all entries of a list, page by page."""
         entries: list[dict[str, Any]] = []
         while True:
-            after = entries[-1]["id"] if entries else None
+            after = None
+            if entries:
+                after = entries[-1]["id"]
             part = self.ask("GET", path, query={**(query or {}), "limit": PAGE, "after": after})
+            if isinstance(part, dict):  # OpenAI's form of a list
+                part = part["data"]
             entries += part
             if len(part) < PAGE:
                 return entries

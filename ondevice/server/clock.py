@@ -59,7 +59,9 @@ class StoreClock:
         self._kept_s = 0.0
         row = store.row("SELECT * FROM clock")
         now = uptime_s()
-        counted = 0.0 if row is None else float(row["seconds"])
+        counted = 0.0
+        if row is not None:
+            counted = float(row["seconds"])
         if row is not None and row["boot"] == boot_id() and now >= row["uptime_s"]:
             counted += now - row["uptime_s"]
         self._base = counted - now

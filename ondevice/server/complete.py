@@ -63,7 +63,8 @@ def complete(
             hint="shorten the prompt, or lower max_tokens",
         )
     yield {"prompt_tokens": len(ids)}
-    generator, ending = generator_of(loaded), Ending()
+    generator = generator_of(loaded)
+    ending = Ending()
     if adapter is not None:
         generator.use(Path(adapter))
     try:
@@ -75,12 +76,16 @@ def complete(
         for part in parts(unstopped, loaded.tokenizer, stop, ending):
             if interrupt.stopped:
                 break
-            entries = [] if top is None else [_entry(loaded, token) for token in part.tokens]
+            entries = []
+            if top is not None:
+                entries = [_entry(loaded, token) for token in part.tokens]
             if part.text or entries:
                 yield {"text": part.text, "tokens": entries}
     finally:
         generator.use(None)  # the model stays loaded for the next request
-    finish = "cancelled" if interrupt.stopped else ending.finish
+    finish = ending.finish
+    if interrupt.stopped:
+        finish = "cancelled"
     return {"finish": finish, "completion_tokens": ending.tokens}
 
 

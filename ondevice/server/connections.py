@@ -115,7 +115,9 @@ class Connection(H11Protocol):
     def _note(self) -> None:
         """Start the deadline of the next part of a request when one has arrived."""
         if self.conn.their_state is not self._phase:
-            self._phase, self._since, self._taken = self.conn.their_state, time.monotonic(), 0
+            self._phase = self.conn.their_state
+            self._since = time.monotonic()
+            self._taken = 0
         self.server_state.moved(self)
 
     def _refuse_late(self, expected: str) -> None:
@@ -157,7 +159,8 @@ class Crowd(ServerState):
 
     def __init__(self, most: int = CONNECTIONS, most_of_one: int | None = None) -> None:
         super().__init__()
-        self.most, self.most_of_one = most, most_of_one or max(1, most // 2)
+        self.most = most
+        self.most_of_one = most_of_one or max(1, most // 2)
         self.clients: dict[str, OrderedDict[Connection, None]] = {}
         """Connections of each client, in the order of their last sign of life."""
 
@@ -205,12 +208,16 @@ def _drop_silent(crowd: OrderedDict[Connection, None]) -> bool:
 def connection_limit() -> int:
     """Raise this process's limit of open files if allowed; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    wanted = FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
         except (OSError, ValueError) as error:
             _log.warning("the limit of open files stays at %d: %s", soft, error)
-    room = CONNECTIONS if soft == resource.RLIM_INFINITY else soft - OTHER_FILES
+    room = CONNECTIONS
+    if soft != resource.RLIM_INFINITY:
+        room = soft - OTHER_FILES
     return max(100, min(CONNECTIONS, room))

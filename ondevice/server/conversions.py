@@ -33,7 +33,10 @@ STAGE_S = 3600.0
 """Longest silence of a conversion, in seconds: a large model is read or written in one stage."""
 STOP_S = 10.0
 KEPT_S = 24 * 3600.0
-WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
+WAITING = "waiting"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
 
 
 class ConversionRequest(StrictConfig):
@@ -71,9 +74,11 @@ class Conversions:
     """
 
     def __init__(self, store: Store, running_job: Callable[[], dict[str, Any] | None]) -> None:
-        self.store, self.running_job = store, running_job
+        self.store = store
+        self.running_job = running_job
         self.helper = Helper("conversion", timeout_s=STAGE_S)
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
         self._present: str | None = None
         self._turning = threading.Lock()
         """Held while `_present` changes or is ended, so that the next one is not ended instead."""
@@ -112,7 +117,8 @@ class Conversions:
             ConfigError: an unknown format or dtype, or no model although the format needs one.
             MissingError: no such adapter or model.
         """
-        form, adapter = form_of(request.to), get_adapter(self.store, request.adapter)
+        form = form_of(request.to)
+        adapter = get_adapter(self.store, request.adapter)
         if request.dtype is not None and request.dtype not in filter(None, form.dtypes):
             expected = ", ".join(filter(None, form.dtypes)) or "none: this format keeps the numbers"
             raise ConfigError(f"dtype for {form.name}", expected=expected, received=request.dtype)
@@ -218,14 +224,17 @@ class Conversions:
                 self.helper.end_if_idle(0.0)  # the next conversion does not need its model
 
     def _convert(self, row: dict[str, Any]) -> None:
-        name, form = row["id"], form_of(row["form"])
+        name = row["id"]
+        form = form_of(row["form"])
         if not self._set(name, state=RUNNING, stage="starting"):
             return
         folder = self.store.path("exits", name)
         try:
             folder.mkdir(mode=0o700)
             source = str(adapter_folder(self.store, row["adapter"]))
-            model = None if row["model"] is None else locate_model(self.store, row["model"])
+            model = None
+            if row["model"] is not None:
+                model = locate_model(self.store, row["model"])
             written = folder / file_name(row["adapter"], form)
             parts = self.helper.stream(
                 "convert", source=source, to=form.name, out=str(written), model=model, dtype=row["dtype"],

@@ -111,7 +111,9 @@ def _check_room(
         if merged:
             parts["weights, read back"] = weights
         check_room_here(parts, "cpu", job)
-    need = int(weights / 4 * _BYTES.get(dtype, 2.0)) if merged else 0
+    need = 0
+    if merged:
+        need = int(weights / 4 * _BYTES.get(dtype, 2.0))
     free = shutil.disk_usage(place).free
     if need + SPARE_BYTES > free:
         raise StorageError(

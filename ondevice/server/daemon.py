@@ -31,7 +31,8 @@ LOCK = "serve.lock"
 HOUSEKEEPING_S = 30.0
 HUNG_S = 60.0
 """Longest turn of the supervisor, in seconds. It announces a turn that takes longer."""
-LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
+LOST = "lost"
+LOST_KEPT_S = 30 * 24 * 3600.0
 """The folder for folders that the database does not know, and seconds until their deletion."""
 
 
@@ -161,10 +162,8 @@ def sweep(store: Store) -> None:
     uploads.recover(store)
     store.clock.forget_missing()
     for kind in ("datasets", "adapters", "jobs"):
-        ids, lost = (
-            {row["id"] for row in store.rows(f"SELECT id FROM {kind}")},
-            store.root / LOST / kind,
-        )
+        ids = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}
+        lost = store.root / LOST / kind
         for folder in [*lost.iterdir()] if lost.is_dir() else []:
             if store.clock.age_s(f"{LOST}/{kind}/{folder.name}") > LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)

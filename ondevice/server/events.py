@@ -57,18 +57,21 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
         with store.transaction(durable=False) as db:
             row = queue.get(job)
             folder = store.path("jobs", job)
-            offset, followed = row.offset, row.followed
+            offset = row.offset
+            followed = row.followed
             if followed < row.attempt:
                 begun = _read_json(folder / ATTEMPT)
                 if begun.get("attempt") != row.attempt:
                     break  # this attempt has not written anything yet
-                offset, followed = int(begun["offset"]), row.attempt
+                offset = int(begun["offset"])
+                followed = row.attempt
             # Only complete lines: the last one may still be written.
             content = _read(folder / RUN / FILE_NAME, offset)
             end = content.rfind(b"\n") + 1
             if not end and followed == row.followed:
                 break
-            events, progress = [], dict(row.progress)
+            events = []
+            progress = dict(row.progress)
             for line in content[:end].splitlines():
                 event = parse(line)
                 if event is not None:
@@ -95,7 +98,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
     counts = [values[name] for name in ("step", "steps") if name in values]
-    return values if all(isinstance(count, int | None) for count in counts) else None
+    if all(isinstance(count, int | None) for count in counts):
+        return values
+    return None
 
 
 def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
@@ -145,7 +150,9 @@ def _read_json(path: Any) -> dict[str, Any]:
         values = read_json(path)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return values
+    return {}
 
 
 KEPT_FRAMES = 4096
@@ -221,8 +228,11 @@ class Hub:
         try:
             while True:
                 # Taken before the frames are read: frames that arrive in between set this event.
-                fresh, ended = channel.fresh, channel.ended
-                frames = channel.after(last) if last <= channel.last else b""
+                fresh = channel.fresh
+                ended = channel.ended
+                frames = b""
+                if last <= channel.last:
+                    frames = channel.after(last)
                 if frames is None or (not frames and not follow):
                     rows = await to_thread.run_sync(self.store.events, job, last, PAGE_EVENTS)
                     if rows:
@@ -284,7 +294,8 @@ class Hub:
                 channel.ended = await to_thread.run_sync(self._has_ended, job, channel.last)
         finally:
             if rows or channel.ended:
-                fresh, channel.fresh = channel.fresh, asyncio.Event()
+                fresh = channel.fresh
+                channel.fresh = asyncio.Event()
                 fresh.set()
 
     def _has_ended(self, job: str, last: int) -> bool:
@@ -318,7 +329,8 @@ def curve(store: Store, job: str, points: int) -> list[dict[str, Any]]:
     A resumed run repeats steps; the later ones count.
     """
     # First only the numbers and ids, of perhaps a million steps; then the events to show.
-    numbers, ids = array("q"), array("q")
+    numbers = array("q")
+    ids = array("q")
     evaluations: dict[int, int] = {}
     rows = store.connection.execute(
         "SELECT id, kind, CAST(COALESCE(json_extract(data, '$.step'), 0) AS INTEGER) FROM events WHERE job = ? "

@@ -99,7 +99,9 @@ class Seat(StrictConfig):
         for name, column in (self.columns or {}).items():
             found += ["--column", f"{name}={column}"]
         found += ["--strict-columns"] if self.strict_columns else []
-        return [*found, "--insecure"] if self.insecure else found
+        if self.insecure:
+            return [*found, "--insecure"]
+        return found
 
 
 @dataclass
@@ -152,7 +154,9 @@ class Fleets(threading.Thread):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="fleets", daemon=True)
-        self.folder, self.busy, self.clock = root / FOLDER, busy, clock
+        self.folder = root / FOLDER
+        self.busy = busy
+        self.clock = clock
         self.progress = progress
         self.running: dict[str, Running] = {}
         self._ending = threading.Event()
@@ -186,7 +190,8 @@ class Fleets(threading.Thread):
 
     def turn(self) -> None:
         """Check every seat once: start the devices that may run, stop the others, note why."""
-        seats, now = self.seats(), time.monotonic()
+        seats = self.seats()
+        now = time.monotonic()
         for name in [name for name in self.running if name not in seats]:
             if _end(self.running[name], now):
                 del self.running[name]
@@ -199,7 +204,8 @@ class Fleets(threading.Thread):
                     running.why = (
                         self._last_line(name) or f"it ended with status {process.returncode}"
                     )
-                running.process, running.stopping = None, 0.0
+                running.process = None
+                running.stopping = 0.0
             refusal = self._refusal(seat, running)
             if refusal:
                 running.why = refusal
@@ -233,19 +239,24 @@ class Fleets(threading.Thread):
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=child_environment(),
             )  # fmt: skip
-        running.why, running.stopping = "", 0.0
+        running.why = ""
+        running.stopping = 0.0
 
     def _last_line(self, name: str) -> str:
         path = self.folder / name / "device.log"
-        lines = path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
+        lines = []
+        if path.is_file():
+            lines = path.read_text(errors="replace").strip().splitlines()
         said = [line for line in lines if line.startswith("error: ")]
         return (said or lines or [""])[-1][:300]
 
     def table(self) -> list[dict[str, Any]]:
         """Return the response to GET /v1/fleets: one entry per seat."""
-        seats, rows = self.seats(), []
+        seats = self.seats()
+        rows = []
         for name in sorted({*seats, *self.running}):
-            running, seat = self.running.get(name, Running()), seats.get(name)
+            running = self.running.get(name, Running())
+            seat = seats.get(name)
             rows.append({
                 "name": name, "running": running.process is not None, "why": running.why,
                 "server": f"{seat.host}:{seat.port}" if seat else None,

@@ -121,7 +121,8 @@ def _open(
     if artifact is not None:
         return _open_artifact(Path(artifact), tokens, job, device)
     source = str(model)
-    dims, dtype = read_dims(source), _dtype(source)
+    dims = read_dims(source)
+    dtype = _dtype(source)
     if job is not None:
         weights = sum(weight_bytes(dims, dtype))
         check_room_here(needs(dims, weights, dtype, tokens, device), device, job)
@@ -157,7 +158,9 @@ def _open_artifact(
 
 def _dtype(source: str) -> str:
     """Return bfloat16 for weights in bfloat16: float32 would need twice the memory."""
-    config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
+    config = {}
+    if not source.startswith(TINY_PREFIX):
+        config = config_of(source)[0]
     stored = config.get("dtype") or config.get("torch_dtype")
     return "bfloat16" if stored == "bfloat16" else "float32"
 

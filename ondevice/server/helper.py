@@ -43,7 +43,9 @@ class Helper:
     """
 
     def __init__(self, name: str, timeout_s: float = TIMEOUT_S, idle_s: float = IDLE_S) -> None:
-        self.name, self.timeout_s, self.idle_s = name, timeout_s, idle_s
+        self.name = name
+        self.timeout_s = timeout_s
+        self.idle_s = idle_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._used = time.monotonic()
@@ -127,7 +129,10 @@ class Helper:
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
         """End the process if it has been idle for `idle_s` seconds (None: its own limit)."""
-        waited_s, least_s = time.monotonic() - self._used, self.idle_s if idle_s is None else idle_s
+        waited_s = time.monotonic() - self._used
+        least_s = idle_s
+        if idle_s is None:
+            least_s = self.idle_s
         if self._process is not None and waited_s > least_s and self._lock.acquire(False):
             try:
                 self._kill()
@@ -178,11 +183,9 @@ class Helper:
         """Return the next line; bytes after it are kept for the next read."""
         if process.stdout is None:
             raise OSError("no pipe")
-        deadline, content, source = (
-            time.monotonic() + self.timeout_s,
-            bytearray(self._ahead),
-            process.stdout.fileno(),
-        )
+        deadline = time.monotonic() + self.timeout_s
+        content = bytearray(self._ahead)
+        source = process.stdout.fileno()
         waiting = select.poll()
         while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
@@ -198,7 +201,8 @@ class Helper:
         return json.loads(content[:end])
 
     def _kill(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         try:

@@ -349,8 +349,12 @@ def _source(folder: Path) -> str | None:
     """Return the source in a folder of the store: the folder, its only .gguf file, or None."""
     if (folder / "config.json").is_file():
         return str(folder)
-    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-    return str(files[0]) if len(files) == 1 else None
+    files = []
+    if folder.is_dir():
+        files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return str(files[0])
+    return None
 
 
 def _config(folder: Path) -> dict[str, Any]:

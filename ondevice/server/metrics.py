@@ -59,7 +59,8 @@ def _power(folder: Path) -> Iterator[tuple[str, float]]:
                 yield _label(chip, path.name.replace("input", "label"), path.name), watts / 1e6
         for path in sorted(chip.glob("curr*_input")):
             number = path.name[4:-6]
-            amperes, volts = _number(path), _number(chip / f"in{number}_input")
+            amperes = _number(path)
+            volts = _number(chip / f"in{number}_input")
             if amperes is not None and volts is not None:
                 yield _label(chip, f"in{number}_label", f"rail{number}"), amperes * volts / 1e6
 
@@ -124,7 +125,9 @@ class Metrics:
     def request(self, method: str, path: str, status: int) -> None:
         """Count a request with its response."""
         # Only known methods are labels: otherwise a client could make any number of time series.
-        label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
+        label = "other"
+        if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"):
+            label = method
         self.requests[label, path, status] += 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,4 +231,6 @@ def _gpu_families(gpus: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None

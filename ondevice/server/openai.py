@@ -75,7 +75,9 @@ class CompletionRequest(Documented):
     @property
     def stops(self) -> list[str]:
         """Texts that end the generation."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return list(self.stop or ())
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `server.complete.complete`, without the prompt and the model."""
@@ -102,11 +104,9 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the turn for a chat template."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+        text = self.content
+        if not isinstance(self.content, str):
+            text = "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -122,7 +122,9 @@ class ChatRequest(CompletionRequest):
     def asked(self) -> dict[str, Any]:
         """Return the arguments of `server.complete.complete`, without the model."""
         self.check()
-        top = (self.top_logprobs or 0) if self.logprobs else None
+        top = None
+        if self.logprobs:
+            top = self.top_logprobs or 0
         most = self.max_completion_tokens or self.max_tokens
         messages = [message.plain() for message in self.messages]
         return {"prompt": messages, "max_new_tokens": most, "top": top, **self.options()}
@@ -165,17 +167,17 @@ class Completion:
     """
 
     def __init__(self, chat: bool, model: str, prompt_tokens: int, probabilities: bool) -> None:
-        self.chat, self.prompt_tokens, self.probabilities = chat, prompt_tokens, probabilities
+        self.chat = chat
+        self.prompt_tokens = prompt_tokens
+        self.probabilities = probabilities
         self.offset = 0
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, parts: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
         """Build the response to a request that does not stream."""
-        text, tokens = (
-            "".join(part["text"] for part in parts),
-            [token for part in parts for token in part["tokens"]],
-        )
+        text = "".join(part["text"] for part in parts)
+        tokens = [token for part in parts for token in part["tokens"]]
         content = (
             {"message": {"role": "assistant", "content": text, "refusal": None}}
             if self.chat
@@ -274,7 +276,9 @@ def error_fields(error: OndeviceError) -> dict[str, Any]:
 def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
     """Convert an `ErrorResponse` to OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = "model_not_found" if status == 404 else values["error"]
+    code = "model_not_found"
+    if status != 404:
+        code = values["error"]
     parts = [str(values["message"])]
     for word in ("expected", "received"):
         if values.get(word) is not None:

@@ -28,7 +28,9 @@ class Pool:
     """
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
-        self.name, self.threads, self.waiting = name, threads, waiting
+        self.name = name
+        self.threads = threads
+        self.waiting = waiting
         self._limiter: CapacityLimiter | None = None
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

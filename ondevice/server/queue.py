@@ -126,12 +126,10 @@ class Queue:
         clock: Callable[[], float] = time.time,
         elapsed: Callable[[], float] | None = None,
     ) -> None:
-        self.store, self.changed, self.clock, self.elapsed = (
-            store,
-            changed,
-            clock,
-            elapsed or store.clock.now,
-        )
+        self.store = store
+        self.changed = changed
+        self.clock = clock
+        self.elapsed = elapsed or store.clock.now
 
     def create(
         self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None
@@ -145,7 +143,8 @@ class Queue:
         Raises:
             ConfigError: the key has made another job.
         """
-        name, now = new_id("job"), self.clock()
+        name = new_id("job")
+        now = self.clock()
         with self.store.transaction() as db:
             if key is not None:
                 if (made := self.made(*key)) is not None:
@@ -171,7 +170,9 @@ class Queue:
             ConfigError: the key has made another job.
         """
         row = self.store.row("SELECT * FROM keys WHERE key = ?", key)
-        job = None if row is None else self.store.row(f"{_JOBS} WHERE id = ?", row["job"])
+        job = None
+        if row is not None:
+            job = self.store.row(f"{_JOBS} WHERE id = ?", row["job"])
         if row is None or job is None:
             return None
         if row["digest"] != digest:
@@ -205,7 +206,9 @@ class Queue:
         Raises:
             ConfigError: `after` is not in this list.
         """
-        where = f"state IN ({','.join('?' * len(states))})" if states else "1"
+        where = "1"
+        if states:
+            where = f"state IN ({','.join('?' * len(states))})"
         rows, more = self.store.page(
             "jobs", _ORDER, limit, after, where=where, values=states, columns=_COLUMNS
         )
@@ -225,11 +228,14 @@ class Queue:
             "AND json_extract(spec, ?) = ? ORDER BY number LIMIT 1",
             f"$.{kind}", name,
         )  # fmt: skip
-        return row["id"] if row else None
+        if row:
+            return row["id"]
+        return None
 
     def next(self) -> Job | None:
         """Choose the job to run now, if any may start: the highest priority, then the oldest."""
-        now, elapsed = self.clock(), self.elapsed()
+        now = self.clock()
+        elapsed = self.elapsed()
         if self.store.row("SELECT 1 FROM jobs WHERE state IN (?, ?, ?)", *ACTIVE):
             return None
         # Only the windows are read until a job may start: a thousand jobs may wait for the night.
@@ -285,7 +291,8 @@ class Queue:
                 )
             if state == row.state:
                 return row
-            now, ended = self.clock(), None
+            now = self.clock()
+            ended = None
             if state in ENDED:
                 ended = now
             db.execute(
@@ -322,7 +329,7 @@ class Queue:
 
     def ended(
         self, job: str, outcome: Outcome, *, reason: str = "", error: dict[str, Any] | None = None, ran_s: float = 0.0,
-        and_then: Callable[[Job], None] = lambda job: None,
+        and_then: Callable[[Job], None] | None = None,
     ) -> Job:  # fmt: skip
         """Record how the worker of an active job ended.
 
@@ -330,19 +337,23 @@ class Queue:
             and_then: more to write in the same transaction.
         """
         with self.store.transaction() as db:
-            row, now = self.get(job), self.clock()
+            row = self.get(job)
+            now = self.clock()
             state = AFTER[outcome].get(row.state)
             if state is None:
                 raise BusyError(
                     f"the job is {row.state}", expected=" or ".join(ACTIVE), received=row.state
                 )
-            crashes, crashed_at, wait_s = row.crashes, row.crashed_at_step, 0.0
+            crashes = row.crashes
+            crashed_at = row.crashed_at_step
+            wait_s = 0.0
             if outcome == "crashed":
                 # A new checkpoint is progress: only crashes without one between them use up the
                 # retries.
                 saved = int(row.progress.get("checkpoint_step", 0))
                 crashes = 1 if saved > crashed_at else crashes + 1
-                crashed_at, wait_s = saved, min(LONGEST_PAUSE_S, 2.0 ** (crashes - 1))
+                crashed_at = saved
+                wait_s = min(LONGEST_PAUSE_S, 2.0 ** (crashes - 1))
                 retries = row.spec.get("limits", {}).get("retries", RETRIES)
                 if state == "queued" and crashes > retries:
                     state = "failed"
@@ -361,7 +372,8 @@ class Queue:
                     job,
                 ),
             )
-            and_then(self.get(job))
+            if and_then is not None:
+                and_then(self.get(job))
             self._say(job, state, reason, now, error if state == "failed" else None)
         self.changed(job)
         return self.get(job)
@@ -432,4 +444,6 @@ def in_window(spec: dict[str, Any], now_s: float) -> bool:
     local = time.localtime(now_s)
     minute = 60 * local.tm_hour + local.tm_min
     start, end = (60 * int(text[:2]) + int(text[3:]) for text in (window["start"], window["end"]))
-    return start <= minute < end if start < end else minute >= start or minute < end
+    if start < end:
+        return start <= minute < end
+    return minute >= start or minute < end

@@ -23,7 +23,8 @@ class Reserve:
     """The file that holds the space; safe to share between threads."""
 
     def __init__(self, path: Path, size_bytes: int = RESERVE_BYTES) -> None:
-        self.path, self.size_bytes = path, size_bytes
+        self.path = path
+        self.size_bytes = size_bytes
         self._lock = threading.Lock()
         self._users = 0
 

@@ -122,6 +122,8 @@ class ModelList(ResponseBody):
 
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: bool = False
+    """Whether entries follow; `after` with the last id of `data` asks for them."""
 
 
 class Artifact(ResponseBody):

@@ -19,10 +19,12 @@ from ondevice.core.errors import ConfigError
 from ondevice.server.store import MissingError, Store
 
 SESSION_S = 12 * 3600.0
-TRIES, WINDOW_S = 10, 60.0
+TRIES = 10
+WINDOW_S = 60.0
 SESSION_KEY_CHARACTERS = 22
 """Of the page's half of a session's secret: some 128 bits; the cookie has as many."""
-KEY_HEADER, KEY_PARAMETER = "x-ondevice-key", "key"
+KEY_HEADER = "x-ondevice-key"
+KEY_PARAMETER = "key"
 """Where the page sends its half: in a header, or in the address of a link and of a stream of
 events."""
 COOKIE = "ondevice_session"
@@ -57,7 +59,9 @@ def create_session(store: Store, token: str) -> tuple[str, str]:
 def check(store: Store, secret: str, kind: str = "token") -> str | None:
     """Return the id of the token with this secret, or None, in constant time."""
     parts = secret.split("_", 2)
-    name = parts[1] if len(parts) == 3 else ""
+    name = ""
+    if len(parts) == 3:
+        name = parts[1]
     row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
     expected = (
         row["sha256"] if row is not None else _digest("")
@@ -172,7 +176,8 @@ def same_origin(host: str, headers: Mapping[str, str]) -> bool:
     Browsers send Fetch metadata to this machine and over TLS. Otherwise there is only the origin,
     which a GET may lack; but then no request passes without a token.
     """
-    fetch_site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    fetch_site = headers.get("sec-fetch-site")
+    origin = headers.get("origin")
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
     try:
@@ -211,7 +216,9 @@ class Tries:
     def wait_s(self, address: str) -> float:
         """Return seconds that `address` has to wait; 0 if it may try."""
         times = self._recent(address)
-        return 0.0 if len(times) < TRIES else max(0.0, times[0] + WINDOW_S - self.clock())
+        if len(times) < TRIES:
+            return 0.0
+        return max(0.0, times[0] + WINDOW_S - self.clock())
 
     def refusal(self, address: str) -> tuple[Any, ...] | None:
         """Return the refusal of an address that failed too often (for `refused`), or None."""
@@ -249,7 +256,9 @@ def network_of(address: str) -> str:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return address if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
+    if ip.version == 4:
+        return address
+    return str(ipaddress.ip_network((ip, 64), strict=False))
 
 
 def _create(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ondevice.server.app import Guard
     from ondevice.server.daemon import Daemon
 
-HOST, PORT = "127.0.0.1", 8765
+HOST = "127.0.0.1"
+PORT = 8765
 _log = logging.getLogger(__name__)
 DRAIN_S = 5
 LOOK_TICKS = 10
@@ -124,8 +125,11 @@ def serve(
         raise ConfigError(
             f"{host}:{port} is taken, or is not an address of this machine", hint="--port 0"
         ) from None
-    scheme, bound = "https" if tls_cert else "http", sock.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
+    scheme = "https" if tls_cert else "http"
+    bound = sock.getsockname()[1]
+    name = host
+    if ":" in host:
+        name = f"[{host}]"
     address = f"{scheme}://{name}:{bound}"
     server.run(sockets=[sock])
 
@@ -147,7 +151,9 @@ def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
             await asyncio.to_thread(daemon.stop)
 
     app = create_app(daemon, life)
-    app.state.tries, app.state.tls, app.state.host = Tries(), tls, host
+    app.state.tries = Tries()
+    app.state.tls = tls
+    app.state.host = host
     return Guard(app, daemon, host, tls, app.state.tries)
 
 

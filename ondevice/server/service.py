@@ -16,7 +16,8 @@ import shutil
 import socket
 from pathlib import Path
 
-LOG_BYTES, LOG_FILES = 2 << 20, 5
+LOG_BYTES = 2 << 20
+LOG_FILES = 5
 WORKER_LOG_BYTES = 4 << 20
 _SECRET = re.compile(
     r"odt_[A-Za-z0-9]+_[A-Za-z0-9_-]+|ods_[A-Za-z0-9]+_[A-Za-z0-9_-]+|(?i:bearer)\s+\S+"
@@ -29,7 +30,8 @@ class Redact(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if _SECRET.search(text):
-            record.msg, record.args = _SECRET.sub("[secret]", text), None
+            record.msg = _SECRET.sub("[secret]", text)
+            record.args = None
         return True
 
 
@@ -102,7 +104,9 @@ def watchdog_s() -> float | None:
         watched = int(os.environ.get("WATCHDOG_PID", os.getpid()))
     except ValueError:
         return None
-    return micros / 1e6 if micros > 0 and watched == os.getpid() else None
+    if micros > 0 and watched == os.getpid():
+        return micros / 1e6
+    return None
 
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -156,7 +160,9 @@ class Cgroup:
         self.folder: Path | None = None
         self._home: Path | None = None
         try:
-            line = Path("/proc/self/cgroup").read_text() if own is None else own
+            line = own
+            if own is None:
+                line = Path("/proc/self/cgroup").read_text()
             names = [text[3:].strip("/") for text in line.splitlines() if text.startswith("0::")]
             if names and (root / "cgroup.controllers").is_file():
                 self._home = self._delegated(root / names[0])
@@ -189,14 +195,17 @@ class Cgroup:
     def killed(self) -> bool:
         """Return True if the kernel ended a process of the job for its memory."""
         try:
-            lines = (self.folder / "memory.events").read_text().splitlines() if self.folder else []
+            lines = []
+            if self.folder:
+                lines = (self.folder / "memory.events").read_text().splitlines()
         except OSError:
             return False
         return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in lines)
 
     def remove(self) -> None:
         """Remove the job's cgroup, once its processes are gone."""
-        folder, self.folder = self.folder, None
+        folder = self.folder
+        self.folder = None
         try:
             if folder is not None:
                 folder.rmdir()

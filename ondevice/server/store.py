@@ -136,6 +136,16 @@ class MissingError(ConfigError):
     """The store has nothing with this name."""
 
 
+def not_listed(after: str) -> ConfigError:
+    """Build the error for a page that begins after an id that the list does not have."""
+    return ConfigError(
+        f"{after} is not in this list",
+        expected="the last id of the page before",
+        received=after,
+        hint="it may have been deleted: begin without `after`",
+    )
+
+
 class Store:
     """A store's folder, created if necessary. Safe to share between threads: each has a connection.
 
@@ -281,12 +291,13 @@ class Store:
         Raises:
             ConfigError: `after` is not in the list.
         """
-        behind, begin = "", []
+        behind = ""
+        begin = []
         if after is not None:
             if self.row(f"SELECT 1 FROM {table} WHERE id = ? AND {where}", after, *values) is None:
-                raise ConfigError(f"{after} is not in this list", expected="the last id of the page before",
-                                  received=after, hint="it may have been deleted: begin without `after`")  # fmt: skip
-            behind, begin = f"AND ({order}) > (SELECT {order} FROM {table} WHERE id = ?)", [after]
+                raise not_listed(after)
+            behind = f"AND ({order}) > (SELECT {order} FROM {table} WHERE id = ?)"
+            begin = [after]
         # The ids first, from an index if there is one: the rows' texts are only read for the page.
         chosen = f"SELECT rowid FROM {table} WHERE {where} {behind} ORDER BY {order} LIMIT ?"
         query = f"SELECT {columns} FROM {table} WHERE rowid IN ({chosen}) ORDER BY {order}"

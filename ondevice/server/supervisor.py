@@ -54,7 +54,10 @@ class Supervisor(threading.Thread):
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
-        self.store, self.queue, self.python, self.make_room = store, queue, python, make_room
+        self.store = store
+        self.queue = queue
+        self.python = python
+        self.make_room = make_room
         self.running: Running | None = None
         self.cgroup = Cgroup()
         self.beat = time.monotonic()
@@ -150,7 +153,8 @@ class Supervisor(threading.Thread):
         running.limits = job.spec.get("limits", {})
         running.memory_bytes = own_bytes(running.process.pid)
         running.peak_bytes = max(running.peak_bytes, running.memory_bytes)
-        memory, seconds = running.limits.get("memory_bytes"), running.limits.get("time_s")
+        memory = running.limits.get("memory_bytes")
+        seconds = running.limits.get("time_s")
         if running.in_cgroup and memory != running.placed_bytes:
             self._move_limit(running, memory)
         if memory and running.memory_bytes > memory and running.over is None:
@@ -206,30 +210,25 @@ class Supervisor(threading.Thread):
         follow(self.store, self.queue, running.job, running.ran_s)
         folder = self.store.path("jobs", running.job)
         outcome, error = judge(code, running, reported_error(folder))
-        reason = (
-            "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
-        )
+        reason = ""
+        if outcome != "finished":
+            reason = running.asked or str((error or {}).get("message", ""))
         try:
-            done = (
-                register_outcome(self.store, running.job, folder)
-                if outcome == "finished"
-                else lambda job: None
-            )
+            done = None
+            if outcome == "finished":
+                done = register_outcome(self.store, running.job, folder)
         except (OndeviceError, OSError) as failure:
             problem = _as_error(failure, "cannot store the adapter")
-            outcome, error, reason, done = (
-                "crashed",
-                problem.to_dict(),
-                problem.message,
-                lambda job: None,
-            )
+            outcome = "crashed"
+            error = problem.to_dict()
+            reason = problem.message
+            done = None
         rest_s = max(0.0, running.ran_s - self.queue.get(running.job).ran_s)
         job = self.queue.ended(
             running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done
         )
-        if (
-            error and error.get("error") == BusyError.__name__
-        ):  # the previous worker still holds the folder: try again soon
+        # The previous worker still holds the folder: try again soon.
+        if error and error.get("error") == BusyError.__name__:
             with self.store.transaction() as db:
                 again_s = self.queue.elapsed() + BUSY_WAIT_S
                 db.execute(
@@ -247,8 +246,6 @@ def remove_job(store: Store, queue: Queue, job: str) -> None:
 
 
 def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
-    return (
-        error
-        if isinstance(error, OndeviceError)
-        else StorageError(f"{message}: {error.strerror or error}")
-    )
+    if isinstance(error, OndeviceError):
+        return error
+    return StorageError(f"{message}: {error.strerror or error}")

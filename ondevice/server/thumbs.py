@@ -27,7 +27,8 @@ def judge(
 ) -> dict[str, Any]:
     """Store a rating; return its row. Rating the same reply again updates the row."""
     kept = _whole(json.dumps(prompt, ensure_ascii=False))
-    answer, model = _whole(answer), _whole(model)
+    answer = _whole(answer)
+    model = _whole(model)
     adapter = None if adapter is None else _whole(adapter)
     same = json.dumps([kept, answer, model, adapter]).encode()
     name = f"thumb-{hashlib.sha256(same).hexdigest()[:16]}"

@@ -39,7 +39,9 @@ class Transport:
             raise ConfigError(
                 "not a valid address of a daemon", expected=DEFAULT_URL, received=self.url
             )
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port
+        self._tls = parts.scheme == "https"
         self._token = token or os.environ.get("ONDEVICE_TOKEN") or ""
         self._context = (
             ssl.create_default_context(cafile=None if ca is None else str(ca))
@@ -75,7 +77,8 @@ class Transport:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the events of a stream, each with its id."""
         with self._answer("GET", path, query=query) as response:
-            number, data = 0, ""
+            number = 0
+            data = ""
             for line in response:
                 text = line.decode().rstrip("\n")
                 if text.startswith("id: "):
@@ -158,8 +161,9 @@ def refusal(status: int, content: bytes) -> RefusedError:
         hint=values.get("hint"),
     )
     kind = getattr(errors, str(values.get("error")), ConfigError)
-    error.exit_code = (
-        kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
-    )
-    error.status, error.problems = status, tuple(values.get("problems") or ())
+    error.exit_code = 2
+    if isinstance(kind, type) and issubclass(kind, OndeviceError):
+        error.exit_code = kind.exit_code
+    error.status = status
+    error.problems = tuple(values.get("problems") or ())
     return error

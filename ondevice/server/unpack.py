@@ -118,7 +118,9 @@ def _by_the_way(name: str) -> bool:
 
 
 def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
-    name = entry.orig_filename if "\0" in entry.orig_filename else entry.filename
+    name = entry.filename
+    if "\0" in entry.orig_filename:
+        name = entry.orig_filename
     path = PurePosixPath(name)
     kind = entry.external_attr >> 16
     if (

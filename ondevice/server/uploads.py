@@ -85,7 +85,9 @@ class BadRowsError(DataError):
 
     def __init__(self, name: str, problems: list[dict[str, Any]], count: int) -> None:
         first = problems[0]
-        field = f" '{first['field']}':" if first["field"] else ""
+        field = ""
+        if first["field"]:
+            field = f" '{first['field']}':"
         super().__init__(
             f"{name}, line {first['line']}:{field} {first['reason']}",
             expected="only usable rows",
@@ -210,7 +212,9 @@ def finish(store: Store, name: str, check: Check) -> dict[str, Any]:
     """
     upload = get(store, name)
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
-    request = UploadRequest.model_validate_json(row["options"]) if row is not None else None
+    request = None
+    if row is not None:
+        request = UploadRequest.model_validate_json(row["options"])
     if request is None or upload["received_bytes"] != upload["bytes"]:
         received = f"{upload['received_bytes']} bytes"
         raise ConfigError(
@@ -334,7 +338,9 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
         raise BadRowsError(request.name, problems, checked["bad_rows"])
     if not checked["rows"]:
         raise DataError(f"{request.name} has no rows", expected="at least one row", received="none")
-    name, size, digest = new_id("data"), rows.stat().st_size, sha256_file(rows)
+    name = new_id("data")
+    size = rows.stat().st_size
+    digest = sha256_file(rows)
     options = {"task": request.task, "columns": request.columns}
     target = store.path("datasets", name)
     with storage_errors(target):
@@ -440,7 +446,9 @@ def _named(
     """Rewrite an error to name the upload, not the folder it was unpacked to."""
 
     def renamed(text: Any) -> str | None:
-        return None if text is None else str(text).replace(str(folder), name)
+        if text is None:
+            return None
+        return str(text).replace(str(folder), name)
 
     return type(error)(
         str(renamed(error.message)),

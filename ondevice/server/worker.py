@@ -82,7 +82,9 @@ def run(folder: Path) -> int:
     """Train the job of `job.json`; return the exit status."""
     job = json.loads((folder / JOB).read_text())
     config = RunConfig.parse(job["config"], "job")
-    adapter = Path(job["adapter"]) if job["adapter"] else None
+    adapter = None
+    if job["adapter"]:
+        adapter = Path(job["adapter"])
     sinks = [first_offset(folder, job["attempt"])]
     if job["artifact"]:
         trained = run_artifact(

@@ -59,7 +59,8 @@ class Running:
     def ask(self, why: str, grace_s: float) -> None:
         """Ask the worker to end its step and save; the supervisor kills it after `grace_s`."""
         _log.info("job %s: asked to stop: %s", self.job, why)
-        self.asked, self.kill_at = why, time.monotonic() + grace_s
+        self.asked = why
+        self.kill_at = time.monotonic() + grace_s
         self.process.terminate()
 
     def kill(self) -> None:
@@ -110,7 +111,9 @@ def reported_error(folder: Path) -> dict[str, Any] | None:
         values = json.loads((folder / worker.ERROR).read_text())
     except (OSError, ValueError):
         return None
-    return values if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        return values
+    return None
 
 
 def judge(

@@ -231,10 +231,12 @@ def test_a_fleet_without_noise_claims_no_privacy() -> None:
 
 
 def test_connections_are_encrypted_unless_somebody_says_otherwise(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="are encrypted"):
+    with pytest.raises(ConfigError) as unsaid:
         Link("localhost", 1).check(CERTIFICATES)
-    with pytest.raises(ConfigError, match=r"lacks ca\.crt"):
+    assert "--insecure" in str(unsaid.value)
+    with pytest.raises(ConfigError) as lacking:
         Link("localhost", 1, tmp_path).check(CERTIFICATES)
+    assert "ca.crt" in str(lacking.value)
     Link("localhost", 1, insecure=True).check(CERTIFICATES)
 
 
@@ -255,7 +257,7 @@ def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_pa
     assert all(
         stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files if file.suffix == ".key"
     )
-    with pytest.raises(ConfigError, match="certificates already"):
+    with pytest.raises(ConfigError):
         make(tmp_path / "keys", ("localhost",), devices=0)
 
 

@@ -105,10 +105,12 @@ def test_a_device_cannot_reply_in_another_devices_name(server: Server) -> None:
             PushMessagesRequest(node=device.node, messages_list=[head], message_object_trees=[tree])
         )
 
-    with pytest.raises(httpx.HTTPStatusError, match="403"):
+    with pytest.raises(httpx.HTTPStatusError) as forbidden:
         push(liar, liar.client)
-    with pytest.raises(httpx.HTTPStatusError, match="401"):
+    assert forbidden.value.response.status_code == 403
+    with pytest.raises(httpx.HTTPStatusError) as unknown:
         push(honest, liar.client)
+    assert unknown.value.response.status_code == 401
     assert list(server.grid.pull_messages([number])) == []
     push(honest, honest.client)
 
@@ -219,8 +221,9 @@ def test_a_device_cannot_take_another_devices_messages(server: Server) -> None:
     server.grid.push_messages(
         [Message(content=content, dst_node_id=honest.number, message_type="train")]
     )
-    with pytest.raises(httpx.HTTPStatusError, match="401"):
+    with pytest.raises(httpx.HTTPStatusError) as unknown:
         liar.client.PullMessages(PullMessagesRequest(node=honest.node))
+    assert unknown.value.response.status_code == 401
     assert not liar.client.PullMessages(PullMessagesRequest(node=liar.node)).messages_list
     assert honest.client.PullMessages(PullMessagesRequest(node=honest.node)).messages_list
 
@@ -272,14 +275,16 @@ def test_a_request_that_is_too_long_or_of_no_length_is_refused_before_it_is_read
 
 def test_a_public_key_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     state = in_memory().state()
-    with pytest.raises(ConfigError, match="has no device's public key"):
+    with pytest.raises(ConfigError):  # no key at all
         admit(state, tmp_path)
     write_public(tmp_path, "one", rsa.generate_private_key(65537, 2048).public_key())
-    with pytest.raises(ConfigError, match=r"one\.pub is of another kind"):
+    with pytest.raises(ConfigError) as other:
         admit(state, tmp_path)
+    assert "one.pub" in other.value.message
     (tmp_path / "devices" / "one.pub").write_text("ssh-rsa nonsense")
-    with pytest.raises(ConfigError, match=r"one\.pub is not a device's public key"):
+    with pytest.raises(ConfigError) as nonsense:
         admit(state, tmp_path)
+    assert "one.pub" in nonsense.value.message
     (tmp_path / "devices" / "one.pub").unlink()
     _, public = generate_key_pairs()
     for name in ("a", "b"):
@@ -291,7 +296,7 @@ def test_a_port_in_use_is_reported(server: Server) -> None:
     host, port = server.address.split(":")
     link = Link(host, int(port), insecure=True)
     with (
-        pytest.raises(FleetError, match="cannot listen at"),
+        pytest.raises(FleetError),
         listening(link, fleet_api(in_memory(), None)),
     ):
         pass

@@ -262,7 +262,7 @@ def test_a_second_set_of_one_round_is_not_summed(tmp_path: Path) -> None:
     total, alive = party.sum((7, 8, 9, 10))
     assert alive == [7, 8, 9, 10]
     assert int(total.view(np.int64)[-1]) == 4 * 3, "rows"
-    with pytest.raises(Exception, match="too few devices are left"):
+    with pytest.raises(FleetError):
         party.sum((7, 8, 9))
     assert party.codes == [(number, "other_task") for number in (7, 8, 9)]
     again, _ = party.sum((7, 8, 9, 10))
@@ -336,7 +336,7 @@ def test_a_secure_fleet_whose_charter_names_no_devices_is_refused_by_them(tmp_pa
 
     with (
         Store.create(tmp_path / "server", fleet) as store,
-        pytest.raises(FleetError, match="without its devices' keys"),
+        pytest.raises(FleetError),
     ):
         Server(None, store, {"wait_s": 1.0})  # type: ignore[arg-type]
     without = joined(tmp_path / "none", party.fleet, 7)

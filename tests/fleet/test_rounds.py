@@ -154,7 +154,7 @@ def test_agreements_that_contradict_themselves_are_refused() -> None:
         {"noise_multiplier": 1.0},
         {"open_rounds": 2, "momentum": 0.9},
     ):
-        with pytest.raises(ConfigError, match=r"needs|set clip_norm"):
+        with pytest.raises(ConfigError):
             Agreement(**settings)
 
 

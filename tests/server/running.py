@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ondevice.server.client import Client
+from ondevice.server.transport import RefusedError
 
 SETTINGS: dict[str, Any] = {
     "method": {"name": "prge", "rank": 2, "queries": 2, "learning_rate": 0.1},
@@ -156,3 +158,11 @@ def adapter_bits(folder: Path) -> dict[str, bytes]:
     from ondevice.artifact.adapter import load_adapter
 
     return {name: value.tobytes() for name, value in load_adapter(folder).tensors.items()}
+
+
+@contextmanager
+def refused(status: int) -> Iterator[pytest.ExceptionInfo[RefusedError]]:
+    """Expect that the daemon refuses a request with this status of HTTP."""
+    with pytest.raises(RefusedError) as caught:
+        yield caught
+    assert caught.value.status == status

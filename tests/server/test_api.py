@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ondevice.core.errors import ConfigError, DeviceError, StorageError
 from ondevice.server.client import Client, RefusedError
-from tests.server.running import rows, settings, wait_for
+from tests.server.running import refused, rows, settings, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="a development package")
 from schemathesis import checks  # noqa: E402
@@ -282,7 +282,7 @@ def test_a_running_job_cannot_be_deleted_nor_its_data(served) -> None:
         with pytest.raises(RefusedError) as caught:
             client.ask("DELETE", path)
         assert caught.value.status == 409
-    with pytest.raises(RefusedError, match="cancel"):
+    with refused(409):
         client.cancel(served.job["id"])  # it is done
     client.cancel(job)
     client.delete_job(job)
@@ -311,7 +311,7 @@ def test_activate_roll_back_and_generate(served, tmp_path) -> None:
         "active": second
     }
     assert (link / "adapter_model.safetensors").is_file() and link.resolve().name == second
-    with pytest.raises(RefusedError, match="active"):
+    with refused(409):
         client.ask("DELETE", f"/v1/adapters/{second}")
     said = client.generate("tiny:llama", [{"role": "user", "content": "hello"}], max_new_tokens=6)
     assert said["adapter"] == second and said["adapted"] is not None
@@ -321,7 +321,7 @@ def test_activate_roll_back_and_generate(served, tmp_path) -> None:
     assert client.roll_back() == {"active": first} and link.resolve().name == first
     assert client.roll_back() == {"active": None} and not link.exists()
     assert client.generate("tiny:llama", "hello", max_new_tokens=6)["adapted"] is None
-    with pytest.raises(RefusedError, match="no adapter is active"):
+    with refused(409):
         client.roll_back()
     client.ask("DELETE", f"/v1/adapters/{second}")
 
@@ -337,12 +337,12 @@ def test_a_model_is_uploaded_and_trained(served, tmp_path) -> None:
         and listed["model_type"] == "llama"
         and listed["num_hidden_layers"] == 2
     )
-    with pytest.raises(RefusedError, match="already"):
+    with refused(409):
         client.upload("model", tmp_path / "model", name="my-tiny")
     job = client.create_job(model=model, dataset=served.dataset, config=settings(steps=3))["id"]
     assert client.wait(job, 120)["state"] == "done"
     (tmp_path / "model" / "modeling_x.py").write_text("import os")
-    with pytest.raises(RefusedError, match="cannot be uploaded"):
+    with refused(422):
         client.upload("model", tmp_path / "model", name="with-code")
 
 
@@ -374,7 +374,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         with pytest.raises(RefusedError) as caught:
             client.ask("PUT", place, part, query={"offset": offset})
         assert caught.value.status == status
-    with pytest.raises(RefusedError, match="incomplete"):
+    with refused(409):
         client.ask("POST", f"{place}/finish")
     assert client.ask("GET", place)["received_bytes"] == 100
     client.ask("PUT", place, content[100:], query={"offset": 100})
@@ -384,7 +384,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         client.ask("GET", place)
     wrong = client.ask("POST", "/v1/uploads", request | {"sha256": "0" * 64})["id"]
     client.ask("PUT", f"/v1/uploads/{wrong}", content, query={"offset": 0})
-    with pytest.raises(RefusedError, match="differs from the sent file"):
+    with refused(422):
         client.ask("POST", f"/v1/uploads/{wrong}/finish")
 
 
@@ -406,7 +406,7 @@ def test_an_artifact_must_be_whole(served, tmp_path) -> None:
 
 
 def test_a_client_without_a_daemon_says_so() -> None:
-    with pytest.raises(DeviceError, match="does not respond"):
+    with pytest.raises(DeviceError):
         Client("http://127.0.0.1:9").health()
     with pytest.raises(ConfigError):
         Client("ftp://x")
@@ -423,7 +423,7 @@ def test_columns_of_other_names_and_other_kinds_of_files(served, tmp_path: Path)
     looked = client.preview(placed["id"], "tiny:llama", column=["text=Body", "label=Team"])
     assert looked["labels"] == {"repairs": 1, "post": 1} and looked["max_length_tokens"] % 8 == 0
     assert looked["notes"][0] == "columns: text is 'Body', label is 'Team'"
-    with pytest.raises(RefusedError, match="field=column"):
+    with refused(422):
         client.preview(placed["id"], "tiny:llama", column=["Body"])
 
 
@@ -432,12 +432,12 @@ def test_a_template_is_no_file_of_the_server(served, tmp_path: Path) -> None:
     client: Client = served.client
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}\n')
-    with pytest.raises(RefusedError, match="task"):
+    with refused(422):
         client.upload("dataset", data, task="/etc/x.yaml")
     placed = client.upload("dataset", data)
-    with pytest.raises(RefusedError, match="task"):
+    with refused(422):
         client.preview(placed["id"], "tiny:llama", task="/etc/x.yaml")
-    with pytest.raises(RefusedError, match="names its task"):
+    with refused(422):
         client.plan(
             model="tiny:llama", dataset=placed["id"], config={"data": {"task": "/etc/x.yaml"}}
         )

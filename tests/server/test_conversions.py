@@ -17,7 +17,7 @@ from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.client import RefusedError
 from ondevice.server.conversions import KEPT_S, ConversionRequest, Conversions
 from ondevice.server.convert import convert
-from tests.server.running import wait_for
+from tests.server.running import refused, wait_for
 
 MODEL = "tiny:llama"
 
@@ -108,18 +108,18 @@ def test_each_stage_is_in_the_row_while_it_lasts(served, store, monkeypatch) -> 
 
 def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) -> None:
     client, adapter, store = served.client, served.job["id"], served.daemon.store
-    with pytest.raises(RefusedError, match="unknown form"):
+    with refused(422):
         client.convert(adapter, "exe")
-    with pytest.raises(RefusedError, match="dtype for gguf"):
+    with refused(422):
         client.convert(adapter, "gguf", dtype="int3")
-    with pytest.raises(RefusedError, match="no such adapter"):
+    with refused(404):
         client.convert("none", "gguf")
     other = client.convert(adapter, "gguf-lora", model="tiny:qwen3")
-    with pytest.raises(RefusedError, match="is not of tiny:qwen3") as caught:
+    with pytest.raises(RefusedError) as caught:
         client.wait_for_conversion(other["id"])
     assert caught.value.expected and str(store) not in str(caught.value)
     assert not (store / "exits" / other["id"]).exists()  # at once, before the daemon tidies up
-    with pytest.raises(RefusedError, match="is failed"):
+    with refused(409):
         client.download_conversion(other["id"], tmp_path / "none")
     begun = client.convert(adapter, "safetensors")["id"]
     wait_for(
@@ -206,5 +206,6 @@ def test_beside_a_job_it_must_fit(tmp_path, monkeypatch) -> None:
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
     monkeypatch.setattr("ondevice.server.generate.find_device", lambda name: small)
     job = {"id": "job-1", "device": "cpu", "wants_bytes": 3 << 20}
-    with pytest.raises(BusyError, match="does not fit next to job job-1"):
+    with pytest.raises(BusyError) as caught:
         next(convert(str(tmp_path), "gguf", str(tmp_path / "a.gguf"), MODEL, None, job))
+    assert "job-1" in caught.value.message

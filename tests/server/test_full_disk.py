@@ -20,7 +20,7 @@ from ondevice.server.client import Client, RefusedError
 from ondevice.server.queue import DELETED_AT_ONCE, Queue
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
 from ondevice.server.store import Store
-from tests.server.running import DaemonProcess
+from tests.server.running import DaemonProcess, refused
 
 MIB = 1 << 20
 
@@ -91,7 +91,7 @@ def test_everything_can_be_deleted_on_a_full_disk_also_after_a_start_on_it(disk:
     daemon = DaemonProcess(disk / "store").start()
     daemon.errors = disk.parent / "stderr"
     fill(disk)
-    with pytest.raises(RefusedError, match="the store cannot be written"):
+    with refused(507):
         for number in range(300):  # its log has some room
             thumb = {"prompt": f"{number}" * 20_000, "answer": "b", "liked": True, "model": "m"}
             daemon.client.ask("POST", "/v1/thumbs", thumb)
@@ -119,7 +119,7 @@ def test_a_store_without_a_reserve_says_what_to_free(disk: Path) -> None:
     Store(disk / "store").close()
     (disk / "store" / reserve.NAME).unlink()
     fill(disk)
-    with pytest.raises(StorageError, match="cannot be opened") as caught:
+    with pytest.raises(StorageError) as caught:
         Store(disk / "store")
     assert caught.value.hint == "the disk is full: free 8 MiB of it, and start again"
 

@@ -25,7 +25,7 @@ from ondevice.server.client import Client, RefusedError
 from ondevice.server.conversions import Conversions
 from ondevice.server.queue import KEY_S, Queue
 from ondevice.server.store import Store
-from tests.server.running import DaemonProcess, rows, settings, wait_for
+from tests.server.running import DaemonProcess, refused, rows, settings, wait_for
 
 
 def test_a_list_comes_in_pages(served, tmp_path, monkeypatch) -> None:
@@ -48,12 +48,30 @@ def test_a_list_comes_in_pages(served, tmp_path, monkeypatch) -> None:
         == []
     )
     for path in ("/v1/jobs", "/v1/adapters", "/v1/datasets"):
-        with pytest.raises(RefusedError, match="is not in this list"):
+        with refused(422):
             served.client.ask("GET", path, query={"after": "gone"})
-        with pytest.raises(RefusedError, match="limit"):
+        with refused(422):
             served.client.ask("GET", path, query={"limit": 0})
     with served.client._answer("GET", "/v1/datasets", query={"limit": 2}) as answer:
         assert answer.headers["Link"] == f'</v1/datasets?limit=2&after={whole[1]}>; rel="next"'
+
+
+def test_models_come_in_pages_as_openai_lists_do(served, monkeypatch) -> None:
+    whole = served.client.ask("GET", "/v1/models")
+    ids = [model["id"] for model in whole["data"]]
+    assert len(ids) > 3 and not whole["has_more"]
+    first = served.client.ask("GET", "/v1/models", query={"limit": 2})
+    assert [model["id"] for model in first["data"]] == ids[:2] and first["has_more"]
+    rest = served.client.ask("GET", "/v1/models", query={"after": ids[1]})
+    assert [model["id"] for model in rest["data"]] == ids[2:] and not rest["has_more"]
+    last = served.client.ask("GET", "/v1/models", query={"after": ids[-1]})
+    assert last["data"] == [] and not last["has_more"]
+    for query in ({"after": "gone"}, {"limit": 0}, {"limit": 1001}):
+        with refused(422):
+            served.client.ask("GET", "/v1/models", query=query)
+    listed = served.client.models()
+    monkeypatch.setattr(client_module, "PAGE", 2)
+    assert served.client.models() == listed
 
 
 def many_jobs(store: Store, count: int) -> Queue:
@@ -173,7 +191,7 @@ def test_a_job_that_is_sent_twice_is_made_once(served) -> None:
     ]
     other = served.client.create_job(**job)
     assert twice[0]["id"] == twice[1]["id"] != other["id"]
-    with pytest.raises(RefusedError, match="was used for another job"):
+    with refused(422):
         served.client.ask(
             "POST", "/v1/jobs", {**job, "name": "else"}, headers={"Idempotency-Key": "mine"}
         )
@@ -195,7 +213,7 @@ def test_a_key_is_forgotten_after_a_day(store: Store) -> None:
     queue = Queue(store, elapsed=lambda: now[0])
     first = queue.create({}, key=("k", "one"))
     assert queue.create({}, key=("k", "one")).id == first.id
-    with pytest.raises(ConfigError, match="used for another job"):
+    with pytest.raises(ConfigError):
         queue.create({}, key=("k", "two"))
     now[0] += KEY_S + 1
     queue.create({}, key=("another", "one"))
@@ -239,7 +257,7 @@ def test_a_revoked_token_ends_its_streams(tmp_path, monkeypatch, warm) -> None:
         other = security.create_token(store, "two")
         security.revoke(store, token["id"])
         assert ended.wait(120), "the stream goes on without its token"
-        with pytest.raises(RefusedError, match="unknown token"):
+        with refused(401):
             client.job(job["id"])
         again = Client(daemon.address, other)
         assert again.job(job["id"])["state"] == "running"

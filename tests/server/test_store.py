@@ -61,7 +61,7 @@ def test_an_upgrade_that_fails_leaves_the_old_schema(tmp_path, monkeypatch) -> N
     root = first_version(tmp_path / "store")
     broken = (*MIGRATIONS[:2], "CREATE TABLE half (id TEXT); CREATE TABLE jobs (id TEXT)")
     monkeypatch.setattr(module, "MIGRATIONS", broken)
-    with pytest.raises(StorageError, match="already exists"):
+    with pytest.raises(StorageError):
         Store(root)
     with sqlite3.connect(root / "ondevice.db") as db:
         tables = {

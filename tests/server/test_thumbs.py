@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ondevice.server.client import RefusedError
+from tests.server.running import refused
 
 TURNS = [
     {"role": "system", "content": "Kurz, bitte."},
@@ -68,9 +69,9 @@ def test_judged_answers_leave_as_rows_that_are_read_again(served, tmp_path) -> N
     for thumb in (down["id"], up["id"]):
         client.delete_thumb(thumb)
     assert client.thumbs() == []
-    with pytest.raises(RefusedError, match="no such thumb"):
+    with refused(404):
         client.delete_thumb(up["id"])
-    with pytest.raises(RefusedError, match="answer"):
+    with refused(422):
         client.judge("a", "", True, model="tiny:llama")
     half = client.judge(
         "\ud800", "b", True, model="m"

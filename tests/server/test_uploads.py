@@ -40,7 +40,7 @@ def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
     assert uploads.write(store, name, 0, b"x" * 10)["received_bytes"] == 10
     usage = SimpleNamespace(free=uploads.SPARE_BYTES + 9)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(StorageError, match="not enough space"):
+    with pytest.raises(StorageError):
         uploads.write(store, name, 10, b"x" * 10)
     assert uploads.get(store, name)["received_bytes"] == 10
     usage.free += 1
@@ -157,8 +157,9 @@ def test_an_upload_that_cannot_be_checked_now_stays(error: OndeviceError, store:
 def test_a_part_that_comes_while_the_upload_is_checked_is_refused(store: Store) -> None:
     def late(*_: Any, **__: Any) -> dict[str, Any]:
         assert uploads.get(store, name)["received_bytes"] == 2
-        with pytest.raises(ConfigError, match="longer than the upload"):
+        with pytest.raises(ConfigError) as longer:
             uploads.write(store, name, 2, b"x")
+        assert longer.value.received == 1
         with pytest.raises(BusyError):
             uploads.write(store, name, 0, b"x")
         return nothing_wrong()
@@ -229,10 +230,10 @@ def test_a_zip_is_refused_before_its_list_is_read_or_the_disk_is_full(
     monkeypatch.setattr(
         zipfile.ZipFile, "__init__", lambda *_, **__: pytest.fail("the list was read")
     )
-    with pytest.raises(ArtifactError, match="too many files"):
+    with pytest.raises(ArtifactError):
         unpack(many, tmp_path / "many", limit_bytes=1 << 30)
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="not enough space"):
+    with pytest.raises(StorageError):
         unpack(
             zipped(tmp_path / "b.zip", ["config.json"]),
             tmp_path / "b",

@@ -84,7 +84,9 @@ class AdapterServer:
     """
 
     def __init__(self, grid: Grid, store: AdapterStore, settings: dict[str, Any]) -> None:
-        self.grid, self.store, self.settings = grid, store, settings
+        self.grid = grid
+        self.store = store
+        self.settings = settings
         self.post = Post(grid, settings["wait_s"])
         averaging = store.charter.averaging
         self.strategy = strategy_of(averaging, settings["sample"], settings["least_devices"])
@@ -215,7 +217,9 @@ class AdapterServer:
         )
         self.store.add(number, arrays, moments, loss=loss, answers=len(answers), refused=self.refused,
                        sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
-        shown = "no replies" if loss is None else f"loss {loss:.4f}"
+        shown = "no replies"
+        if loss is not None:
+            shown = f"loss {loss:.4f}"
         print(
             f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
             flush=True,

@@ -47,7 +47,9 @@ class AdapterMember:
     """
 
     def __init__(self, charter: AdapterCharter, session: Session, batches: BatchSource) -> None:
-        self.charter, self.session, self.batches = charter, session, batches
+        self.charter = charter
+        self.session = session
+        self.batches = batches
 
     def answer(self, number: int, arrays: Arrays) -> AdapterAnswer:
         """Do the local steps of round `number` from an adapter.
@@ -76,7 +78,9 @@ class NumberMember:
     def __init__(
         self, session: Session, batches: BatchSource, local_steps: int, learning_rate: float
     ) -> None:
-        self.session, self.batches, self.local_steps = session, batches, local_steps
+        self.session = session
+        self.batches = batches
+        self.local_steps = local_steps
         self.learning_rate = learning_rate
 
     def answer(self, number: int, arrays: Arrays) -> AdapterAnswer:

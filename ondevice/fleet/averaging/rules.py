@@ -51,7 +51,9 @@ class Averaging(StrictConfig):
     @property
     def first_beta(self) -> float:
         """Decay of the first moment; FedAdagrad has none."""
-        return 0.0 if self.strategy == "fedadagrad" else self.beta_1
+        if self.strategy == "fedadagrad":
+            return 0.0
+        return self.beta_1
 
 
 class Combiner:
@@ -96,7 +98,9 @@ class Combiner:
                 for name in before
             }
         mean = _mean(answers)
-        return self._adapted(number, before, mean) if config.strategy in ADAPTIVE else mean
+        if config.strategy in ADAPTIVE:
+            return self._adapted(number, before, mean)
+        return mean
 
     def _adapted(self, number: int, before: Arrays, mean: Arrays) -> Arrays:
         """One step of the server's optimizer along the mean change (Reddi et al., 2021, Algorithm

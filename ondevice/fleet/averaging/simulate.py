@@ -43,7 +43,9 @@ class AveragingSimulation:
     """
 
     def __init__(self, config: FleetRun, session: Session, rows: RunRows, model: Any) -> None:
-        self.config, self.session, self.rows = config, session, rows
+        self.config = config
+        self.session = session
+        self.rows = rows
         self.charter = config.adapter_charter(model)
         simulated = config.simulation
         seed = config.train.seed

@@ -86,7 +86,9 @@ class AdapterStore(FleetFile):
     def tensors(self, name: str = "adapter") -> Arrays:
         """Return the adapter, or the `first` or `second` moments, which may be empty."""
         row = self.connection.execute("SELECT data FROM tensors WHERE name = ?", (name,)).fetchone()
-        return {} if row is None else from_bytes(row[0])
+        if row is None:
+            return {}
+        return from_bytes(row[0])
 
     def moments(self) -> tuple[Arrays, Arrays]:
         """Return the server's moments."""

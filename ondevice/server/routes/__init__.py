@@ -27,9 +27,8 @@ MOST = 1000
 Limit = Annotated[
     int, Query(ge=1, le=MOST, description='Most entries; `Link: <...>; rel="next"` names the rest.')
 ]
-After = Annotated[
-    str | None, Query(max_length=64, description="Only entries after this id, the last one seen.")
-]
+AFTER = "Only entries after this id, the last one seen."
+After = Annotated[str | None, Query(max_length=64, description=AFTER)]
 
 
 def name_next(

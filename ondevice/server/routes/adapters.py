@@ -93,9 +93,9 @@ def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
             "give a model or an artifact", expected="one of them", received="both or none"
         )
     adapter = body.adapter or adapters.active_adapter(daemon.store)
-    prompt = (
-        body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
-    )
+    prompt = body.prompt
+    if not isinstance(body.prompt, str):
+        prompt = [turn.model_dump() for turn in body.prompt]
     replies = daemon.model_helper(
         "generate",
         model=None if body.model is None else locate_model(daemon.store, body.model),

@@ -64,7 +64,9 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
     """
     row = daemon.store.row("SELECT job, base_model FROM adapters WHERE id = ?", name)
     if row is None:
-        adapter = None if over is None else str(adapter_folder(daemon.store, over))
+        adapter = None
+        if over is not None:
+            adapter = str(adapter_folder(daemon.store, over))
         if name.startswith(ARTIFACT):
             folder = artifact_folder(daemon.store, name.removeprefix(ARTIFACT))
             return {"model": None, "artifact": str(folder), "adapter": adapter}
@@ -75,7 +77,9 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
         )
     adapter = str(adapter_folder(daemon.store, name))
     try:
-        spec = daemon.queue.get(row["job"]).spec if row["job"] else {}
+        spec = {}
+        if row["job"]:
+            spec = daemon.queue.get(row["job"]).spec
     except MissingError:  # the job was deleted; its adapter stays
         spec = {}
     if spec.get("artifact"):

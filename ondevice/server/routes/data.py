@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import BusyError, ConfigError
@@ -15,22 +15,28 @@ from ondevice.data.tasks.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
-from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
-from ondevice.server.store import MissingError, new_id
+from ondevice.server.routes import AFTER, MOST, After, Id, Limit, Serving, name_next
+from ondevice.server.store import MissingError, new_id, not_listed
 
 router = APIRouter(prefix="/v1", tags=["data"])
 
 
 @router.get("/models", response_model=schemas.ModelList)
-def list_models(daemon: Serving) -> dict[str, Any]:
+def list_models(
+    daemon: Serving,
+    request: Request,
+    response: Response,
+    limit: Limit = MOST,
+    after: Annotated[str | None, Query(max_length=200, description=AFTER)] = None,
+) -> dict[str, Any]:
     """Return everything that can generate, in OpenAI's format.
 
     These are models on this machine (folders of the store, the packaged one if it is cached, random
-    tiny ones for tests), the newest thousand adapters, each with its model, and artifacts for
-    PyTorch."""
+    tiny ones for tests), the adapters, the newest first, each with its model, and artifacts for
+    PyTorch. `has_more` says whether entries follow: ask again with the last id as `after`."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
-    for row in adapters.list_adapters(daemon.store, MOST)[0]:
+    for row in adapters.list_adapters(daemon.store, None)[0]:
         about = {
             "id": row["id"],
             "kind": "adapter",
@@ -47,7 +53,16 @@ def list_models(daemon: Serving) -> dict[str, Any]:
                 "created": 0,
             }
             models.append({**about, **owned, "base_model": one["model"]})
-    return {"object": "list", "data": models}
+    begin = 0
+    if after is not None:
+        ids = [model["id"] for model in models]
+        if after not in ids:
+            raise not_listed(after)
+        begin = ids.index(after) + 1
+    page = models[begin : begin + limit]
+    more = begin + limit < len(models)
+    name_next(page, more, limit, request, response)
+    return {"object": "list", "data": page, "has_more": more}
 
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
@@ -117,7 +132,8 @@ async def preview_dataset(
 
 
 def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict[str, Any]:
-    model, artifact = body.model, body.artifact
+    model = body.model
+    artifact = body.artifact
     if (model is None) == (artifact is None):
         raise ConfigError(
             "give a model or an artifact", expected="one of them", received="both or none"

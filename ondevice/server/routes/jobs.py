@@ -91,7 +91,9 @@ def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     spec = with_method(spec, lambda: chosen_method(daemon, str(spec.model))["method"])
     config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
     if body.dry_run:
-        artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
+        artifact = None
+        if spec.artifact:
+            artifact = str(artifact_folder(daemon.store, spec.artifact))
         values = config.model_dump(mode="json")
         plan = daemon.plan_helper("plan", config=values, artifact=artifact)
         return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
@@ -164,7 +166,9 @@ async def job_events(
     """
     daemon.queue.get(job)
     text = (last_event_id or "").strip()
-    last = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else after
+    last = after
+    if text.isascii() and text.isdigit() and len(text) < 16:
+        last = int(text)
     if last > daemon.store.last_event(job):
         last = 0
     return EventSourceResponse(
@@ -218,7 +222,9 @@ def _answers(daemon: Daemon, jobs: Sequence[Job]) -> list[schemas.JobResponse]:
             for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")
         }
         settings = {key: job.spec.get(key) for key in ("config", "window", "limits")}
-        method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
+        method = None
+        if not job.spec.get("artifact"):
+            method = method_name(job.spec.get("config") or {})
         more = {
             "name": job.spec.get("name", ""),
             "method": method,

@@ -58,7 +58,9 @@ def log_in(
 ) -> object:
     """Exchange a token for the two halves of a session, for the page: a cookie and a key."""
     tries = request.app.state.tries
-    address = request.client.host if request.client else "unknown"
+    address = "unknown"
+    if request.client:
+        address = request.client.host
     token = security.check(daemon.store, body.token)
     if token is None:
         if refusal := tries.refusal(address):

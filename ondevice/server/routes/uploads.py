@@ -59,7 +59,8 @@ async def put_part(
 ) -> dict[str, Any]:
     """Append a part. A broken part keeps the bytes that arrived; GET returns their number."""
     global _arriving
-    files, store = daemon.pools.files, daemon.store
+    files = daemon.pools.files
+    store = daemon.store
     size = int(request.headers.get("content-length", "0"))
     await files.run(uploads.check_part, store, upload, offset, size)
     _arriving += 1
@@ -70,7 +71,8 @@ async def put_part(
             # The more parts arrive at once, the smaller the pieces, to limit the memory.
             if len(held) >= min(PIECE_BYTES, HELD_BYTES // _arriving):
                 await files.run(uploads.write, store, upload, offset, bytes(held))
-                offset, held = offset + len(held), bytearray()
+                offset = offset + len(held)
+                held = bytearray()
         return await files.run(uploads.write, store, upload, offset, bytes(held))
     finally:
         _arriving -= 1
