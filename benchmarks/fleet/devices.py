@@ -26,7 +26,7 @@ from ondevice.data.examples import Dataset
 from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.member import private
-from ondevice.fleet.messages import Answer
+from ondevice.fleet.messages import TaskReply
 from ondevice.fleet.numbers import pack
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.simulate import lie
@@ -314,7 +314,7 @@ class ZerothOrder(Group):
         for device, task in current.tasks.items():
             numbers = pack(private(values_DN[device].tolist(), server.charter.fleet, draw))
             rows = int(self.held[fleet, device]) if setting.share_rows else 1
-            answer = Answer(
+            answer = TaskReply(
                 task.fleet, task.round, task.begin, device, rows, float(loss_D[device]), numbers
             )
             if device < setting.hostile:

@@ -20,7 +20,7 @@ from benchmarks.common import finish, parse_args
 from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import log_bytes, read_log, replay
-from ondevice.fleet.messages import Answer, Group, Outcome
+from ondevice.fleet.messages import Group, Outcome, TaskReply
 from ondevice.fleet.numbers import pack
 from ondevice.fleet.rounds import Rounds
 
@@ -87,7 +87,7 @@ def timed_answers(count: int, combine: str) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     current = server.begin(range(count))
     answers = [
-        Answer(
+        TaskReply(
             fleet.id, 0, current.begin, device, 32, 1.0, pack(draw.normal(0, 3, 32).tolist())
         ).to_bytes()
         for device in range(count)

@@ -67,7 +67,7 @@ def answered(count: int) -> dict[str, Any]:
     import numpy as np
 
     from benchmarks.fleet.replay import charter
-    from ondevice.fleet.messages import Answer
+    from ondevice.fleet.messages import TaskReply
     from ondevice.fleet.numbers import pack
     from ondevice.fleet.rounds import Rounds
     from ondevice.fleet.store import Store
@@ -76,7 +76,9 @@ def answered(count: int) -> dict[str, Any]:
     server, draw = Rounds(fleet), np.random.default_rng(0)
     begin = server.state.hash
     given = [
-        Answer(fleet.id, 0, begin, device, 32, 1.0, pack(draw.normal(0, 3, 32).tolist())).to_bytes()
+        TaskReply(
+            fleet.id, 0, begin, device, 32, 1.0, pack(draw.normal(0, 3, 32).tolist())
+        ).to_bytes()
         for device in range(count)
     ]
     with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder), fleet) as store:

@@ -25,7 +25,7 @@ from ondevice.fleet.client import RECORD
 from ondevice.fleet.codes import Code, Refusal, refusing
 from ondevice.fleet.frozen import Frozen
 from ondevice.fleet.post import POLL_S, Post
-from ondevice.fleet.replies import Answered, Failed, Followed, Greeted, Reply, Subspace, reply_of
+from ondevice.fleet.replies import Failed, Followed, Greeted, Replied, Reply, Subspace, reply_of
 from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.secure import means_of
 from ondevice.fleet.store import Store
@@ -361,9 +361,9 @@ class Server:
                 self.places[node] = taken.place
                 if taken.gives_subspace:
                     self.givers.add(node)
-            elif asked is not None and not isinstance(taken, Answered | Failed | None):
+            elif asked is not None and not isinstance(taken, Replied | Failed | None):
                 self._refuse(node, Code.MALFORMED)
-            if not isinstance(taken, Answered):
+            if not isinstance(taken, Replied):
                 continue
             if asked is not None:
                 self.places[node] = asked.place

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
-from ondevice.fleet.keys import ANSWER_DOMAIN, Signed, verify
-from ondevice.fleet.messages import Answer, Outcome, Task
+from ondevice.fleet.keys import REPLY_DOMAIN, Signed, verify
+from ondevice.fleet.messages import Outcome, Task, TaskReply
 from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.store import Store
 
@@ -198,7 +198,7 @@ class Desk:
         self.store.ask(current.begin, current.tasks[device], device, self.store.count())
         return current.tasks[device]
 
-    def take(self, data: bytes, name: str = "the file") -> Answer:
+    def take(self, data: bytes, name: str = "the file") -> TaskReply:
         """Take a device's reply from its file.
 
         Raises:
@@ -235,7 +235,7 @@ class Desk:
                 received="no signature" if signed is None else signed.fingerprint(),
                 hint="`ondevice fleet carry answer --key FILE` signs it",
             )
-        verify(signed, ANSWER_DOMAIN + (parcel.answer or b""))
+        verify(signed, REPLY_DOMAIN + (parcel.answer or b""))
         known = {fact.removeprefix("key "): value for fact, value in self.store.facts("key ")}
         number = str(parcel.device)
         key = signed.fingerprint()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 from ondevice.fleet.agreement import Agreement
-from ondevice.fleet.messages import LARGEST_UNIT, UNIT, Answer, Group
+from ondevice.fleet.messages import LARGEST_UNIT, UNIT, Group, TaskReply
 from ondevice.fleet.numbers import pack
 
 LEAST = 3
@@ -81,7 +81,7 @@ def median(columns: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum((column[middle[0]], column[middle[1]])) / 2 for column in ordered]
 
 
-def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]:
+def shortened(answers: Sequence[TaskReply], config: Agreement) -> list[list[float]]:
     """Return the replies' numbers, shortened to the length of honest devices'.
 
     Those of a secure fleet are not shortened: nobody sees a single one of them.
@@ -96,7 +96,7 @@ def shortened(answers: Sequence[Answer], config: Agreement) -> list[list[float]]
     return [clip(values, most) for values in given]
 
 
-def weighted(answers: Sequence[Answer], config: Agreement) -> list[int]:
+def weighted(answers: Sequence[TaskReply], config: Agreement) -> list[int]:
     """Return the replies' weights; of a secure fleet those that its devices multiply by."""
     rows = [answer.rows for answer in answers]
     if config.secure:
@@ -104,7 +104,7 @@ def weighted(answers: Sequence[Answer], config: Agreement) -> list[int]:
     return weights_of(rows, config.most_rows)
 
 
-def combined(answers: Sequence[Answer], config: Agreement) -> list[float]:
+def combined(answers: Sequence[TaskReply], config: Agreement) -> list[float]:
     """Return one number for each of the directions that all devices share."""
     columns = list(zip(*shortened(answers, config), strict=True))
     if config.combine == "trimmed_mean":
@@ -120,7 +120,7 @@ def shared_group(first_step: int, values: Sequence[float], factor: float) -> Gro
 
 
 def coefficients_of(
-    answers: Sequence[tuple[int, Answer]], config: Agreement, factor: float
+    answers: Sequence[tuple[int, TaskReply]], config: Agreement, factor: float
 ) -> tuple[Group, ...]:
     """Return a round's groups: shared directions in one, own directions in one for each device.
 

@@ -31,7 +31,7 @@ from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal, code_of, refusing
 from ondevice.fleet.frozen import Frozen, Space, matched
-from ondevice.fleet.keys import ANSWER_DOMAIN, DeviceKey, Signed
+from ondevice.fleet.keys import REPLY_DOMAIN, DeviceKey, Signed
 from ondevice.fleet.ledger import Ledger, cost_of
 from ondevice.fleet.log import checked as of_fleet
 from ondevice.fleet.member import Member
@@ -277,7 +277,7 @@ class Device:
         """
         with Store.open(Path(self.settings.folder)) as store:
             if store.charter.device_keys:
-                return self._key().sign(ANSWER_DOMAIN + answer)
+                return self._key().sign(REPLY_DOMAIN + answer)
             return None
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
-from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.messages import Task, TaskReply
 from ondevice.fleet.open import open_run
 from ondevice.fleet.post import Post, Sent
 from ondevice.fleet.simulate import Simulation, lie
@@ -227,5 +227,5 @@ def reply(
     record = device.reply(content, context.node_id)
     if "answer" in record and number in world.hostile:
         attack = world.config.simulation.attack
-        record["answer"] = lie(Answer.from_bytes(record["answer"]), attack, fate.draw).to_bytes()
+        record["answer"] = lie(TaskReply.from_bytes(record["answer"]), attack, fate.draw).to_bytes()
     return record | ({"late": True} if fate.late else {})

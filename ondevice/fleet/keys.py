@@ -14,7 +14,7 @@ from typing import Any
 from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.fleet.codes import Code, Refusal
 
-ANSWER_DOMAIN = b"ondevice-fleet-answer-1\0"
+REPLY_DOMAIN = b"ondevice-fleet-answer-1\0"
 """Prefix of the bytes that a device signs of a reply by file."""
 MOST_KEY_BYTES = 256
 MOST_SIGNATURE_BYTES = 128

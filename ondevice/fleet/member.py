@@ -13,7 +13,7 @@ from ondevice.core.errors import ArtifactError, FleetError, TrainingError
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import clip
 from ondevice.fleet.log import checked
-from ondevice.fleet.messages import Answer, Event, Task
+from ondevice.fleet.messages import Event, Task, TaskReply
 from ondevice.fleet.numbers import Numbers, pack
 from ondevice.fleet.secure import exponent_of
 
@@ -127,7 +127,7 @@ class Member:
                 self.state.apply(event)  # reports the missing rounds
         return applied
 
-    def answer(self, task: Task) -> Answer:
+    def answer(self, task: Task) -> TaskReply:
         """Do a task's local steps, and reply; the state does not change.
 
         Raises:
@@ -173,7 +173,7 @@ class Member:
         rows = min(
             self.batches.rows, self.charter.fleet.most_rows
         )  # only as many as count are reported
-        return Answer(
+        return TaskReply(
             task.fleet,
             task.round,
             task.begin,

@@ -179,7 +179,7 @@ class Task(Message):
 
 
 @dataclass(frozen=True)
-class Answer(Message):
+class TaskReply(Message):
     """A device's reply after its local steps: one number per query and step, whatever the
     estimator.
 

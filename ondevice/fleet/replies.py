@@ -62,8 +62,8 @@ class Failed(Reply):
     about: Device | None = None
 
 
-class Answered(Reply):
-    """A device's numbers; see `messages.Answer`."""
+class Replied(Reply):
+    """A device's numbers; see `messages.TaskReply`."""
 
     answer: bytes = Field(max_length=38 + 2 * MOST_NUMBERS)
 
@@ -111,7 +111,7 @@ class Greeted(Reply):
 
 KINDS: tuple[tuple[str, type[Reply]], ...] = (
     ("error", Failed),
-    ("answer", Answered),
+    ("answer", Replied),
     ("secure", Staged),
     ("frozen", Subspace),
     ("adapter", Trained),

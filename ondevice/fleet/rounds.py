@@ -13,7 +13,7 @@ from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal, refusing
 from ondevice.fleet.combine import coefficients_of, shared_group, weights_of
-from ondevice.fleet.messages import Answer, Outcome, Refresh, Task
+from ondevice.fleet.messages import Outcome, Refresh, Task, TaskReply
 from ondevice.fleet.secure import check_exponent
 from ondevice.fleet.state import State
 
@@ -25,7 +25,7 @@ class OpenRound:
     number: int
     begin: bytes
     tasks: dict[int, Task]
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, TaskReply] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
@@ -90,7 +90,7 @@ class Rounds:
         current.tasks[device] = task
         return task
 
-    def receive(self, data: bytes | Answer, sender: int | None = None) -> Answer:
+    def receive(self, data: bytes | TaskReply, sender: int | None = None) -> TaskReply:
         """Take a device's reply into its round.
 
         Args:
@@ -101,8 +101,8 @@ class Rounds:
         """
         with refusing(Code.MALFORMED):
             answer = data
-            if not isinstance(data, Answer):
-                answer = Answer.from_bytes(data)
+            if not isinstance(data, TaskReply):
+                answer = TaskReply.from_bytes(data)
         if answer.fleet != self.charter.id:
             raise Refusal(
                 Code.OTHER_FLEET,

@@ -48,7 +48,7 @@ from ondevice.fleet.stages import (
 
 if TYPE_CHECKING:
     from ondevice.fleet.keys import DeviceKey
-    from ondevice.fleet.messages import Answer
+    from ondevice.fleet.messages import TaskReply
 
 LEAST = 3
 """Devices of a sum: of two, each would know the other's numbers."""
@@ -65,7 +65,7 @@ def exponent_of(config: Agreement, count: int) -> int:
     return math.frexp(config.longest(count))[1] - 15
 
 
-def vector_of(answer: Answer, most_rows: int) -> np.ndarray:
+def vector_of(answer: TaskReply, most_rows: int) -> np.ndarray:
     """Return a reply's summand, uint64 [numbers + 2]: weight times each mantissa and loss, and
     weight."""
     rows = min(answer.rows, most_rows)

@@ -17,7 +17,7 @@ from ondevice.fleet.codes import Refusal
 from ondevice.fleet.frozen import Space
 from ondevice.fleet.log import SUFFIX, write_log
 from ondevice.fleet.member import Member, load_vector, vector_name
-from ondevice.fleet.messages import Answer, Event, Outcome
+from ondevice.fleet.messages import Event, Outcome, TaskReply
 from ondevice.fleet.numbers import LIMIT, Numbers, pack
 from ondevice.fleet.open import open_run
 from ondevice.fleet.rounds import Rounds
@@ -117,7 +117,7 @@ class Simulation:
         order = np.random.default_rng([seed, 3]).permutation(simulated.devices)
         self.hostile = {int(device) for device in order[:hostile]}
         self.refused: dict[str, int] = {}
-        self._late: list[Answer] = []
+        self._late: list[TaskReply] = []
 
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing, and compare all devices."""
@@ -239,7 +239,7 @@ class Simulation:
         for member in self.members:
             member.follow([event])
 
-    def _give(self, server: Rounds, answer: Answer) -> None:
+    def _give(self, server: Rounds, answer: TaskReply) -> None:
         try:
             server.receive(answer.to_bytes(), answer.device)
         except Refusal as error:
@@ -260,7 +260,7 @@ class Simulation:
         )
 
 
-def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:
+def lie(answer: TaskReply, attack: Attack, draw: np.random.Generator) -> TaskReply:
     """Return a hostile device's reply instead of its own."""
     values = answer.numbers.values()
     if attack == "flip":

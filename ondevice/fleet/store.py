@@ -16,7 +16,7 @@ from ondevice.fleet.charter import Charter
 from ondevice.fleet.file import FleetFile, storage_error
 from ondevice.fleet.frozen import Frozen
 from ondevice.fleet.log import SUFFIX, FleetLog, checked, read_log
-from ondevice.fleet.messages import Answer, Event, Refresh, Task, read_event
+from ondevice.fleet.messages import Event, Refresh, Task, TaskReply, read_event
 from ondevice.fleet.state import State
 
 FILE_NAME = "fleet.db"
@@ -68,7 +68,7 @@ class Store(FleetFile):
         event: Event,
         state: State,
         *,
-        answers: list[Answer] | None = None,
+        answers: list[TaskReply] | None = None,
         summed: int = 0,
         refused: int = 0,
         loss: float | None = None,
@@ -134,12 +134,12 @@ class Store(FleetFile):
         )
         return [event for (event,) in rows]
 
-    def answers(self, number: int) -> list[Answer]:
+    def answers(self, number: int) -> list[TaskReply]:
         """Return the replies of a round, by device."""
         rows = self.connection.execute(
             "SELECT answer FROM answers WHERE round = ? ORDER BY device", (number,)
         )
-        return [Answer.from_bytes(answer) for (answer,) in rows]
+        return [TaskReply.from_bytes(answer) for (answer,) in rows]
 
     def ask(self, begin: bytes, task: Task, device: int, place: int) -> None:
         """Keep a task of an open round that waits for a file.
@@ -162,7 +162,7 @@ class Store(FleetFile):
             tasks[device % (1 << 64)] = Task.from_bytes(task)
         return list(rounds.values())
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: TaskReply) -> None:
         """Store a reply of an open round, and that its device has the events of its task."""
         key = (answer.round, _signed(answer.device))
         with self.connection:

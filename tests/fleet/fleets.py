@@ -12,7 +12,7 @@ from ondevice.core.errors import FleetError
 from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
-from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.messages import Task, TaskReply
 from ondevice.fleet.numbers import pack
 
 
@@ -34,9 +34,9 @@ def charter(
     )
 
 
-def answer(task: Task, device: int, values: list[float], rows: int = 4) -> Answer:
+def answer(task: Task, device: int, values: list[float], rows: int = 4) -> TaskReply:
     """What a device that measured `values` says."""
-    return Answer(task.fleet, task.round, task.begin, device, rows, 0.5, pack(values))
+    return TaskReply(task.fleet, task.round, task.begin, device, rows, 0.5, pack(values))
 
 
 def drawn(count: int, seed: int = 0) -> list[float]:

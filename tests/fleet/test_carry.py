@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ondevice.core.errors import FleetError
 from ondevice.fleet.carry import MOST_BYTES, Desk, Parcel, files_of, parcel_of
 from ondevice.fleet.codes import Code
-from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.messages import Task, TaskReply
 from ondevice.fleet.store import Store
 from tests.cli.command import CommandLine
 from tests.fleet.fleets import answer, charter, drawn, fails, refused
@@ -108,6 +108,6 @@ def test_a_damaged_file_is_refused(data) -> None:
 def test_a_reply_in_another_devices_name_is_refused(tmp_path: Path) -> None:
     with Store.create(tmp_path, charter()) as store:
         task = Task.from_bytes(parcel_of(Desk(store).out(5)[0]).task or b"")
-        stolen: Answer = replace(answer(task, 5, drawn(2)))
+        stolen: TaskReply = replace(answer(task, 5, drawn(2)))
         with refused(Code.OTHER_DEVICE):
             Desk(store).take(files_of(Parcel(device=6, answer=stolen.to_bytes()))[0])

@@ -28,7 +28,7 @@ from ondevice.fleet.asking import ask
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering
 from ondevice.fleet.link import Link
-from ondevice.fleet.messages import Answer
+from ondevice.fleet.messages import TaskReply
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
 from tests.cli.command import CommandLine
@@ -275,7 +275,7 @@ def test_a_device_replies_over_its_socket_and_reports_errors(tmp_path: Path) -> 
         assert ask(file, {"task": task}, 9) == {"error": "no_fleet"}
         assert ask(file, {"charter": fleet.to_bytes()}, 9) == {"place": 0}
         first = ask(file, {"events": [], "task": task}, 9)
-        assert Answer.from_bytes(first["answer"]).device == 9
+        assert TaskReply.from_bytes(first["answer"]).device == 9
         assert ask(file, {"events": [], "task": task}, 9) == first
         assert ask(file, {"events": []}, 9)["digest"] == fleet.state().digest()
         assert ask(file, {"charter": charter().to_bytes()}, 9) == {"error": "other_fleet"}

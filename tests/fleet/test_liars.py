@@ -21,8 +21,8 @@ from ondevice.fleet.averaging.rules import bounded
 from ondevice.fleet.carry import MAGIC, Desk, Parcel, files_of, parcel_of
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import combined, length_of, longest_of, shortened, weights_of
-from ondevice.fleet.keys import ANSWER_DOMAIN
-from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.keys import REPLY_DOMAIN
+from ondevice.fleet.messages import Task, TaskReply
 from ondevice.fleet.numbers import LIMIT, Numbers
 from ondevice.fleet.replies import reply_of
 from ondevice.fleet.rounds import Rounds
@@ -374,7 +374,7 @@ def test_rows_and_lengths_that_a_liar_claims_count_no_more_than_an_honest_device
     honest = [
         answer(current.tasks[n], n, drawn(2, n), rows=rows) for n, rows in ((1, 5), (2, 9), (3, 7))
     ]
-    lie = Answer(
+    lie = TaskReply(
         honest[0].fleet, 0, current.begin, 4, (1 << 32) - 1, 0.5, Numbers((LIMIT, -LIMIT), 100)
     )
     for item in (*honest, lie):
@@ -434,7 +434,7 @@ def test_replies_by_file_are_signed_by_the_devices_of_the_charter(tmp_path: Path
         def taken(
             number: int, data: bytes, key: Path | None, signed: bytes | None = None
         ) -> Code | None:
-            mark = None if key is None else DeviceKey(key).sign(ANSWER_DOMAIN + (signed or data))
+            mark = None if key is None else DeviceKey(key).sign(REPLY_DOMAIN + (signed or data))
             try:
                 Desk(store).take(files_of(Parcel(device=number, answer=data, signed=mark))[0])
             except Refusal as error:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.core.errors import FleetError
-from ondevice.fleet.messages import Answer, Group, Outcome, Refresh, Task, read_event
+from ondevice.fleet.messages import Group, Outcome, Refresh, Task, TaskReply, read_event
 from ondevice.fleet.numbers import LIMIT, Numbers, pack
 from tests.fleet.fleets import fails
 
@@ -20,7 +20,7 @@ VECTORS = (
         "d701010403020105000000000102030405060728000000000000000800" + "0000803a",
     ),
     (
-        Answer(0x01020304, 5, HASH, 3, 16, 0.5, Numbers((1, -2, 32767), -9)),
+        TaskReply(0x01020304, 5, HASH, 3, 16, 0.5, Numbers((1, -2, 32767), -9)),
         "d70102040302010500000000010203040506070300000000000000" + "100000000000003f" + "f70300" + "0100feffff7f",
     ),
     (
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_the_reference_page(message, expected: str, root) -> 
 def test_a_round_of_four_queries_and_eight_steps_is_below_256_bytes() -> None:
     numbers = Numbers((1,) * 32, -20)
     task = Task(1, 1, HASH, 1, 8, 1e-3)
-    answer = Answer(1, 1, HASH, 1, 1, 0.0, numbers)
+    answer = TaskReply(1, 1, HASH, 1, 1, 0.0, numbers)
     outcome = Outcome(1, 1, HASH, LATER, (Group(8, numbers),))
     sizes = [len(message.to_bytes()) for message in (task, answer, outcome)]
     assert sizes == [33, 102, 104]
@@ -84,7 +84,7 @@ def test_a_damaged_message_is_read_or_refused_with_a_reason(vector, data) -> Non
         whole = bytearray(data.draw(st.binary(max_size=200)))
     for read in (
         Task.from_bytes,
-        Answer.from_bytes,
+        TaskReply.from_bytes,
         Outcome.from_bytes,
         Refresh.from_bytes,
         read_event,

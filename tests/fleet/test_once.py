@@ -15,13 +15,13 @@ from ondevice.core.errors import FleetError
 from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
-from ondevice.fleet.averaging.member import AdapterAnswer
+from ondevice.fleet.averaging.member import AdapterReply
 from ondevice.fleet.averaging.rules import Averaging
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.ledger import BUDGET, FILE_NAME, Ledger, cost_of
 from ondevice.fleet.member import Member
-from ondevice.fleet.messages import UNIT, Answer, Group, Outcome, Task
+from ondevice.fleet.messages import UNIT, Group, Outcome, Task, TaskReply
 from ondevice.fleet.numbers import Numbers
 from ondevice.fleet.privacy import bound, epsilon
 from ondevice.fleet.replies import Reply, reply_of
@@ -70,7 +70,7 @@ def test_a_repeated_task_has_one_reply(tmp_path: Path) -> None:
             device = joined(tmp_path, fleet)
         answers.append(device.reply({"events": [], "task": task}, 1)["answer"])
     assert len(set(answers)) == 1
-    mean = np.mean([Answer.from_bytes(answer).numbers.values() for answer in answers], axis=0)
+    mean = np.mean([TaskReply.from_bytes(answer).numbers.values() for answer in answers], axis=0)
     assert np.linalg.norm(mean) > 10 * np.linalg.norm(clean()), "the noise is all there"
 
 
@@ -196,9 +196,9 @@ def test_a_first_order_device_trains_once_from_one_adapter(tmp_path: Path) -> No
     class Trainer:
         charter, count = fleet, 0
 
-        def answer(self, number: int, arrays: dict[str, np.ndarray]) -> AdapterAnswer:
+        def answer(self, number: int, arrays: dict[str, np.ndarray]) -> AdapterReply:
             self.count += 1
-            return AdapterAnswer(
+            return AdapterReply(
                 {name: value + self.count for name, value in arrays.items()}, 4, 0.5, 0
             )
 

@@ -8,7 +8,7 @@ import pytest
 
 from ondevice.fleet.carry import parcel_of
 from ondevice.fleet.codes import Refusal
-from ondevice.fleet.keys import ANSWER_DOMAIN, fingerprints, verify
+from ondevice.fleet.keys import REPLY_DOMAIN, fingerprints, verify
 
 pytestmark = pytest.mark.flower
 pytest.importorskip("cryptography")
@@ -34,6 +34,6 @@ def test_a_reply_that_a_phone_signed_is_taken_and_a_changed_one_is_refused(tmp_p
     assert (parcel.device, parcel.answer) == (3, bytes([1, 2, 3]))
     assert parcel.signed is not None
     assert fingerprints(tmp_path) == (parcel.signed.fingerprint(),)
-    verify(parcel.signed, ANSWER_DOMAIN + bytes([1, 2, 3]))
+    verify(parcel.signed, REPLY_DOMAIN + bytes([1, 2, 3]))
     with pytest.raises(Refusal):
-        verify(parcel.signed, ANSWER_DOMAIN + bytes([1, 2, 4]))
+        verify(parcel.signed, REPLY_DOMAIN + bytes([1, 2, 4]))

@@ -62,9 +62,9 @@ def read_messages(folder: Path) -> None:
     from ondevice.fleet.averaging.arrays import from_bytes
     from ondevice.fleet.carry import parcel_of
     from ondevice.fleet.frozen import Frozen
-    from ondevice.fleet.messages import Answer, Outcome, Refresh, Task, read_event
+    from ondevice.fleet.messages import Outcome, Refresh, Task, TaskReply, read_event
 
-    kinds = (Task, Answer, Outcome, Refresh, Frozen)
+    kinds = (Task, TaskReply, Outcome, Refresh, Frozen)
     for path in folder.glob("*.message"):
         data = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
         for read in (*(kind.from_bytes for kind in kinds), read_event, parcel_of, from_bytes):

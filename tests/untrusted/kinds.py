@@ -113,7 +113,7 @@ KINDS = {
         Kind("zip upload", build_zip, read_zip, {"upload.zip": (zip_entries,)}),
         Kind("fleet messages", build_messages, read_messages,
              {f"{name}.message": () for name in
-              ("Task", "Answer", "Outcome", "Refresh", "parcel", "frozen", "arrays")}),
+              ("Task", "TaskReply", "Outcome", "Refresh", "parcel", "frozen", "arrays")}),
         Kind("fleet log", build_fleet_log, read_fleet_log, {"fleet.fleetlog": ()}),
         Kind("charter", build_charter, read_charter, {"charter.json": CONFIG, "adapters.json": CONFIG}),
         Kind("seat", build_seat, read_seat, {"fleets/mine.json": CONFIG}),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ondevice.fleet")
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without a reply."""
-Answer = tuple[Arrays, int, float]
+CheckedReply = tuple[Arrays, int, float]
 """A device's tensors, rows and loss."""
 
 
@@ -124,7 +124,7 @@ class AdapterServer:
             f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True
         )
 
-    def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | Answer | None:
+    def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | CheckedReply | None:
         """Return a device's reply; None without a usable one."""
         if message.has_error():
             log.warning("device %s: Flower could not ask it", node)
@@ -142,7 +142,7 @@ class AdapterServer:
         self.refused += 1
         log.warning("device %s: its reply is refused: %s", node, code)
 
-    def _alike(self, answers: dict[int, Answer], asked: int) -> dict[int, Answer]:
+    def _alike(self, answers: dict[int, CheckedReply], asked: int) -> dict[int, CheckedReply]:
         """Return the replies with the tensors that this fleet trains.
 
         They are the tensors that most devices sent, and stay the same once a majority of the asked
@@ -186,7 +186,7 @@ class AdapterServer:
             self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid)
         )
         down = len(to_bytes(arrays))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, CheckedReply] = {}
         for node, message in self.post.exchange(messages):
             said = self._reply(node, message, arrays)
             if isinstance(said, tuple):

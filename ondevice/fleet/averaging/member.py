@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AdapterAnswer:
+class AdapterReply:
     """A device's reply after its local steps.
 
     Attributes:
@@ -51,7 +51,7 @@ class AdapterMember:
         self.session = session
         self.batches = batches
 
-    def answer(self, number: int, arrays: Arrays) -> AdapterAnswer:
+    def answer(self, number: int, arrays: Arrays) -> AdapterReply:
         """Do the local steps of round `number` from an adapter.
 
         Raises:
@@ -63,7 +63,7 @@ class AdapterMember:
         )
         names = trained_names(self.session)
         trained = {name: value for name, value in arrays_of(self.session).items() if name in names}
-        return AdapterAnswer(trained, rows, loss, len(to_bytes(trained)))
+        return AdapterReply(trained, rows, loss, len(to_bytes(trained)))
 
 
 class NumberMember:
@@ -83,7 +83,7 @@ class NumberMember:
         self.local_steps = local_steps
         self.learning_rate = learning_rate
 
-    def answer(self, number: int, arrays: Arrays) -> AdapterAnswer:
+    def answer(self, number: int, arrays: Arrays) -> AdapterReply:
         """Do the local steps; the adapter is made only of the numbers, as 16 bits hold them.
 
         Raises:
@@ -96,7 +96,7 @@ class NumberMember:
         )
         packed = pack(numbers)
         trained = self.rebuilt(arrays, packed.values(), steps)
-        return AdapterAnswer(trained, rows, loss, 38 + 2 * len(packed.mantissas))
+        return AdapterReply(trained, rows, loss, 38 + 2 * len(packed.mantissas))
 
     def rebuilt(self, arrays: Arrays, numbers: list[float], steps: range) -> Arrays:
         """Return what the server makes of the numbers: the update of each step, without forward

@@ -14,7 +14,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method_config
 from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import arrays_of, digest, put, to_bytes
-from ondevice.fleet.averaging.member import AdapterAnswer, AdapterMember, NumberMember
+from ondevice.fleet.averaging.member import AdapterMember, AdapterReply, NumberMember
 from ondevice.fleet.averaging.rules import Arrays, Combiner, bounded, check_alike
 from ondevice.fleet.averaging.store import FILE_NAME, AdapterStore
 from ondevice.fleet.codes import Code, Refusal
@@ -126,7 +126,7 @@ class AveragingSimulation:
         config = self.config
         draw = np.random.default_rng([config.train.seed, 5, number])
         count = max(1, round(config.fleet.sample * len(self.members)))
-        answers: list[AdapterAnswer] = []
+        answers: list[AdapterReply] = []
         for device in sorted(draw.permutation(len(self.members))[:count].tolist()):
             if draw.random() < config.simulation.dropout:
                 continue
@@ -209,8 +209,8 @@ def _common(weak: Session, strong: Session) -> Arrays:
 
 
 def lie(
-    answer: AdapterAnswer, before: Arrays, attack: Attack, draw: np.random.Generator
-) -> AdapterAnswer:
+    answer: AdapterReply, before: Arrays, attack: Attack, draw: np.random.Generator
+) -> AdapterReply:
     """Return what a hostile device sends: its change turned around and ten times as large, noise,
     or huge numbers."""
     found = {}
@@ -224,4 +224,4 @@ def lie(
             found[name] = before[name] + draw.normal(0, size, change.shape).astype(np.float32)
         else:
             found[name], rows = np.full_like(value, 1e30), (1 << 32) - 1
-    return AdapterAnswer(found, rows, answer.loss, answer.sent_bytes)
+    return AdapterReply(found, rows, answer.loss, answer.sent_bytes)
