@@ -41,6 +41,17 @@ OwnRows = typer.Option("--data", "-d", help="This device's rows, which never lea
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use no TLS; only for tests on one machine.")
 ]
+FleetHost = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
+FleetPort = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
+Certificates = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificates", help="Folder with ca.crt; on the server also server.pem and server.key."
+    ),
+]
+DeviceKey = Annotated[
+    Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")
+]
 Epsilon = Annotated[
     float | None,
     typer.Option(

@@ -115,9 +115,7 @@ def carry_answer(
     model: flags.Model = None,
     artifact: Artifact = None,
     batch_size: flags.BatchSize = None,
-    key: Annotated[
-        Path | None, typer.Option("--key", help="This device's private key, to sign the reply.")
-    ] = None,
+    key: common.DeviceKey = None,
     epsilon: common.Epsilon = None,
     qr: QR = False,
     json: common.Json = False,

@@ -22,14 +22,6 @@ from ondevice.fleet.status import status as status_of
 from ondevice.fleet.store import Store
 from ondevice.training.checkpoint import RunLock
 
-Host = Annotated[str, typer.Option("--host", help="Address of the fleet's server.")]
-Port = Annotated[int, typer.Option("--port", help="Port of the fleet's server.")]
-Certificates = Annotated[
-    Path | None,
-    typer.Option(
-        "--certificates", help="Folder with ca.crt; on the server also server.pem and server.key."
-    ),
-]
 Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice fleet begin`.")]
 Copy = Annotated[
     Path, typer.Option("--out", "-o", help="Folder for this device's copy of the fleet.")
@@ -95,9 +87,9 @@ def server(
     wait: Annotated[
         float, typer.Option("--wait", help="Longest wait for devices or replies, in seconds.")
     ] = 600.0,
-    host: Host = "127.0.0.1",
-    port: Port = 9092,
-    certificates: Certificates = None,
+    host: common.FleetHost = "127.0.0.1",
+    port: common.FleetPort = 9092,
+    certificates: common.Certificates = None,
     insecure: common.Insecure = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
@@ -132,12 +124,10 @@ def device(
             "--gives-subspace", help="Let the fleet take subspaces from this device's gradient."
         ),
     ] = False,
-    host: Host = "127.0.0.1",
-    port: Port = 9092,
-    certificates: Certificates = None,
-    key: Annotated[
-        Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")
-    ] = None,
+    host: common.FleetHost = "127.0.0.1",
+    port: common.FleetPort = 9092,
+    certificates: common.Certificates = None,
+    key: common.DeviceKey = None,
     insecure: common.Insecure = False,
     epsilon: common.Epsilon = None,
 ) -> None:

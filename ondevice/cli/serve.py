@@ -104,14 +104,10 @@ def fleet(
     name: Annotated[str, typer.Argument(help="A name for the fleet on this machine.")],
     store: Store = None,
     data: Annotated[str | None, common.OwnRows] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address of the fleet's server.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port of the fleet's server.")] = 9092,
-    certificates: Annotated[
-        Path | None, typer.Option("--certificates", help="Folder with ca.crt.")
-    ] = None,
-    key: Annotated[Path | None, typer.Option("--key", help="This device's private key.")] = None,
+    host: common.FleetHost = "127.0.0.1",
+    port: common.FleetPort = 9092,
+    certificates: common.Certificates = None,
+    key: common.DeviceKey = None,
     insecure: common.Insecure = False,
     model: flags.Model = None,
     batch_size: flags.BatchSize = None,
