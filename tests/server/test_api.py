@@ -374,7 +374,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         with pytest.raises(RefusedError) as caught:
             client.ask("PUT", place, part, query={"offset": offset})
         assert caught.value.status == status
-    with refused(409):
+    with refused(422):
         client.ask("POST", f"{place}/finish")
     assert client.ask("GET", place)["received_bytes"] == 100
     client.ask("PUT", place, content[100:], query={"offset": 100})
