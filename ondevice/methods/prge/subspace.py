@@ -113,6 +113,7 @@ def joined(parts: list[tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tenso
     ql, rl = torch.linalg.qr(left.double())
     qr, rr = torch.linalg.qr(right.double().t())
     u, s, v = torch.linalg.svd(rl @ rr.t())
+    rank = min(rank, len(s))  # a narrow layer has fewer singular values
     return (ql @ u[:, :rank] * s[:rank]).float(), (v[:rank] @ qr.t()).float()
 
 

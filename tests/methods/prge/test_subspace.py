@@ -77,6 +77,10 @@ def test_a_sum_of_products_is_exact_up_to_its_rank() -> None:
     a, b = joined(parts, 5)
     u, s, v = torch.linalg.svd(whole.double())
     torch.testing.assert_close((a @ b).double(), u[:, :5] * s[:5] @ v[:5], rtol=1e-5, atol=1e-5)
+    for rows, columns in ((9, 4), (4, 9)):  # a layer narrower than the rank
+        parts = [(torch.randn(rows, 2), torch.randn(2, columns)) for _ in range(4)]
+        a, b = joined(parts, 6)
+        torch.testing.assert_close(a @ b, sum(a @ b for a, b in parts), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
