@@ -95,11 +95,10 @@ class Forms:
             from ondevice.methods.model_loss import row_nll
 
             return torch.inference_mode()(lambda: row_nll(self._plain.family, ids, ids, 8))
-        from ondevice.methods.prge.step import flat_adapter
         from tests.methods.prge.algorithm1 import CopiesState
 
         program = self.program(form.values)
-        adapter = flat_adapter(program.layout, "cpu")
+        adapter = torch.zeros(program.layout.size)
         state: dict[str, Any] = {"adapter": adapter, "step": 0}
         if form.values.get("algorithm1"):
             state["adapter"] = CopiesState(adapter, program.config.queries)

@@ -56,14 +56,14 @@ def test_the_key_follows_flags_sources_and_processor(compiler, monkeypatch):
 
 def test_no_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(MissingPackageError, match="compiler") as error:
+    with pytest.raises(MissingPackageError) as error:
         build.find_compiler()
     assert "no-such-compiler" in str(error.value) and error.value.hint
 
 
 def test_a_failing_compiler_shows_its_words(compiler):
     (build.SOURCES / "c_api.cpp").write_text('#error "what is a vector"\n')
-    with pytest.raises(MissingPackageError, match="could not compile") as error:
+    with pytest.raises(MissingPackageError) as error:
         build.build_library()
     assert "what is a vector" in str(error.value)
 
@@ -71,8 +71,9 @@ def test_a_failing_compiler_shows_its_words(compiler):
 def test_a_cache_that_cannot_be_written_is_a_storage_error(compiler, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(StorageError, match="ONDEVICE_CACHE"):
+    with pytest.raises(StorageError) as error:
         build.build_library()
+    assert "ONDEVICE_CACHE" in str(error.value.hint)
 
 
 @pytest.mark.slow

@@ -67,8 +67,9 @@ def test_scalar_and_vector_forms_of_the_mix_agree():
 def test_a_noise_s_name_means_an_op():
     names = ("gaussian", "normal", "rademacher")
     assert [generator.noise_kind(name) for name in names] == ["normal", "normal", "rademacher"]
-    with pytest.raises(ConfigError, match="unknown kind of noise"):
+    with pytest.raises(ConfigError) as error:
         generator.noise_kind("uniform")
+    assert error.value.received == "uniform"
 
 
 @pytest.mark.parametrize("form", [normal, rademacher])

@@ -268,8 +268,9 @@ def test_rows_and_their_complement_are_the_whole(form, kind, width):
     torch.manual_seed(0)
     table = torch.randn(500, width)
     if kind == "int8" and width % la.TILE:
-        with pytest.raises(ModelError, match="multiple of 128"):
+        with pytest.raises(ModelError) as error:
             la.layer_adam(table, make(table.view(-1), form, kind), STEP, torch.tensor([0]), width)
+        assert "a multiple of 128" in error.value.expected
         return
     chosen = torch.rand(500) < 0.4
     chosen[100:200] = True
@@ -460,34 +461,40 @@ def test_refusals(monkeypatch):
         torch.zeros(256).double(),
         torch.zeros(512)[::2],
     ):
-        with pytest.raises(ModelError, match="wrong grad"):
+        with pytest.raises(ModelError) as error:
             la.layer_adam(bad, good, STEP)
-    with pytest.raises(ModelError, match="wrong high"):
-        la.layer_adam(grad, replace(good, high=torch.zeros(256)), STEP)
-    with pytest.raises(ModelError, match="wrong m"):
-        la.layer_adam(grad, replace(good, moments=Moments("bfloat16", grad, grad)), STEP)
-    with pytest.raises(ModelError, match="wrong m_scale"):
-        la.layer_adam(
-            grad, replace(good, moments=replace(Moments.empty(256, "int8"), m_scale=None)), STEP
-        )
-    with pytest.raises(ModelError, match="neither plain nor split"):
+        assert "256 contiguous elements" in error.value.expected
+    no_scale = replace(Moments.empty(256, "int8"), m_scale=None)
+    for state, name in (
+        (replace(good, high=torch.zeros(256)), "high"),
+        (replace(good, moments=Moments("bfloat16", grad, grad)), "m"),
+        (replace(good, moments=no_scale), "m_scale"),
+    ):
+        with pytest.raises(ModelError) as error:
+            la.layer_adam(grad, state, STEP)
+        assert error.value.message.split()[-1] == name
+    with pytest.raises(ModelError) as error:
         la.layer_adam(grad, replace(good, low=torch.zeros(256, dtype=torch.uint16)), STEP)
-    with pytest.raises(ModelError, match="unknown kind"):
+    assert error.value.received == "master and low"
+    with pytest.raises(ModelError) as error:
         Moments.empty(4, "float16")
-    with pytest.raises(ModelError, match="wrong width") as error:
+    assert error.value.received == "float16"
+    with pytest.raises(ModelError) as error:
         la.layer_adam(grad, good, STEP, torch.tensor([0]), 100)
     assert error.value.expected == "a positive divisor of 256"
     for rows in ([-1, 0], [0, 4]):
-        with pytest.raises(DataError, match="outside the table") as error:
+        with pytest.raises(DataError) as error:
             la.layer_adam(grad, good, STEP, torch.tensor(rows), 64)
         assert error.value.received in rows and error.value.expected == "0 to 3"
     for rows in ([1, 0], [1, 1]):
-        with pytest.raises(DataError, match="not in order"):
+        with pytest.raises(DataError) as error:
             la.layer_adam(grad, good, STEP, torch.tensor(rows), 64)
-    with pytest.raises(ModelError, match="torch_adam cannot"):
+        assert error.value.hint == "rows.unique()"
+    with pytest.raises(ModelError) as error:
         la.torch_adam(grad, make(torch.zeros(256), "split", "float32"), STEP, grad)
+    assert error.value.received == "split with float32 moments"
     monkeypatch.setattr(native, "library", lambda: None)
     assert not la.available()
-    with pytest.raises(MissingPackageError, match="not available"):
+    with pytest.raises(MissingPackageError):
         la.layer_adam(grad, good, STEP)
     assert float(good.moments.v.abs().sum()) == 0

@@ -42,11 +42,9 @@ def test_constant_groups_are_exact():
     assert torch.equal(quantized.dequantize_q4(*quantized.quantize_q4(weight)), weight)
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"), [(torch.zeros(4, 48), "4 bits"), (torch.full((4, 32), 1e6), "4 bits")]
-)
-def test_q4_refusals(weight, message):
-    with pytest.raises(ModelError, match=message):
+@pytest.mark.parametrize("weight", [torch.zeros(4, 48), torch.full((4, 32), 1e6)])
+def test_weights_of_a_wrong_width_or_range_are_refused(weight):
+    with pytest.raises(ModelError):
         quantized.quantize_q4(weight)
 
 

@@ -190,8 +190,9 @@ def test_gradients_reach_the_activations_or_are_refused(form):
     assert bool(((x.grad.double() - y.grad).abs() <= bound).all())
     hidden, table, labels = samples()["linear_cross_entropy"]
     loss = OPS.linear_cross_entropy(hidden.requires_grad_(), table, labels).sum()
-    with pytest.raises(ModelError, match="no backward"):
+    with pytest.raises(ModelError) as error:
         loss.backward()
+    assert "forward-only" in str(error.value.hint)
 
 
 def test_embedding(form):
@@ -203,30 +204,36 @@ def test_embedding(form):
 
 def test_refusals():
     x, packed, scales, mins, _ = samples()["q4_linear"]
-    with pytest.raises(ModelError, match="wrong x"):
-        OPS.q4_linear(x.double(), packed, scales, mins, 32)
-    with pytest.raises(ModelError, match="wrong packed"):
-        OPS.q4_linear(x, packed[:32], scales, mins, 32)
-    with pytest.raises(ModelError, match="multiple of the group"):
-        OPS.q4_linear(x[..., :48], packed, scales, mins, 32)
-    with pytest.raises(ConfigError, match="not negative"):
-        OPS.normal(word(1), word(1), 0, 1, -1, 4)
-    with pytest.raises(ConfigError, match="noise"):
-        torch_ops.noise("uniform")
     hidden, weight, labels = samples()["linear_cross_entropy"]
-    with pytest.raises(ModelError, match="wrong labels"):
-        OPS.linear_cross_entropy(hidden, weight, labels[:2])
+    for argument, call in {
+        "x": lambda: OPS.q4_linear(x.double(), packed, scales, mins, 32),
+        "packed": lambda: OPS.q4_linear(x, packed[:32], scales, mins, 32),
+        "labels": lambda: OPS.linear_cross_entropy(hidden, weight, labels[:2]),
+    }.items():
+        with pytest.raises(ModelError) as error:
+            call()
+        assert error.value.message.split()[-1] == argument
+    with pytest.raises(ModelError) as error:
+        OPS.q4_linear(x[..., :48], packed, scales, mins, 32)
+    assert (error.value.expected, error.value.received) == ("a multiple of 32", 48)
+    with pytest.raises(ConfigError) as error:
+        OPS.normal(word(1), word(1), 0, 1, -1, 4)
+    assert "start -1" in error.value.received
+    with pytest.raises(ConfigError) as error:
+        torch_ops.noise("uniform")
+    assert error.value.received == "uniform"
 
 
 def test_ids_outside_the_vocabulary_are_refused(form):
     weight, scales = samples()["q8_embedding"][1:]
     hidden = torch.randn(3, 16)
     for bad in (100, -1):
-        with pytest.raises(DataError, match="outside the vocabulary") as error:
+        with pytest.raises(DataError) as error:
             OPS.q8_embedding(torch.tensor([0, bad]), weight, scales)
         assert error.value.received == bad
-        with pytest.raises(DataError, match="outside the vocabulary"):
+        with pytest.raises(DataError) as error:
             OPS.q8_linear_cross_entropy(hidden, weight, scales, torch.tensor([0, bad, 1]))
+        assert error.value.received == bad
 
 
 def test_backend_names(form):

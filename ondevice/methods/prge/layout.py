@@ -62,6 +62,10 @@ class Entry:
     def count(self) -> int:
         return self.rank * self.width
 
+    def shaped(self, copies: Tensor) -> Tensor:
+        """Return copies of the trained matrix, [copies, rank, width]."""
+        return copies.reshape(-1, self.rank, self.width)
+
 
 @dataclass(frozen=True)
 class Factors:

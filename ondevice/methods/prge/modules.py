@@ -15,36 +15,35 @@ from ondevice.methods.prge.step import PrgeProgram
 from ondevice.nn.graph_loss import weight_tiles
 
 
-class TrainStep(nn.Module):
-    """The whole step of Algorithm 1: noise, both forwards, losses, projected gradients, update."""
+class Method(nn.Module):
+    """A method of the program in functional form."""
 
     def __init__(self, program: PrgeProgram) -> None:
         super().__init__()
         self.program = program
+
+
+class TrainStep(Method):
+    """The whole step of Algorithm 1: noise, both forwards, losses, projected gradients, update."""
 
     def forward(self, ids: Tensor, labels: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """`rest` is the state, seed, step and learning rate."""
         return self.program.stepped(ids, labels, rest[:-3], *rest[-3:])
 
 
-class Evaluate(nn.Module):
+class Evaluate(Method):
     """Row losses under the unperturbed adapter."""
-
-    def __init__(self, program: PrgeProgram) -> None:
-        super().__init__()
-        self.program = program
 
     def forward(self, ids: Tensor, labels: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
         with self.program.bound((adapter,)):
             return self.program.evaluate(ids, labels, adapter)
 
 
-class NextToken(nn.Module):
+class NextToken(Method):
     """Logits of the token behind the first `length` of a row, under the unperturbed adapter."""
 
     def __init__(self, program: PrgeProgram) -> None:
-        super().__init__()
-        self.program = program
+        super().__init__(program)
         self.tiles = weight_tiles(program.family.head_weight, program.config.loss_tiles)
 
     def forward(self, ids: Tensor, length: Tensor, adapter: Tensor) -> Tensor:
@@ -84,53 +83,30 @@ class KeptState(nn.Module):
             self.get_buffer(name).copy_(value)
 
 
-class StatefulApplyUpdate(nn.Module):
-    """`ApplyUpdate` on the buffers; returns the sum of the adapter's elements."""
+class OnBuffers(nn.Module):
+    """A functional method with the state as buffers that the methods of the program share.
+
+    Args:
+        method: takes the state behind its first `before` inputs, and if it `writes` one returns it
+            last; else it takes only the adapter.
+    """
 
     state: KeptState
 
-    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
+    def __init__(self, method: nn.Module, state: KeptState, before: int, writes: bool) -> None:
         super().__init__()
-        self.update, self.state = program.update, state
+        self.method, self.state, self.before, self.writes = method, state, before, writes
 
-    def forward(
-        self, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> Tensor:
-        after = self.update(self.state.read(), projected_gradients, seed, step, learning_rate)
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """Return the outputs that are not state; of `ApplyUpdate` the sum of the adapter's
+        elements."""
+        state = self.state.read()
+        if not self.writes:
+            return self.method(*inputs, state[0])
+        outputs = self.method(*inputs[: self.before], *state, *inputs[self.before :])
+        after = outputs[-len(state) :]
         self.state.write(after)
-        return after[0].sum(dim=0, keepdim=True)
-
-
-class StatefulTrainStep(nn.Module):
-    """`TrainStep` with the state as buffers that the methods of the program share."""
-
-    state: KeptState
-
-    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
-        super().__init__()
-        self.program, self.state = program, state
-
-    def forward(
-        self, ids: Tensor, labels: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        losses, gradients, *after = self.program.stepped(
-            ids, labels, self.state.read(), seed, step, learning_rate
-        )
-        self.state.write(after)
-        return losses, gradients
-
-
-class StatefulEvaluate(nn.Module):
-    """`Evaluate` on the buffer."""
-
-    state: KeptState
-
-    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
-        super().__init__()
-        self.evaluate, self.state = Evaluate(program), state
-
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return self.evaluate(ids, labels, self.state.read()[0])
+        return outputs[: -len(state)] or after[0].sum(dim=0, keepdim=True)
 
 
 class GetState(nn.Module):

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from ondevice.core.manifest import Constant, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
 from ondevice.methods.prge.modules import ApplyUpdate
-from ondevice.methods.prge.program import build_program, built, ports, state_of
+from ondevice.methods.prge.program import (
+    build_program,
+    built,
+    correlation,
+    largest,
+    ports,
+    relative_errors,
+    state_of,
+    stepping,
+)
 from ondevice.methods.prge.program import problems as graph_problems
 from ondevice.methods.prge.subspace_program import ProgramSubspace, at_export
 
@@ -188,40 +197,33 @@ def compare(
     """
     program: PrgeProgram = built.eager
     scale = session.constants[SCALE]
-    seed, rate = torch.tensor([session.seed]), torch.tensor([learning_rate], dtype=torch.float32)
     received: list[float] = []
     expected: list[float] = []
     loss_error = adapter_error = 0.0
-    for number, (ids, labels) in enumerate(batches):
-        before, step = state_of(session, program), torch.tensor([number])
-        result = session.step(ids, labels, number, learning_rate)
-        gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
-        tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-        with torch.inference_mode():
+    before = state_of(session, program)
+    with torch.inference_mode():
+        for tokens, result, scalars in stepping(session, batches, learning_rate):
             with program.bound(before):
-                losses = program.losses(*tokens, program.perturbed(before[0], seed, step, scale))
-            updated = program.update(before, gradients, seed, step, rate)[0]
-        reference = losses.double().numpy()
-        difference = np.abs(np.array(result.losses) - reference) / np.maximum(
-            np.abs(reference), 1e-12
-        )
-        loss_error = float(np.maximum(loss_error, difference.max()))  # NaN stays NaN
-        adapter_error = float(
-            np.maximum(adapter_error, np.abs(session.state()["adapter"] - updated.numpy()).max())
-        )
-        received += result.projected_gradients
-        expected += program.projected_gradients(losses, scale).tolist()
+                copies_of = program.perturbed(before[0], *scalars[:2], scale)
+                losses = program.losses(*tokens, copies_of)
+            gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
+            updated = program.update(before, gradients, *scalars)[0]
+            before = state_of(session, program)
+            loss_error = largest(loss_error, relative_errors(result.losses, losses))
+            adapter_error = largest(adapter_error, (before[0] - updated).abs().numpy())
+            received += result.projected_gradients
+            expected += program.projected_gradients(losses, scale).tolist()
+    shares = {
+        "sign_agreement": float(np.mean(np.sign(received) == np.sign(expected))),
+        "correlation": correlation(received, expected),
+    }
     values: dict[str, Any] = {
         "perturbation_scale": scale,
         "directions": len(received),
-        "sign_agreement": float(np.mean(np.sign(received) == np.sign(expected))),
-        "correlation": float(np.corrcoef(received, expected)[0, 1])
-        if len(received) > 2
-        else float("nan"),
+        **shares,
         "loss_error": loss_error,
         "adapter_error": adapter_error,
     }
-    shares = {name: values[name] for name in ("sign_agreement", "correlation")}
     return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
 
 

@@ -3,8 +3,8 @@ compares with eager PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,10 +29,8 @@ from ondevice.methods.prge.modules import (
     GetState,
     KeptState,
     NextToken,
+    OnBuffers,
     SetState,
-    StatefulApplyUpdate,
-    StatefulEvaluate,
-    StatefulTrainStep,
     TrainStep,
 )
 from ondevice.methods.prge.step import PrgeProgram
@@ -44,13 +42,13 @@ from ondevice.methods.prge.subspace_program import (
     at_export,
 )
 from ondevice.nn.program_loss import quantize_model
-from ondevice.runtime_ops import graph
+from ondevice.runtime_ops import graph, torch_ops
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.program import Batch
-    from ondevice.core.session import ProgramSession, Session
+    from ondevice.core.session import ProgramSession, Session, StepResult
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import LoadedModel
 
@@ -109,7 +107,9 @@ def build_program(
     """
     export = export.resolved()
     token_loss = quantize_model(loaded.family, export, config.loss_tiles, config.answers)
-    noise: Any = noise_op(config, export.generator)
+    noise: Any = graph.aten_normal if config.noise == "gaussian" else graph.aten_rademacher
+    if export.generator != "aten":
+        noise = torch_ops.noise(config.noise)
     config = config.for_program()
     if config.factors is not None:
         program: PrgeProgram = SubspaceProgram(
@@ -123,132 +123,104 @@ def build_program(
     return program
 
 
-def noise_op(config: PrgeConfig, generator: str) -> Any:
-    """Return the generator as `aten` graph or as this project's `op`."""
-    if generator == "aten":
-        return graph.aten_normal if config.noise == "gaussian" else graph.aten_rademacher
-    from ondevice.runtime_ops import torch_ops
-
-    torch_ops.register()
-    return (
-        torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
-    )
-
-
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
     """See `GraphProgram.build`; the longest bucket has the plain names, others carry their length."""
     program = build_program(loaded, config, export, seed)
     state, scalars, gradients, losses = ports(program)
     kept = KeptState(program.state_shapes) if export.form == "stateful" else None
-    modules = []
-
-    def add(name: str, functional: nn.Module, stateful: Any, inputs: tuple, outputs: tuple) -> None:
-        """Add one method; the functional form takes the state behind the tokens, and gives what
-        changes it last."""
-        module = functional if kept is None else stateful(program, kept)
-        modules.append(ProgramModule(name, module, inputs, outputs))
-
     # Passed in and out unless the program keeps it: Android's API can read and write no buffer of a
     # program.
-    passed, adapter = ((), ()) if kept is not None else (state, state[:1])
+    passed = () if kept else state
+    modules = []
+
+    def add(name: str, method: nn.Module, inputs: tuple, outputs: tuple, before: int = 0) -> None:
+        """Add one method, which takes the state behind the first `before` inputs."""
+        if kept is not None:
+            method = OnBuffers(method, kept, before, writes=not isinstance(method, Evaluate))
+        modules.append(ProgramModule(name, method, inputs, outputs))
+
     for length in export.lengths_tokens:
         suffix = "" if length == max(export.lengths_tokens) else f"_{length}"
-        rows, tokens = export.eval_batch_size, token_ports(export.batch_size, length)
-        add(f"train_step{suffix}", TrainStep(program), StatefulTrainStep, (*tokens, *passed, *scalars),
-            (losses, gradients, *passed))  # fmt: skip
-        add(f"evaluate{suffix}", Evaluate(program), StatefulEvaluate, (*token_ports(rows, length), *adapter),
-            row_ports(rows))  # fmt: skip
+        tokens = token_ports(export.batch_size, length)
+        outputs = (losses, gradients, *passed)
+        add(f"train_step{suffix}", TrainStep(program), (*tokens, *passed, *scalars), outputs, 2)
+        rows = export.eval_batch_size
+        inputs = (*token_ports(rows, length), *passed[:1])
+        add(f"evaluate{suffix}", Evaluate(program), inputs, row_ports(rows))
     if export.next_token:
-        longest, vocab = max(export.lengths_tokens), loaded.dims.vocab
-        row = token_ports(1, longest)[0], port("length", "length", (1,), "int64", "tokens")
-        logits = port("logits", "logits", (vocab,))
-        modules.append(ProgramModule("next_token", NextToken(program), (*row, *adapter), (logits,)))
+        tokens = token_ports(1, max(export.lengths_tokens))
+        inputs = (tokens[0], port("length", "length", (1,), "int64", "tokens"), *passed[:1])
+        logits = port("logits", "logits", (loaded.dims.vocab,))
+        modules.append(ProgramModule("next_token", NextToken(program), inputs, (logits,)))
     total = port("sum", "sum", (1,))
-    replayed = gradients, *scalars
-    add(
-        "apply_update",
-        ApplyUpdate(program),
-        StatefulApplyUpdate,
-        (*passed, *replayed),
-        passed or (total,),
-    )
-    if kept is not None:
-        for one in state:
-            modules.append(ProgramModule(f"get_{one.name}", GetState(kept, one.name), (), (one,)))
-            modules.append(
-                ProgramModule(f"set_{one.name}", SetState(kept, one.name), (one,), (total,))
-            )
-    return built(program, loaded, tuple(modules), kept="host" if kept is None else "program")
+    inputs = (*passed, gradients, *scalars)
+    add("apply_update", ApplyUpdate(program), inputs, passed or (total,))
+    for one in state if kept else ():
+        get, put = GetState(kept, one.name), SetState(kept, one.name)
+        modules.append(ProgramModule(f"get_{one.name}", get, (), (one,)))
+        modules.append(ProgramModule(f"set_{one.name}", put, (one,), (total,)))
+    return built(program, loaded, tuple(modules), kept="program" if kept else "host")
 
 
 def built(
-    program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any
+    program: PrgeProgram,
+    loaded: LoadedModel,
+    modules: tuple[ProgramModule, ...],
+    kept: Literal["host", "program"] = "host",
+    **more: Any,
 ) -> BuiltProgram:
-    """Return the state of a program, the run's step number, and the frozen A of every layer where A
-    is no state."""
-    config, layout, where = program.config, program.layout, more.pop("kept", "host")
-    names = {
-        entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries
-    }
-    state = tuple(
-        StateTensor(
-            name=name,
-            dtype="float32",
-            shape=(size,),
-            role="optimizer" if number else "adapter",
-            kept=where,
-        )
-        for number, (name, size) in enumerate(program.state_shapes.items())
-    )
-    rank, spans = config.rank, program.spans if isinstance(program, SubspaceProgram) else None
-    if spans is None:
-        more["frozen"] = {
-            f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T)
-            for entry in layout.entries
-        }
-    else:
-        rank = spans.rank
-        if (
-            config.factors is not None and config.factors.is_file()
-        ):  # else the state has it: an artifact's, or that of a calibration
-            more["first"] = spans.begun(read_factors(config.factors, spans.small.entries))
+    """Return the program with its state, the run's step number, and the frozen A of every layer if
+    A is not part of the state."""
+    config, layout = program.config, program.layout
+    spans = program.spans if isinstance(program, SubspaceProgram) else None
+    rank = spans.rank if spans else config.rank
+    state, entries, frozen = [], [], {}
+    for name, size in program.state_shapes.items():
+        role = "adapter" if name == "adapter" else "optimizer"
+        state.append(StateTensor(name=name, dtype="float32", shape=(size,), role=role, kept=kept))
+    for entry in layout.entries:
+        linear = loaded.family.linear_name(entry.layer, entry.target)
+        entries.append(
+            AdapterEntry(
+                linear=linear, layer=entry.layer, target=entry.target, offset=entry.offset,
+                rank=rank, inputs=entry.inputs, outputs=entry.outputs,
+                a_offset=spans.a_offsets[entry] if spans else None,
+            )
+        )  # fmt: skip
+        if spans is None:
+            frozen[f"{linear}.lora_A.weight"] = np.ascontiguousarray(layout.frozen_a(entry).T)
+    first = {}
+    # If there is no file, the state has the subspace: an artifact's, or that of a calibration.
+    if spans is not None and config.factors is not None and config.factors.is_file():
+        first = spans.begun(read_factors(config.factors, spans.small.entries))
     return BuiltProgram(
         eager=program,
         loaded=loaded,
         modules=modules,
-        state=state,
+        state=tuple(state),
         counters=(Counter(name="step", counts="run_steps"),),
-        layout=tuple(
-            AdapterEntry(
-                linear=names[entry], layer=entry.layer, target=entry.target, offset=entry.offset,
-                rank=entry.rank if spans is None else rank, inputs=entry.inputs, outputs=entry.outputs,
-                a_offset=None if spans is None else spans.a_offsets[entry],
-            )
-            for entry in layout.entries
-        ),
+        layout=tuple(entries),
         rank=rank,
         alpha=config.alpha * rank / config.rank,
         noise=config.noise,
+        first=first,
+        frozen=frozen,
         **more,
-    )  # fmt: skip
+    )
 
 
 def ports(
     program: PrgeProgram,
 ) -> tuple[tuple[TensorPort, ...], tuple[TensorPort, ...], TensorPort, TensorPort]:
     """Return the state, the three scalars, projected gradients, losses."""
-    config = program.config
+    queries = (program.config.queries,)
+    copies = (program.config.copies,)
     rate = port("learning_rate", "learning_rate", (1,))
     return (
         tuple(port(name, "state", (size,)) for name, size in program.state_shapes.items()),
         (port("seed", "seed", (1,), "int64"), port("step", "counter", (1,), "int64"), rate),
-        port(
-            "projected_gradients",
-            "projected_gradients",
-            (config.queries,),
-            unit="nats per unit of perturbation",
-        ),
-        port("losses", "losses", (config.copies,), unit="nats per labelled token"),
+        port(*("projected_gradients",) * 2, queries, unit="nats per unit of perturbation"),
+        port("losses", "losses", copies, unit="nats per labelled token"),
     )
 
 
@@ -270,27 +242,22 @@ def compare(
     projected gradients at the same adapter (NaN below three directions).
     """
     program: PrgeProgram = built.eager
-    seed = torch.tensor([session.seed])
-    rate = torch.tensor([learning_rate], dtype=torch.float32)
     free = replayed = state_of(session, program)
     free_error = replay_error = 0.0
-    pairs: list[tuple[float, float]] = []
+    received: list[float] = []
+    expected: list[float] = []
     steps = 0
     with torch.inference_mode():
-        for number, (ids, labels) in enumerate(batches):
-            step = torch.tensor([number])
-            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-            result = session.step(ids, labels, number, learning_rate)
-            losses, gradients, *free = program.stepped(*tokens, free, seed, step, rate)
-            free_error = float(
-                np.maximum(free_error, _relative(result.losses, losses))
-            )  # NaN stays NaN
-            if number:
-                losses, gradients, *_ = program.stepped(*tokens, replayed, seed, step, rate)
-            replay_error = float(np.maximum(replay_error, _relative(result.losses, losses)))
-            pairs += zip(result.projected_gradients, gradients.tolist(), strict=True)
+        for tokens, result, scalars in stepping(session, batches, learning_rate):
+            losses, gradients, *free = program.stepped(*tokens, free, *scalars)
+            free_error = largest(free_error, relative_errors(result.losses, losses))
+            if steps:
+                losses, gradients, *_ = program.stepped(*tokens, replayed, *scalars)
+            replay_error = largest(replay_error, relative_errors(result.losses, losses))
+            received += result.projected_gradients
+            expected += gradients.tolist()
             own = torch.tensor(result.projected_gradients, dtype=torch.float32)
-            replayed = program.update(replayed, own, seed, step, rate)
+            replayed = program.update(replayed, own, *scalars)
             steps += 1
     flat = session.state()["adapter"]
     adapter_error = float(np.abs(flat - replayed[0].numpy()).max())
@@ -300,13 +267,35 @@ def compare(
         "max_rel_loss_error_replayed": replay_error,
         "max_abs_adapter_error": adapter_error,
         "max_abs_adapter_error_free": float(np.abs(flat - free[0].numpy()).max()),
-        "gradient_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1])
-        if len(pairs) > 2
-        else float("nan"),
+        "gradient_correlation": correlation(received, expected),
     }
-    return Agreement(
-        values, {"loss": replay_error, "loss_free": free_error, "update": adapter_error}
-    )
+    errors = {"loss": replay_error, "loss_free": free_error, "update": adapter_error}
+    return Agreement(values, errors)
+
+
+def stepping(
+    session: ProgramSession, batches: Iterable[Batch], learning_rate: float
+) -> Iterator[tuple[tuple[Tensor, Tensor], StepResult, tuple[Tensor, Tensor, Tensor]]]:
+    """Step the session on each batch; yield ids and labels, the result, and the scalars (seed,
+    step, learning rate) as eager takes them."""
+    seed, rate = torch.tensor([session.seed]), torch.tensor([learning_rate], dtype=torch.float32)
+    for number, (ids, labels) in enumerate(batches):
+        result = session.step(ids, labels, number, learning_rate)
+        yield (
+            (torch.from_numpy(ids), torch.from_numpy(labels)),
+            result,
+            (seed, torch.tensor([number]), rate),
+        )
+
+
+def largest(before: float, errors: np.ndarray) -> float:
+    """Return the largest error so far; NaN stays NaN."""
+    return float(np.maximum(before, errors.max()))
+
+
+def correlation(received: Sequence[float], expected: Sequence[float]) -> float:
+    """Correlate projected gradients; NaN below three."""
+    return float(np.corrcoef(received, expected)[0, 1]) if len(received) > 2 else float("nan")
 
 
 def rounding(
@@ -317,17 +306,15 @@ def rounding(
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure the effect of 8-bit activations on the projected gradients: the program against the
     float32 model in eager."""
-    correlation = gradient_correlation(
-        session, float32.eager, batches(-(-CORRELATED // config.queries))
-    )
+    agreed = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
     warnings = []
     if config.perturbation_scale < ROUGH_SCALE:
         warnings.append(
             f"8da4w rounds activations to 8 bits: at perturbation scale {config.perturbation_scale:g} "
-            f"the projected gradients correlate {correlation:.2f} with float32's; "
+            f"the projected gradients correlate {agreed:.2f} with float32's; "
             "use --quantize q4, or a scale of 3e-2 or more"
         )
-    return {"gradient_correlation_float32": correlation}, warnings
+    return {"gradient_correlation_float32": agreed}, warnings
 
 
 def gradient_correlation(
@@ -340,28 +327,21 @@ def gradient_correlation(
         program: of the same method and seed; it may be another model, such as the one before
             quantisation.
     """
-    seed, rate = torch.tensor([session.seed]), torch.zeros(1)
     if program.config.factors is None:
-        session.load_state(
-            {**session.state(), "adapter": np.zeros(program.layout.size, np.float32)}
-        )
+        zero = np.zeros(program.layout.size, np.float32)
+        session.load_state({**session.state(), "adapter": zero})
     first = state_of(session, program)
     received, expected = [], []
     with torch.inference_mode():
-        for number, (ids, labels) in enumerate(batches):
-            received += session.step(ids, labels, number, 0.0).projected_gradients
-            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-            expected += program.stepped(*tokens, first, seed, torch.tensor([number]), rate)[
-                1
-            ].tolist()
-    return float(np.corrcoef(received, expected)[0, 1])
+        for tokens, result, scalars in stepping(session, batches, 0.0):
+            received += result.projected_gradients
+            expected += program.stepped(*tokens, first, *scalars)[1].tolist()
+    return correlation(received, expected)
 
 
-def _relative(received: tuple[float, ...], expected: torch.Tensor) -> float:
+def relative_errors(received: tuple[float, ...], expected: Tensor) -> np.ndarray:
     reference = expected.double().numpy()
-    return float(
-        np.max(np.abs(np.array(received) - reference) / np.maximum(np.abs(reference), 1e-12))
-    )
+    return np.abs(np.array(received) - reference) / np.maximum(np.abs(reference), 1e-12)
 
 
 def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:

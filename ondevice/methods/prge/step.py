@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -113,7 +112,8 @@ class DualForwardingLinear(nn.Module):
 
 class PrgeProgram(nn.Module):
     """The training program: `train_step`, `evaluate` and `apply_update`, all functional in the
-    adapter.
+    adapter. `scalars` are seed and step, int64 [1], which key the noise, and the learning rate,
+    float32 [1].
 
     Args:
         family: the model, whose target linears are replaced in place.
@@ -136,10 +136,9 @@ class PrgeProgram(nn.Module):
         self.token_loss = token_loss or (
             lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers)
         )
-        device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
-            a = torch.from_numpy(layout.frozen_a(entry)).to(device)
+            a = torch.from_numpy(layout.frozen_a(entry)).to(self.device)
             name = family.linear_name(entry.layer, entry.target)
             linear = DualForwardingLinear(family.module(name), a, config.alpha / config.rank)
             family.replace(name, linear)
@@ -150,6 +149,10 @@ class PrgeProgram(nn.Module):
         positions."""
 
     @property
+    def device(self) -> torch.device:
+        return self.family.head_weight.device
+
+    @property
     def state_size(self) -> int:
         """Elements of the state: the adapter, and behind it Adam's two moments."""
         return self.layout.size * (3 if self.config.optimizer == "adam" else 1)
@@ -158,10 +161,10 @@ class PrgeProgram(nn.Module):
     def state_shapes(self) -> dict[str, int]:
         """Elements of each tensor of an exported program's state, the adapter first; Adam's moments
         are followed by the number of updates that they have seen."""
-        size = self.layout.size
-        return {"adapter": size} | (
-            {"moments": 2 * size + 1} if self.config.optimizer == "adam" else {}
-        )
+        shapes = {"adapter": self.layout.size}
+        if self.config.optimizer == "adam":
+            shapes["moments"] = 2 * self.layout.size + 1
+        return shapes
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
         """Return what the layers take of the adapter next to its copies."""
@@ -177,42 +180,27 @@ class PrgeProgram(nn.Module):
         yield
 
     def update(
-        self,
-        state: Sequence[Tensor],
-        gradients_Q: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
+        self, state: Sequence[Tensor], gradients_Q: Tensor, *scalars: Tensor
     ) -> tuple[Tensor, ...]:
         """Return an exported program's state after `apply_update`."""
         if self.config.optimizer != "adam":
-            return (self.apply_update(state[0], gradients_Q, seed, step, learning_rate),)
+            return (self.apply_update(state[0], gradients_Q, *scalars),)
         adapter, moments = state
         size = self.layout.size
         count = moments[2 * size :] + 1.0
         parts = adapter, moments[:size], moments[size : 2 * size]
-        adapter, mean, square = self._adam(parts, count, gradients_Q, seed, step, learning_rate)
+        adapter, mean, square = self._adam(parts, count, gradients_Q, *scalars)
         return adapter, torch.cat([mean, square, count])
 
     def stepped(
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        state: Sequence[Tensor],
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
+        self, ids: Tensor, labels: Tensor, state: Sequence[Tensor], *scalars: Tensor
     ) -> tuple[Tensor, ...]:
         """Return losses, projected gradients, and an exported program's state after the step; see
         `train_step`."""
         with self.bound(state):
-            losses = self.losses(ids, labels, self.perturbed(state[0], seed, step))
+            losses = self.losses(ids, labels, self.perturbed(state[0], *scalars[:2]))
         gradients = self.projected_gradients(losses)
-        return losses, gradients, *self.update(state, gradients, seed, step, learning_rate)
-
-    @property
-    def device(self) -> torch.device:
-        return self.family.head_weight.device
+        return losses, gradients, *self.update(state, gradients, *scalars)
 
     def set_factors(self, factors: dict[Entry, Factors]) -> None:
         """Put A and C of a subspace into the linear layers."""
@@ -241,9 +229,7 @@ class PrgeProgram(nn.Module):
         ids_BT: Tensor,
         labels_BT: Tensor,
         adapter_P: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
+        *scalars: Tensor,
         position_ids_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run one ZO-SGD step.
@@ -251,19 +237,17 @@ class PrgeProgram(nn.Module):
         Args:
             ids_BT, labels_BT: int64 [batch, tokens].
             adapter_P: float32 [layout.size].
-            seed, step: int64 [1]; they key the noise.
-            learning_rate: float32 [1].
-            position_ids_BT: int64 [batch, tokens], where a sequence has several rows: see `Packing.packed_step`.
+            position_ids_BT: int64 [batch, tokens], if a sequence has several rows; see
+                `Packing.packed_step`.
 
         Returns:
             losses float32 [copies], projected gradients float32 [q], the new adapter float32
             [layout.size].
         """
-        losses = self.losses(
-            ids_BT, labels_BT, self.perturbed(adapter_P, seed, step), position_ids_BT
-        )
+        copies_of = self.perturbed(adapter_P, *scalars[:2])
+        losses = self.losses(ids_BT, labels_BT, copies_of, position_ids_BT)
         gradients = self.projected_gradients(losses)
-        return losses, gradients, self.apply_update(adapter_P, gradients, seed, step, learning_rate)
+        return losses, gradients, self.apply_update(adapter_P, gradients, *scalars)
 
     def losses(
         self,
@@ -273,29 +257,46 @@ class PrgeProgram(nn.Module):
         position_ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
-        prefix = self._run_prefix(ids_BT, position_ids_BT)
-        passes, parts = self._passes(), []
-        for members in passes:
-            selected = copies_of if len(passes) == 1 else self._select(copies_of, members)
-            places = None if position_ids_BT is None else position_ids_BT.repeat(len(members), 1)
-            hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected, places)
-            nll, count = self.row_nll(hidden, labels_BT.repeat(len(members), 1))
-            parts.append(
-                nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1)
-            )
-        if len(parts) == 1:
-            return parts[0]
-        place = {
-            member: part[i : i + 1]
-            for members, part in zip(passes, parts)
-            for i, member in enumerate(members)
-        }
-        return torch.cat([place[copy] for copy in range(self.config.copies)])
+        prefix, passes = self._run_prefix(ids_BT, position_ids_BT), self._passes()
+        if len(passes) == 1:
+            return self._pass_losses(prefix, labels_BT, copies_of, len(passes[0]), position_ids_BT)
+        losses = torch.empty(self.config.copies, device=self.device)
+        for copies in passes:
+            at = slice(copies.start, copies.stop, copies.step)
 
-    @staticmethod
-    def _select(copies_of: CopiesOf, members: list[int]) -> CopiesOf:
-        stride = members[1] - members[0] if len(members) > 1 else 1
-        return lambda start, count: copies_of(start, count)[members[0] : members[-1] + 1 : stride]
+            def selected(start: int, count: int, at: slice = at) -> Tensor:
+                return copies_of(start, count)[at]
+
+            losses[at] = self._pass_losses(
+                prefix, labels_BT, selected, len(copies), position_ids_BT
+            )
+        return losses
+
+    def _pass_losses(
+        self,
+        prefix: Tensor,
+        labels_BT: Tensor,
+        copies_of: CopiesOf,
+        copies: int,
+        position_ids_BT: Tensor | None,
+    ) -> Tensor:
+        """Return the mean losses of the copies of one forward pass, float32 [copies]."""
+        positions = None if position_ids_BT is None else position_ids_BT.repeat(copies, 1)
+        hidden = self._run_suffix(prefix.repeat(copies, 1, 1), copies_of, positions)
+        nll, count = self.row_nll(hidden, labels_BT.repeat(copies, 1))
+        return nll.reshape(copies, -1).sum(1) / count.reshape(copies, -1).sum(1)
+
+    def _passes(self) -> list[range]:
+        """Group the numbers of the copies by forward pass."""
+        config, q = self.config, self.config.queries
+        both_signs = config.estimator == "central" and config.batch_signs
+        if config.batch_queries and (both_signs or config.estimator == "one_sided"):
+            return [range(config.copies)]
+        if config.batch_queries:
+            return [range(q), range(q, 2 * q)]
+        if both_signs:
+            return [range(i, 2 * q, q) for i in range(q)]
+        return [range(i, i + 1) for i in range(config.copies)]
 
     def projected_gradients(self, losses: Tensor, scale: Tensor | float | None = None) -> Tensor:
         """Return (L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over
@@ -307,9 +308,8 @@ class PrgeProgram(nn.Module):
         """
         q = self.config.queries
         if self.config.estimator == "central":
-            return (losses[:q] - losses[q:]) / (
-                2.0 * (self.config.perturbation_scale if scale is None else scale)
-            )
+            scale = self.config.perturbation_scale if scale is None else scale
+            return (losses[:q] - losses[q:]) / (2.0 * scale)
         # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops
         # out.
         differences = losses[1:] - losses[:1]
@@ -317,54 +317,50 @@ class PrgeProgram(nn.Module):
         deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()
         return differences / (deviation + 1e-12)
 
-    def apply_update(
-        self,
-        adapter_P: Tensor,
-        gradients_Q: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
-    ) -> Tensor:
+    def apply_update(self, adapter_P: Tensor, gradients_Q: Tensor, *scalars: Tensor) -> Tensor:
         """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32
         [layout.size]."""
+        seed, step, learning_rate = scalars
         if self.config.optimizer == "adam":
             # A new subspace begins with new moments; in a random one they are never new.
-            every = self.config.refresh_every if self.config.subspace == "gradient" else None
-            count = (step if every is None else step % every).to(torch.float32) + 1.0
+            if self.config.subspace == "gradient" and self.config.refresh_every is not None:
+                step_of_subspace = step % self.config.refresh_every
+            else:
+                step_of_subspace = step
+            count = step_of_subspace.to(torch.float32) + 1.0
             parts = adapter_P.split(self.layout.size)
-            return torch.cat(self._adam(parts, count, gradients_Q, seed, step, learning_rate))
-        coefficients = gradients_Q * (learning_rate / self.config.queries)
+            return torch.cat(self._adam(parts, count, gradients_Q, *scalars))
+        coefficients_Q = gradients_Q * (learning_rate / self.config.queries)
         parts = []
-        for start in range(0, self.layout.size, UPDATE_CHUNK):
-            count = min(UPDATE_CHUNK, self.layout.size - start)
-            z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count)
-            parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        for at in self._chunks():
+            z = self._noise_at(at, seed, step)
+            parts.append(adapter_P[at] - (coefficients_Q[:, None] * z).sum(dim=0))
+        return _cat(parts)
+
+    def _chunks(self) -> list[slice]:
+        """Cut the adapter into ranges that are updated at once."""
+        size = self.layout.size
+        starts = range(0, size, UPDATE_CHUNK)
+        return [slice(start, min(start + UPDATE_CHUNK, size)) for start in starts]
+
+    def _noise_at(self, at: slice, seed: Tensor, step: Tensor) -> Tensor:
+        count = at.stop - at.start
+        return self.noise(seed, step, NOISE_TENSOR, self.config.queries, at.start, count)
 
     def _adam(
-        self,
-        state: Sequence[Tensor],
-        count: Tensor,
-        gradients_Q: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, state: Sequence[Tensor], count: Tensor, gradients_Q: Tensor, *scalars: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return adapter and moments after Adam's `count`-th step with the estimate (1/q) sum_i g_i
         z_i, float32 [layout.size] each; `state` is the three before it."""
-        size, q, parts = self.layout.size, self.config.queries, ([], [], [])
-        for start in range(0, size, UPDATE_CHUNK):
-            number = min(UPDATE_CHUNK, size - start)
-            adapter, mean, square = (value[start : start + number] for value in state)
-            z = self.noise(seed, step, NOISE_TENSOR, q, start, number)
-            estimate = ((gradients_Q / q)[:, None] * z).sum(dim=0)
+        seed, step, learning_rate = scalars
+        parts = []
+        for at in self._chunks():
+            adapter, mean, square = (value[at] for value in state)
+            z = self._noise_at(at, seed, step)
+            estimate = ((gradients_Q / self.config.queries)[:, None] * z).sum(dim=0)
             update, mean, square = adam(estimate, mean, square, count)
-            for part, value in zip(
-                parts, (adapter - learning_rate * update, mean, square), strict=True
-            ):
-                part.append(value)
-        adapter, mean, square = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
-        return adapter, mean, square
+            parts.append((adapter - learning_rate * update, mean, square))
+        return tuple(_cat(column) for column in zip(*parts, strict=True))
 
     def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
         """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
@@ -377,8 +373,7 @@ class PrgeProgram(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return negative log likelihood summed over each row's labelled tokens and their count,
         float32 [rows] each."""
-        hidden = self.hidden(ids_ET, adapter_P)
-        return self.row_nll(hidden, labels_ET)
+        return self.row_nll(self.hidden(ids_ET, adapter_P), labels_ET)
 
     def perturbed(
         self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None
@@ -388,31 +383,18 @@ class PrgeProgram(nn.Module):
         They are moved by `scale` (the config's by default) along the noise both ways, or one way
         and not at all.
         """
-        config = self.config
+        scale = self.config.perturbation_scale if scale is None else scale
 
         def copies_of(start: int, count: int) -> Tensor:
             base = adapter_P[None, start : start + count]
-            z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count)
-            z = z * (config.perturbation_scale if scale is None else scale)
-            return torch.cat(
-                [base + z, base - z] if config.estimator == "central" else [base, base + z]
-            )
+            z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count) * scale
+            if self.config.estimator == "central":
+                return torch.cat([base + z, base - z])
+            return torch.cat([base, base + z])
 
         return copies_of
 
-    def _passes(self) -> list[list[int]]:
-        """Group the numbers of the copies by forward pass."""
-        config, q = self.config, self.config.queries
-        if config.estimator == "one_sided":
-            return (
-                [list(range(q + 1))] if config.batch_queries else [[copy] for copy in range(q + 1)]
-            )
-        queries = [list(range(q))] if config.batch_queries else [[i] for i in range(q)]
-        if config.batch_signs:
-            return [group + [i + q for i in group] for group in queries]
-        return [half for group in queries for half in (group, [i + q for i in group])]
-
-    def _places(self, hidden: Tensor, position_ids: Tensor | None) -> tuple[Any, Tensor | None]:
+    def _placed(self, hidden: Tensor, position_ids: Tensor | None) -> tuple[Any, Tensor | None]:
         """Return what blocks take next to the hidden states: positions and mask."""
         if position_ids is not None:
             return self.family.packed(hidden, position_ids)
@@ -421,7 +403,7 @@ class PrgeProgram(nn.Module):
 
     def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         hidden = self.family.embed(ids_BT, position_ids_BT)
-        position, mask = self._places(hidden, position_ids_BT)
+        position, mask = self._placed(hidden, position_ids_BT)
         for layer in range(self.layout.first_layer):
             hidden = self.family.block(layer, hidden, position, mask)
         return hidden
@@ -429,13 +411,12 @@ class PrgeProgram(nn.Module):
     def _run_suffix(
         self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
     ) -> Tensor:
-        position, mask = self._places(hidden_RTD, position_ids_RT)
+        position, mask = self._placed(hidden_RTD, position_ids_RT)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             for entry, copies in self.layer_copies(layer, copies_of):
-                if entry.diagonal and self.linears[entry].c_RO is None:  # before the first subspace
-                    continue
-                shaped = copies.reshape(-1, entry.rank, entry.width)
-                self.linears[entry].slot.copies = self.linears[entry].matrices(shaped)
+                linear = self.linears[entry]
+                if not entry.diagonal or linear.c_RO is not None:  # else before the first subspace
+                    linear.slot.copies = linear.matrices(entry.shaped(copies))
             hidden_RTD = self.family.block(layer, hidden_RTD, position, mask)
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
@@ -451,12 +432,9 @@ class PrgeProgram(nn.Module):
 
     def every_copy(self, copies_of: CopiesOf) -> list[Tensor]:
         """Return the copies of each trained matrix, [copies, rank, width]."""
-        whole = copies_of(0, self.layout.size)
-        found = [
-            (entry, whole[:, entry.offset : entry.offset + entry.count])
-            for entry in self.layout.entries
-        ]
-        return [values.reshape(-1, entry.rank, entry.width) for entry, values in found]
+        copies, entries = copies_of(0, self.layout.size), self.layout.entries
+        flat = [copies[:, entry.offset : entry.offset + entry.count] for entry in entries]
+        return [entry.shaped(values) for entry, values in zip(entries, flat, strict=True)]
 
     def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels_RT.shape[0]
@@ -470,9 +448,26 @@ class PrgeProgram(nn.Module):
         return torch.where(count.sum() > limit, torch.full_like(nll, float("nan")), nll), count
 
 
-def flat_adapter(
-    layout: AdapterLayout, device: torch.device | str, size: int | None = None
-) -> Tensor:
-    """Return B = 0: the adapter that leaves the model as it is; `size` counts the moments behind it
-    too."""
-    return torch.from_numpy(np.zeros(size or layout.size, dtype=np.float32)).to(device)
+class WholeModelProgram(PrgeProgram):
+    """P-RGE's step on a model that runs only as a whole: all copies of all B exist during a pass;
+    layers below `top_layers` run once for each copy."""
+
+    def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        return ids_BT
+
+    def _run_suffix(
+        self, ids_BT: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
+    ) -> Tensor:
+        # `repeat` has made [copies, batch, tokens] of [batch, tokens].
+        for entry in self.layout.entries:
+            copies = copies_of(entry.offset, entry.count)
+            self.linears[entry].slot.copies = copies.reshape(-1, entry.rank, entry.outputs)
+        try:
+            return self.family.hidden(ids_BT.flatten(0, -2), position_ids=position_ids_RT)
+        finally:
+            for linear in self.linears.values():
+                linear.slot.copies = None
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

@@ -28,8 +28,15 @@ from ondevice.core.errors import CheckpointError, OndeviceError, TrainingError
 from ondevice.core.registry import method_config
 from ondevice.methods.prge.layout import KEPT_BLOCKS, NOISE_TENSOR, AdapterLayout, Entry, Factors
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram, adam
-from ondevice.methods.prge.subspace import from_arrays, gradient_factors, joined, to_arrays
-from ondevice.methods.prge.subspace_refresh import measure, subspace_path, write_subspace
+from ondevice.methods.prge.subspace import (
+    calibration_rows,
+    from_arrays,
+    gradient_factors,
+    joined,
+    subspace_path,
+    to_arrays,
+    write_subspace,
+)
 from ondevice.models import load_model
 from ondevice.runtime_ops import graph
 
@@ -56,50 +63,45 @@ class SubspaceLayout:
         trained: B's rows of the subspace, in the flat adapter.
         directions: rows of the subspace; a small matrix has fewer, and zeros behind.
         kept: rows of earlier subspaces.
+        rank: of the adapter, all of these rows.
         a_offsets: where A is, float32 [directions + kept, inputs].
         c_offsets: where C is in the state `subspace`, float32 [entry's rank, outputs].
         size, c_size: elements of the adapter, and of the state `subspace`.
     """
 
     def __init__(self, dims: ModelDims, config: PrgeConfig, seed: int) -> None:
-        diagonal = config.model_copy(update={"subspace": "gradient"})
-        self.small = AdapterLayout.build(dims, diagonal, seed)
+        self.small = AdapterLayout.build(dims, config, seed)
         self.directions = max(entry.rank for entry in self.small.entries)
-        self.kept = 0 if config.refresh_every is None else KEPT_BLOCKS * self.directions
-        entries, offset = [], 0
+        self.kept = 0
+        if config.refresh_every is not None:
+            self.kept = KEPT_BLOCKS * self.directions
+        self.rank = self.directions + self.kept
+        entries = []
+        self.size = self.c_size = 0
         for entry in self.small.entries:
-            entries.append(replace(entry, offset=offset, diagonal=False))
-            offset += self.rank * entry.outputs
+            entries.append(replace(entry, offset=self.size, diagonal=False))
+            self.size += self.rank * entry.outputs
         self.a_offsets: dict[Entry, int] = {}
         self.c_offsets: dict[Entry, int] = {}
-        self.c_size = 0
         for entry in entries:
-            self.a_offsets[entry], offset = offset, offset + self.rank * entry.inputs
-            self.c_offsets[entry], self.c_size = self.c_size, self.c_size + entry.count
-        self.size = offset
-        self.trained = AdapterLayout(tuple(entries), offset, seed)
+            self.a_offsets[entry] = self.size
+            self.c_offsets[entry] = self.c_size
+            self.size += self.rank * entry.inputs
+            self.c_size += entry.count
+        self.trained = AdapterLayout(tuple(entries), self.size, seed)
         self.pairs = list(zip(self.small.entries, self.trained.entries, strict=True))
-
-    @property
-    def rank(self) -> int:
-        """Of the adapter."""
-        return self.directions + self.kept
 
     def a(self, adapter: Tensor, entry: Entry) -> Tensor:
         """Return A of the flat adapter, [rank, inputs]."""
-        start = self.a_offsets[entry]
-        return adapter[start : start + self.rank * entry.inputs].reshape(self.rank, entry.inputs)
+        return _matrix(adapter, self.a_offsets[entry], self.rank, entry.inputs)
 
     def b(self, adapter: Tensor, entry: Entry) -> Tensor:
         """Return B of the flat adapter, [rank, outputs]."""
-        return adapter[entry.offset : entry.offset + self.rank * entry.outputs].reshape(
-            self.rank, entry.outputs
-        )
+        return _matrix(adapter, entry.offset, self.rank, entry.outputs)
 
     def c(self, subspace: Tensor, entry: Entry) -> Tensor:
         """Return C, [entry's rank, outputs]."""
-        start = self.c_offsets[entry]
-        return subspace[start : start + entry.count].reshape(entry.rank, entry.outputs)
+        return _matrix(subspace, self.c_offsets[entry], entry.rank, entry.outputs)
 
     def begun(
         self, factors: Mapping[Entry, Factors], adapter: Tensor | None = None
@@ -126,16 +128,18 @@ class SubspaceLayout:
             return
         for entry in self.trained.entries:
             a, b = self.a(flat, entry), self.b(flat, entry)
-            used = [row for row in range(self.directions, self.rank) if b[row].any()]
-            parts = [(a[used].t(), b[used])] if used else []
-            if b[: entry.rank].any():
-                parts.append((a[: entry.rank].t(), b[: entry.rank]))
-            if not parts:
-                continue
-            left, right = joined(parts, self.kept)
-            for rows, values in ((a, left.t().clone()), (b, right.clone())):
-                rows[self.directions :] = 0
-                rows[self.directions : self.directions + len(values)] = values
+            earlier = [row for row in range(self.directions, self.rank) if b[row].any()]
+            rows = [rows for rows in (earlier, range(entry.rank)) if b[list(rows)].any()]
+            if rows:
+                parts = [(a[list(part)].t(), b[list(part)]) for part in rows]
+                left, right = joined(parts, self.kept)
+                for matrix, values in ((a, left.t().clone()), (b, right.clone())):
+                    matrix[self.directions :] = 0
+                    matrix[self.directions : self.directions + len(values)] = values
+
+
+def _matrix(flat: Tensor, start: int, rows: int, columns: int) -> Tensor:
+    return flat[start : start + rows * columns].reshape(rows, columns)
 
 
 class SubspaceProgram(PrgeProgram):
@@ -166,29 +170,32 @@ class SubspaceProgram(PrgeProgram):
         """See `PrgeProgram.state_shapes`; the moments are followed by the number of updates they
         have seen."""
         shapes = {"adapter": self.spans.size, "subspace": self.spans.c_size}
-        return shapes | (
-            {"moments": 2 * self.spans.small.size + 1} if self.config.optimizer == "adam" else {}
-        )
+        if self.config.optimizer == "adam":
+            shapes["moments"] = 2 * self.spans.small.size + 1
+        return shapes
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
         """Return of each linear layer A [inputs, directions] and, if there is room for them, A
         and B of earlier subspaces."""
-        found = []
+        bindings = []
         for entry, linear in self.linears.items():
             a, b = self.spans.a(adapter_P, entry), self.spans.b(adapter_P, entry)
-            a = a if linear.scale == 1.0 else a * linear.scale
-            found.append(a[: entry.rank].t())
+            if linear.scale != 1.0:
+                a = a * linear.scale
+            bindings.append(a[: entry.rank].t())
             if self.spans.kept:
-                found += [a[self.spans.directions :].t(), b[self.spans.directions :]]
-        return tuple(found)
+                bindings += [a[self.spans.directions :].t(), b[self.spans.directions :]]
+        return tuple(bindings)
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Put what `bindings` gave into the layers; nothing takes it out."""
         each = 3 if self.spans.kept else 1
         for number, linear in enumerate(self.linears.values()):
-            given = tensors[number * each : (number + 1) * each]
-            linear.slot.a = given[0] if given else None
-            linear.past = (given[1], given[2]) if len(given) == 3 else None
+            linear.slot.a = linear.past = None
+            if tensors:
+                linear.slot.a, *past = tensors[number * each : (number + 1) * each]
+                if past:
+                    linear.past = past[0], past[1]
 
     @contextmanager
     def bound(self, state: Sequence[Tensor]) -> Iterator[None]:
@@ -222,24 +229,23 @@ class SubspaceProgram(PrgeProgram):
         ]
 
     def update(
-        self,
-        state: Sequence[Tensor],
-        gradients_Q: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
+        self, state: Sequence[Tensor], gradients_Q: Tensor, *scalars: Tensor
     ) -> tuple[Tensor, ...]:
         """See `PrgeProgram.update`."""
+        seed, step, learning_rate = scalars
         adapter, subspace, *moments = state
         spans, size, q = self.spans, self.spans.small.size, self.config.queries
         z = self.draw(seed, step, NOISE_TENSOR, q, 0, size)
         change = ((gradients_Q / q)[:, None] * z).sum(dim=0)
         if moments:
-            before, count = moments[0], moments[0][2 * size :] + 1.0
-            change, mean, square = adam(change, before[:size], before[size : 2 * size], count)
+            count = moments[0][2 * size :] + 1.0
+            change, mean, square = adam(
+                change, moments[0][:size], moments[0][size : 2 * size], count
+            )
             moments = [torch.cat([mean, square, count])]
         change = learning_rate * change
-        parts, at = [], 0
+        at = 0
+        parts = []
         for of_r, entry in self.pairs.values():
             if entry.offset > at:
                 parts.append(adapter[at : entry.offset])
@@ -297,11 +303,9 @@ class ProgramSubspace:
         """
         if not self.in_state:
             return None
-        path, offered, every = (
-            subspace_path(step, folder),
-            folder / OFFERED,
-            self.config.refresh_every,
-        )
+        path = subspace_path(step, folder)
+        offered = folder / OFFERED
+        every = self.config.refresh_every
         if offered.is_file():
             self._take(read_tensors(offered))
             return offered.replace(path)
@@ -309,7 +313,8 @@ class ProgramSubspace:
             return write_subspace(to_arrays(self._current()), path)
         if every is None or step % every:
             return None
-        arrays = to_arrays(measure(self._program(), step, batch_at))
+        program = self._program()
+        arrays = to_arrays(gradient_factors(program, calibration_rows(program, step, batch_at)))
         self._take(arrays)
         return write_subspace(arrays, path)
 
@@ -361,14 +366,12 @@ class ProgramSubspace:
         Raises:
             TrainingError: it is not here.
         """
-        model, reason = self.session.manifest.model, ""
+        model = self.session.manifest.model
+        settings = {"revision": model.revision, "dtype": "float32", "device": "cpu"}
         try:
-            loaded = load_model(
-                model.source, revision=model.revision, dtype="float32", device="cpu"
-            )
+            loaded = load_model(model.source, **settings)
             if loaded.source.sha256 == model.sha256:
-                config = self.config.model_copy(update={"subspace": "gradient"})
-                return PrgeProgram(loaded.family, self.layout.small, config, graph.aten_normal)
+                return PrgeProgram(loaded.family, self.layout.small, self.config, graph.aten_normal)
             reason = f"{model.source} is another model by now"
         except OndeviceError as error:
             reason = error.message

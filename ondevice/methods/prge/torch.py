@@ -12,8 +12,8 @@ from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.step import PrgeProgram, flat_adapter
-from ondevice.methods.prge.subspace_refresh import SessionSubspace
+from ondevice.methods.prge.step import PrgeProgram, WholeModelProgram
+from ondevice.methods.prge.subspace import SessionSubspace
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
@@ -45,17 +45,14 @@ class PrgeSession(PackingSession):
             )
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
-        torch_ops.register()
-        normal = config.noise == "gaussian"
-        noise = torch.ops.ondevice.normal if normal else torch.ops.ondevice.rademacher
+        noise = torch_ops.noise(config.noise)
         layout = AdapterLayout.build(loaded.dims, config, seed)
         targets = [(entry.layer, entry.target) for entry in layout.entries]
         self.names = {key: loaded.family.linear_name(*key) for key in targets}
         loaded.family.check_adapted(list(self.names.values()))
-        self.generator_backend, program = torch_ops.generator_backend(self.device), PrgeProgram
+        self.generator_backend = torch_ops.generator_backend(self.device)
+        program = PrgeProgram
         if loaded.dims.whole:
-            from ondevice.methods.prge.whole import WholeModelProgram
-
             program = WholeModelProgram
         elif self.generator_backend == "triton":
             from ondevice.methods.prge.cuda import CudaPrgeProgram
@@ -63,25 +60,34 @@ class PrgeSession(PackingSession):
             program = CudaPrgeProgram
         self.program = program(loaded.family, layout, config, noise)
         self.seed = torch.tensor([seed], device=self.device)
-        self._adapter = flat_adapter(layout, self.device, self.program.state_size)
-        self.subspace = (
-            SessionSubspace(self.program, config) if config.subspace == "gradient" else None
-        )
+        self._adapter = torch.zeros(self.program.state_size, device=self.device)  # B = 0
+        self.subspace: SessionSubspace | None = None
+        if config.subspace == "gradient":
+            self.subspace = SessionSubspace(self.program, config)
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
 
+    def _scalars(self, step: int, learning_rate: float) -> tuple[torch.Tensor, ...]:
+        """Return seed, step and learning rate as the program takes them."""
+        rate = np.array([learning_rate], dtype=np.float32)
+        return (self.seed, *self._tensors(np.array([step]), rate))
+
+    def _replace(self, adapter: torch.Tensor, new_subspace: bool = True) -> None:
+        """Go on with this adapter; with `new_subspace`, those of the layers may have changed."""
+        self._adapter = adapter
+
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
-        """Take a new subspace from an exact gradient where one is due; see `Preparing.before_step`."""
+        """Take a new subspace from an exact gradient if one is due; see `Preparing.before_step`."""
         if self.subspace is None or not self.subspace.due(step):
             return None
-        self._adapter = self.subspace.fold(self._adapter)
+        self._replace(self.subspace.fold(self._adapter))
         return self.subspace.measure(step, batch_at, folder)
 
     def before_replay(self, step: int, folder: Path) -> None:
         """Take the subspace that the run took before this step; see `Preparing.before_replay`."""
         if self.subspace is not None and self.subspace.due(step):
-            self._adapter = self.subspace.fold(self._adapter)
+            self._replace(self.subspace.fold(self._adapter))
             self.subspace.read(step, folder)
 
     @torch.inference_mode()
@@ -100,38 +106,36 @@ class PrgeSession(PackingSession):
                 expected="`before_step` before the first step",
                 received="step",
             )
-        rate = np.array([learning_rate], dtype=np.float32)
-        ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
-        places = () if position_ids is None else (position_ids,)
+        scalars = self._scalars(step, learning_rate)
+        ids_BT, labels_BT = self._tensors(ids, labels)
+        positions = None if position_ids is None else self._tensors(position_ids)[0]
         losses, gradients, self._adapter = self.program.train_step(
-            ids_BT, labels_BT, self._adapter, self.seed, number, rate_1, *self._tensors(*places)
+            ids_BT, labels_BT, self._adapter, *scalars, position_ids_BT=positions
         )
-        values = losses.tolist()
-        return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
+        return step_result(losses.tolist(), gradients.tolist())
 
     @torch.inference_mode()
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
         """Run one step on a score of each copy, one after the other; see `Scoring.score_step`."""
-        own, (number,) = self._adapter, self._tensors(np.array([step]))
-        size = self.program.layout.size
-        losses = []
+        own, size, losses = self._adapter, self.program.layout.size, []
+        scalars = self._scalars(step, learning_rate)
         try:
-            for copy in self.program.perturbed(own, self.seed, number)(0, size):
+            for copy in self.program.perturbed(own, *scalars[:2])(0, size):
                 self._adapter = torch.cat([copy.to(own.dtype), own[size:]])
                 losses.append(1.0 - score())
         finally:
             self._adapter = own
         values = torch.tensor(losses, dtype=torch.float32, device=self.device)
-        gradients = tuple(self.program.projected_gradients(values).tolist())
-        self.apply_update(gradients, step, learning_rate)
-        return StepResult(sum(losses) / len(losses), tuple(losses), gradients)
+        gradients = self.program.projected_gradients(values).tolist()
+        self.apply_update(tuple(gradients), step, learning_rate)
+        return step_result(losses, gradients)
 
     def whole_model(self) -> LoadedModel:
         """Return the model with the adapter as it is now in its layers."""
         for entry, linear in self.program.linears.items():
             if not entry.diagonal or linear.c_RO is not None:
                 own = self._adapter[None, entry.offset : entry.offset + entry.count]
-                linear.slot.copies = linear.matrices(own.reshape(1, entry.rank, entry.width))
+                linear.slot.copies = linear.matrices(entry.shaped(own))
         return self.loaded
 
     @torch.inference_mode()
@@ -146,12 +150,10 @@ class PrgeSession(PackingSession):
         self, projected_gradients: tuple[float, ...], step: int, learning_rate: float
     ) -> None:
         """Apply only the update; see `Replaying.apply_update`."""
-        rate = np.array([learning_rate], dtype=np.float32)
-        gradients = np.array(projected_gradients, dtype=np.float32)
-        gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
-        self._adapter = self.program.apply_update(
-            self._adapter, gradients_Q, self.seed, number, rate_1
-        )
+        (gradients_Q,) = self._tensors(np.array(projected_gradients, dtype=np.float32))
+        scalars = self._scalars(step, learning_rate)
+        adapter = self.program.apply_update(self._adapter, gradients_Q, *scalars)
+        self._replace(adapter, new_subspace=False)
 
     def flat(self) -> np.ndarray:
         """Return the adapter vector, float32 [layout.size]."""
@@ -164,32 +166,25 @@ class PrgeSession(PackingSession):
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave; see `Session.load_state`."""
-        flat = state.get("adapter")
-        fits = (
-            flat is not None
-            and flat.shape == tuple(self._adapter.shape)
-            and flat.dtype == np.float32
-        )
-        if flat is None or not fits or "seed" not in state:
+        flat, shape = state.get("adapter"), tuple(self._adapter.shape)
+        if flat is None or flat.shape != shape or flat.dtype != np.float32 or "seed" not in state:
             raise CheckpointError(
                 "the checkpoint is not of this run",
-                expected=f"adapter float32 {list(self._adapter.shape)}",
-                received=None if flat is None else f"{flat.dtype} {list(flat.shape)}",
+                expected=f"adapter float32 {list(shape)}",
+                received=flat if flat is None else f"{flat.dtype} {list(flat.shape)}",
             )
         if self.subspace is not None:
             self.subspace.load_state(state)
-        (self._adapter,) = self._tensors(flat.copy())
-        (self.seed,) = self._tensors(state["seed"].copy())
+        adapter, self.seed = self._tensors(flat.copy(), state["seed"].copy())
+        self._replace(adapter)
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
-        config = self.config
+        config, source = self.config, self.loaded.source.source
         if self.subspace is not None:
-            return self.subspace.adapter(self._adapter, self.names, self.loaded.source.source)
+            return self.subspace.adapter(self._adapter, self.names, source)
         tensors = self.program.layout.to_tensors(self.flat(), self.names)
-        return Adapter(
-            tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source
-        )
+        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. If a
@@ -197,11 +192,16 @@ class PrgeSession(PackingSession):
         trained."""
         if self.subspace is not None:
             self.subspace.start_from(adapter, self.names)
+            self._replace(self._adapter)
             return
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
-        (self._adapter,) = self._tensors(
-            np.pad(flat, (0, self.program.state_size - flat.size))
-        )  # moments of 0
+        moments = self.program.state_size - flat.size
+        self._replace(*self._tensors(np.pad(flat, (0, moments))))
+
+
+def step_result(losses: list[float], gradients: list[float]) -> StepResult:
+    """Return the result of a step with these losses of its copies."""
+    return StepResult(sum(losses) / len(losses), tuple(losses), tuple(gradients))
 
 
 def open_session(

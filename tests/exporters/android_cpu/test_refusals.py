@@ -66,7 +66,7 @@ def test_a_program_that_is_not_what_eager_does_is_not_written(
     finished, tmp_path, key, value
 ) -> None:
     """The lowered program is one for other settings than those that eager PyTorch runs."""
-    with pytest.raises(VerificationError, match="nothing was written"):
+    with pytest.raises(VerificationError):
         artifacts.export(config("functional", **{key: value}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
@@ -87,16 +87,16 @@ def test_a_folder_is_replaced_only_if_asked_and_only_if_it_is_an_artifact(
     finished, tmp_path
 ) -> None:
     artifacts.export(config("functional"), tmp_path / "a")
-    with pytest.raises(ArtifactError, match="not empty"):
+    with pytest.raises(ArtifactError):
         artifacts.export(config("functional"), tmp_path / "a")
     artifacts.export(config("functional"), tmp_path / "a", overwrite=True)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(ArtifactError, match="not an artifact"):
+    with pytest.raises(ArtifactError):
         artifacts.export(config("functional"), tmp_path / "photos", overwrite=True)
     assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="is a file"):
+    with pytest.raises(ArtifactError):
         artifacts.export(config("functional"), tmp_path / "file", overwrite=True)
 
 
@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_nothing(finished, tmp_path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # the program has 700 kB
     try:
-        with pytest.raises(StorageError, match="full"):
+        with pytest.raises(StorageError):
             artifacts.export(config("functional"), tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -115,8 +115,9 @@ def test_verify_notices_another_model(tmp_path) -> None:
     other = save_tiny(
         tmp_path / "other", "llama", 1, layers=1, hidden=32, heads=2, kv_heads=1, vocab=4001
     )
-    with pytest.raises(ArtifactError, match="not the model that was exported"):
+    with pytest.raises(ArtifactError) as error:
         verify(program("functional"), steps=1, model=str(other))
+    assert error.value.expected != error.value.received is not None
 
 
 def test_verify_notices_a_program_that_is_wrong(tmp_path) -> None:

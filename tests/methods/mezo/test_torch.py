@@ -174,8 +174,9 @@ def test_adapters_and_incomplete_states_are_refused() -> None:
         target.load_adapter(None)  # type: ignore[arg-type]
     state = target.state()
     del state["model.norm.weight"]
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+    with pytest.raises(CheckpointError) as error:
         target.load_state(state)
+    assert "model.norm.weight" in str(error.value)
 
 
 def test_an_update_below_the_last_bit_of_bfloat16_is_kept_on_average() -> None:

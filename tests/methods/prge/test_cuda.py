@@ -45,7 +45,7 @@ def main() -> None:
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.cuda import CudaPrgeProgram
     from ondevice.methods.prge.layout import AdapterLayout
-    from ondevice.methods.prge.step import PrgeProgram, flat_adapter
+    from ondevice.methods.prge.step import PrgeProgram
     from ondevice.models.load import tiny_model
     from ondevice.runtime_ops import torch_ops
     from tests.methods.reference import batch
@@ -56,7 +56,7 @@ def main() -> None:
             loaded = tiny_model("llama")
             layout = AdapterLayout.build(loaded.dims, config, 4)
             programs.append(kind(loaded.family, layout, config, torch_ops.noise(config.noise)))
-        adapter = flat_adapter(layout, "cpu")
+        adapter = torch.zeros(layout.size)
         for step in range(3):
             ids, labels = (torch.from_numpy(values) for values in batch(2, seed=step))
             scalars = torch.tensor([4]), torch.tensor([step]), torch.tensor([0.05])

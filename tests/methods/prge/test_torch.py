@@ -277,8 +277,9 @@ def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_see
     fresh.load_adapter(adapter)
     assert fresh.flat().tobytes() == trained.flat().tobytes()
     adapter.tensors[name] = value + np.float32(1e-4)
-    with pytest.raises(ArtifactError, match="frozen A differs"):
+    with pytest.raises(ArtifactError) as error:
         fresh.load_adapter(adapter)
+    assert name.removesuffix(".lora_A.weight") in error.value.message
     adapter.tensors[name] = value[:, :-1]
-    with pytest.raises(ArtifactError, match="does not fit"):
+    with pytest.raises(ArtifactError):
         fresh.load_adapter(adapter)
