@@ -178,7 +178,8 @@ def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
     Raises:
         OndeviceError: a linear layer that the model does not have.
     """
-    problems, longest = [], max(job.export.lengths_tokens)
+    problems = []
+    longest = max(job.export.lengths_tokens)
     top_layers = getattr(job.method, "top_layers", None)
     if top_layers is not None and top_layers > dims.layers:
         problems.append(f"top_layers is {top_layers} and the model has {dims.layers} layers")
@@ -207,15 +208,19 @@ def name_state(spec: ProgramSpec, session: Session, first: str | None = None) ->
     arrays = session.state()
     vectors = {name: array for name, array in arrays.items() if array.dtype == np.float32}
     optimizer = {name for name in vectors if name.partition("/")[0] in MOMENTS}
-    state = tuple(
-        StateTensor(name=name, dtype="float32", shape=array.shape, role="optimizer")
-        if name in optimizer
-        else StateTensor(name=name, dtype="float32", shape=array.shape, role="adapter", first=first)
-        for name, array in vectors.items()
-    )
-    counters = (Counter(name=OPTIMIZER_STEP, counts="updates"),) if OPTIMIZER_STEP in arrays else ()
+    state = []
+    for name, array in vectors.items():
+        values: dict[str, Any] = {"role": "adapter", "first": first}
+        if name in optimizer:
+            values = {"role": "optimizer"}
+        state.append(StateTensor(name=name, dtype="float32", shape=array.shape, **values))
+    counters = ()
+    if OPTIMIZER_STEP in arrays:
+        counters = (Counter(name=OPTIMIZER_STEP, counts="updates"),)
     size = sum(array.size for name, array in vectors.items() if name not in optimizer)
-    return spec.model_copy(update={"state": state, "counters": counters, "adapter_size": size})
+    return spec.model_copy(
+        update={"state": tuple(state), "counters": counters, "adapter_size": size}
+    )
 
 
 def describe(
@@ -255,10 +260,8 @@ def random_batches(
     session: ProgramSession, vocabulary: int, steps: int, seed: int = 0
 ) -> Iterator[Batch]:
     """Yield random token ids in every bucket, with some labels masked."""
-    random, answers = (
-        np.random.default_rng(seed),
-        np.array(session.manifest.method.get("answers") or (), np.int64),
-    )
+    random = np.random.default_rng(seed)
+    answers = np.array(session.manifest.method.get("answers") or (), np.int64)
     limit = 1 if answers.size else session.manifest.method.get("labelled_tokens")
     for step in range(steps):
         length = session.lengths_tokens[step % len(session.lengths_tokens)]

@@ -168,12 +168,14 @@ def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None
         ModelError: a tensor of another dtype or size.
     """
     count = check_state(HostState(None, high, low, moments))
-    out = torch.empty(count) if out is None else out
+    if out is None:
+        out = torch.empty(count)
     check("out", out, (torch.float32,), count)
     if (library := native.library()) is not None:
         pointers = (ctypes.c_void_p(t.data_ptr()) for t in (high, low, moments.v))
         numbers = (ctypes.c_int64(KINDS.index(moments.kind)), ctypes.c_int64(count))
-        target, threads = ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads())
+        target = ctypes.c_void_p(out.data_ptr())
+        threads = ctypes.c_int64(torch.get_num_threads())
         library.ondevice_layer_adam_merge(*pointers, *numbers, target, threads)
         return out
     return torch_merge(high, low, moments, out)
@@ -198,7 +200,8 @@ def check_state(state: HostState, count: int | None = None) -> int:
         ModelError: the state is neither plain nor split, or a tensor does not fit.
     """
     moments = state.moments
-    count = moments.m.numel() if count is None else count
+    if count is None:
+        count = moments.m.numel()
     if (state.master is None) != (state.low is not None) or (
         state.low is not None and state.high is None
     ):
@@ -220,8 +223,9 @@ def check_state(state: HostState, count: int | None = None) -> int:
         )
     for name, dtype in zip(("m", "v"), _DTYPES[moments.kind]):
         check(name, getattr(moments, name), (dtype,), count)
-    for name in ("m_scale", "v_scale") if moments.kind == "int8" else ():
-        check(name, getattr(moments, name), (torch.float32,), -(-count // TILE))
+    if moments.kind == "int8":
+        for name in ("m_scale", "v_scale"):
+            check(name, getattr(moments, name), (torch.float32,), -(-count // TILE))
     return count
 
 

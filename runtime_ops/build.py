@@ -48,7 +48,8 @@ def find_compiler() -> str:
     Raises:
         MissingPackageError: if there is none.
     """
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    chosen = os.environ.get("CXX")
+    wanted = [chosen] if chosen else ["g++", "clang++", "c++"]
     for name in wanted:
         if path := shutil.which(name):
             return path

@@ -38,7 +38,7 @@ def noise_kind(name: str) -> str:
     """
     if name not in ("gaussian", "normal", "rademacher"):
         raise ConfigError("unknown kind of noise", expected="gaussian or rademacher", received=name)
-    return "rademacher" if name == "rademacher" else "normal"
+    return name.replace("gaussian", "normal")
 
 
 def mix_int(value: int) -> int:

@@ -63,7 +63,8 @@ def arguments(case: dict[str, Any]) -> list[Any]:
             halves(s, base, outputs, inputs // group) for s, base in ((3, 0x2800), (4, 0xB400))
         )
         return [normals(1, rows, inputs), packed, scales, mins, group]
-    vocabulary, depth = case["vocabulary"], case["depth"]
+    vocabulary = case["vocabulary"]
+    depth = case["depth"]
     table = ((some_bytes(2, vocabulary, depth) >> 1).astype(np.int16) - 64).astype(np.int8)
     scales = halves(3, 0x2800, vocabulary).astype(np.float32)
     if op == "q8_embedding":
@@ -105,7 +106,9 @@ def _result(op: str, *values: Any) -> np.ndarray:
         ids, table, scales = values
         return (table * scales.astype(np.float64)[:, None])[ids]
     hidden, table, *scales, labels = values
-    weight = table.astype(np.float64) * (scales[0].astype(np.float64)[:, None] if scales else 1.0)
+    weight = table.astype(np.float64)
+    if scales:
+        weight *= scales[0].astype(np.float64)[:, None]
     logits = hidden.astype(np.float64) @ weight.T
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(labels)), labels.clip(0)]
     return np.where(labels == IGNORE, 0.0, losses)

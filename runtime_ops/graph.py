@@ -117,7 +117,8 @@ def aten_normal(
         keys: what `aten_keys` returned for the same seed, step, tensor and queries, to compute them
             once.
     """
-    keys = aten_keys(seed, step, tensor, queries) if keys is None else keys
+    if keys is None:
+        keys = aten_keys(seed, step, tensor, queries)
     first, last = start >> 1, (start + count + 1) >> 1
     word = _words(keys, first, last)
     uniform = (_shift(word, 32).to(torch.float32) + 0.5) * 2.0**-32
@@ -142,7 +143,8 @@ def aten_rademacher(
     One word holds 64 signs: multiplying it by 2^j moves bit 63 - j to the sign bit. Ranges whose
     start and count are multiples of 64 need no slice. Arguments as for `aten_normal`.
     """
-    keys = aten_keys(seed, step, tensor, queries) if keys is None else keys
+    if keys is None:
+        keys = aten_keys(seed, step, tensor, queries)
     first, last = start >> 6, (start + count + 63) >> 6
     negative = (_words(keys, first, last).unsqueeze(-1) * _POWERS.to(seed.device) < 0).reshape(
         queries, -1
@@ -168,4 +170,6 @@ def _words(keys: Tensor, first: int, last: int) -> Tensor:
 
 
 def _window(values: Tensor, offset: int, count: int) -> Tensor:
-    return values if (offset, count) == (0, values.shape[1]) else values[:, offset : offset + count]
+    if (offset, count) == (0, values.shape[1]):
+        return values
+    return values[:, offset : offset + count]

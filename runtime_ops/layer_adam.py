@@ -163,7 +163,8 @@ def device_adam(
         MissingPackageError: no compiler, or on a GPU no Triton.
     """
     if grad.device.type == "cpu":
-        adam = adam if scale is None else replace(adam, grad_scale=float(scale))
+        if scale is not None:
+            adam = replace(adam, grad_scale=float(scale))
         return layer_adam(grad, state, adam, threads=threads)
     try:
         from ondevice.runtime_ops import triton_adam
@@ -284,10 +285,12 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:
     if width < 1 or count % width or (kind == "int8" and width % TILE):
-        multiple = f", a multiple of {TILE} with int8 moments" if kind == "int8" else ""
+        expected = f"a positive divisor of {count}"
+        if kind == "int8":
+            expected += f", a multiple of {TILE} with int8 moments"
         raise ModelError(
             "layer_adam got a wrong width",
-            expected=f"a positive divisor of {count}{multiple}",
+            expected=expected,
             received=width,
         )
     check("rows", rows, (torch.int64,), rows.numel())
@@ -299,7 +302,8 @@ def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:
         )
     low, high = int(rows[0]), int(rows[-1])
     if low < 0 or high >= count // width:
-        bad = low if low < 0 else high
         raise DataError(
-            "a row lies outside the table", expected=f"0 to {count // width - 1}", received=bad
+            "a row lies outside the table",
+            expected=f"0 to {count // width - 1}",
+            received=min(low, 0) or high,
         )

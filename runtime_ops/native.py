@@ -13,7 +13,9 @@ from torch import Tensor
 from ondevice.core.errors import DataError, OndeviceError
 from ondevice.runtime_ops import build
 
-_POINTER, _INT, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int64
+_WORD = ctypes.c_uint64
 
 
 @functools.cache
@@ -128,9 +130,13 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor
 ) -> Tensor:
     """Return float32 [N, d] and labels [N] to losses [N]; `scales` is None for a float32 weight."""
-    labels, out = labels.contiguous(), torch.empty(hidden.shape[0])
-    head = [weight.contiguous()] if scales is None else [weight.contiguous(), scales.contiguous()]
-    name = "linear_cross_entropy" if scales is None else "q8_linear_cross_entropy"
+    labels = labels.contiguous()
+    out = torch.empty(hidden.shape[0])
+    name = "linear_cross_entropy"
+    head = [weight.contiguous()]
+    if scales is not None:
+        name = "q8_linear_cross_entropy"
+        head.append(scales.contiguous())
     bad = _call(name, hidden.contiguous(), hidden.shape[0], *head, *weight.shape, labels, out)
     refuse(bad, labels, weight.shape[0], "a label")
     return out

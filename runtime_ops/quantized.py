@@ -141,15 +141,11 @@ def _embedding_cpu(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def _loss_shape(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor) -> Tensor:
-    name = "linear_cross_entropy" if scales is None else "q8_linear_cross_entropy"
+    name, dtype = "linear_cross_entropy", torch.float32
+    if scales is not None:
+        name, dtype = "q8_linear_cross_entropy", torch.int8
     expect(name, "hidden", hidden, torch.float32, (None, weight.shape[-1]))
-    expect(
-        name,
-        "weight",
-        weight,
-        torch.float32 if scales is None else torch.int8,
-        (None, hidden.shape[-1]),
-    )
+    expect(name, "weight", weight, dtype, (None, hidden.shape[-1]))
     expect(name, "labels", labels, torch.int64, (hidden.shape[0],))
     if scales is not None:
         expect(name, "scales", scales, torch.float32, (weight.shape[0],))
@@ -187,7 +183,8 @@ def _loss_cpu(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Ten
 
 def _refuse_outside(values: Tensor, vocabulary: int, what: str) -> None:
     bad = ((values < 0) | (values >= vocabulary)).reshape(-1).nonzero()
-    native.refuse(int(bad[0]) if len(bad) else None, values, vocabulary, what)
+    if len(bad):
+        native.refuse(int(bad[0]), values, vocabulary, what)
 
 
 define(

@@ -102,7 +102,7 @@ def expect(
         w is None or s == w for s, w in zip(sizes, wanted, strict=True)
     )
     if tensor.dtype != dtype or not fits:
-        described = ", ".join("..." if w is ... else "any" if w is None else str(w) for w in shape)
+        described = ", ".join({...: "...", None: "any"}.get(w, str(w)) for w in shape)
         raise ModelError(
             f"ondevice::{op} got a wrong {argument}",
             expected=f"{str(dtype).removeprefix('torch.')} [{described}]",

@@ -112,7 +112,8 @@ def _check(table: Tensor, rows: Tensor, other: Tensor | None) -> None:
             received=f"{rows.dtype} rows, and {None if other is None else (other.dtype, list(other.shape))}",
         )
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
-        bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
         raise DataError(
-            "a row lies outside the table", expected=f"0 to {table.shape[0] - 1}", received=bad
+            "a row lies outside the table",
+            expected=f"0 to {table.shape[0] - 1}",
+            received=min(int(rows.min()), 0) or int(rows.max()),
         )

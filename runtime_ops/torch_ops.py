@@ -8,6 +8,7 @@ generator runs in Triton.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,9 +36,12 @@ def generator_backend(device: torch.device | str = "cpu") -> str:
     "native" and "triton" give the same bits. Gaussians of "aten" may differ from them by 1e-6
     (signs never do), so a run that must be replayed to the bit must not change between the two.
     """
-    if torch.device(device).type == "cuda":
-        return "triton" if _triton_available() else "aten"
-    return "native" if native_available() else "aten"
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and _triton_available():
+        return "triton"
+    if not on_gpu and native_available():
+        return "native"
+    return "aten"
 
 
 def noise(kind: str) -> torch._ops.OpOverloadPacket:
@@ -65,9 +69,7 @@ def _shape(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, co
     return torch.empty(queries, count, dtype=torch.float32, device=seed.device)
 
 
-def _register_generator(kind: str) -> None:
-    reference = graph.aten_normal if kind == "normal" else graph.aten_rademacher
-
+def _register_generator(kind: str, reference: Callable[..., Tensor]) -> None:
     def on_cpu(
         seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int
     ) -> Tensor:
@@ -94,5 +96,5 @@ def _register_generator(kind: str) -> None:
     )
 
 
-_register_generator("normal")
-_register_generator("rademacher")
+_register_generator("normal", graph.aten_normal)
+_register_generator("rademacher", graph.aten_rademacher)

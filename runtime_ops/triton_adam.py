@@ -25,7 +25,8 @@ from ondevice.runtime_ops.generator import mix_int
 TILES = 8
 """Tiles of one program."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-MEAN_BITS, SQUARE_BITS = tl.constexpr(120 << 23), tl.constexpr(112 << 23)
+MEAN_BITS = tl.constexpr(120 << 23)
+SQUARE_BITS = tl.constexpr(112 << 23)
 MEAN_LEAST, SQUARE_LEAST, SQUARE_FLOOR = (
     tl.constexpr(x) for x in (2.0**-7, 2.0**-15, 1.0625 * 2.0**-15)
 )
@@ -33,7 +34,8 @@ MEAN_MOST, SQUARE_MOST = (tl.constexpr(float(np.float32(x))) for x in (1.92968, 
 MEAN_UNIT, SQUARE_UNIT = (
     tl.constexpr(float(np.float32(1) / np.float32(x))) for x in (1.92968, 1.93746)
 )
-FACTOR, INCREMENT = tl.constexpr(0x915F77F5), tl.constexpr(0x6C078965)
+FACTOR = tl.constexpr(0x915F77F5)
+INCREMENT = tl.constexpr(0x6C078965)
 
 
 def layer_adam(
@@ -51,7 +53,8 @@ def layer_adam(
     Raises:
         ModelError: a tensor is not contiguous.
     """
-    moments, key = state.moments, mix_int(mix_int(state.seed) + step)
+    moments = state.moments
+    key = mix_int(mix_int(state.seed) + step)
     tensors = [
         t
         for t in (grad, state.master, state.high, state.low, *moments.tensors().values())
@@ -59,16 +62,15 @@ def layer_adam(
     ]
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ModelError("a state on the GPU has a tensor that is not contiguous")
-    factor = (
-        torch.full((1,), numbers["grad_scale"], device=grad.device)
-        if scale is None
-        else scale.float()
-    )
+    if scale is None:
+        scale = torch.full((1,), numbers["grad_scale"], device=grad.device)
+    factor = scale.float()
     split = state.master is None
     none = grad.view(-1).view(torch.int16)
     halves = [none if t is None else t.view(-1).view(torch.int16) for t in (state.high, state.low)]
-    words = torch.int16 if moments.kind == "bfloat16" else moments.m.dtype
-    codes = [t.view(words) if moments.kind == "bfloat16" else t for t in (moments.m, moments.v)]
+    codes = [moments.m, moments.v]
+    if moments.kind == "bfloat16":
+        codes = [t.view(torch.int16) for t in codes]
     scales = [none if t is None else t for t in (moments.m_scale, moments.v_scale)]
     count = grad.numel()
     _adam[(triton.cdiv(count, TILE * TILES),)](
@@ -168,7 +170,8 @@ def _adam(
     """KIND: 0 float32, 1 bfloat16, 2 int8 moments; COPY: a plain master has a bfloat16 copy."""
     tile = (tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES))[:, None]
     at = tile * 128 + tl.arange(0, 128)[None, :]
-    here, some = at < numel, tile * 128 < numel
+    here = at < numel
+    some = tile * 128 < numel
     words = _words(key.to(tl.int64).to(tl.uint64, bitcast=True), tile, TILES, KIND == 2)
     # Storage to float32.
     tie = at < 0

@@ -148,10 +148,9 @@ class AndroidCpu(ExecutorchTarget):
         from ondevice.exporters.executorch.blocks import BlocksSession
         from ondevice.exporters.executorch.session import ExecutorchSession
 
-        session_type = (
-            BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
-        )
-        return session_type(folder, manifest)
+        if manifest.program_spec.shape == "blocks":
+            return BlocksSession(folder, manifest)
+        return ExecutorchSession(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         """Run steps of the program and of eager, and measure how far they are apart."""
@@ -161,11 +160,11 @@ class AndroidCpu(ExecutorchTarget):
         batches = request.batches(session, built.loaded.tokenizer, request.steps or DEFAULT_STEPS)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         session.close()
-        delegated = "-xnnpack" if built.shape == "step" else ""
-        ok, answers = (
-            not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize)),
-            {},
-        )
+        backend = session.backend
+        if built.shape == "step":
+            backend += "-xnnpack"
+        ok = not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize))
+        answers = {}
         if has_answers(folder / ANSWERS):
             from ondevice.exporters.executorch.answers import verify_answers
             from ondevice.models import load_model
@@ -181,8 +180,9 @@ class AndroidCpu(ExecutorchTarget):
                     for key, value in verify_answers(folder / ANSWERS, loaded).items()
                 }
             except VerificationError as error:
-                ok, answers = False, {"answers": str(error)}
-        return {**agreement.values, **answers, "backend": f"{session.backend}{delegated}", "ok": ok}
+                ok = False
+                answers = {"answers": str(error)}
+        return {**agreement.values, **answers, "backend": backend, "ok": ok}
 
 
 def placement(
@@ -193,15 +193,15 @@ def placement(
     this project's q4 op reads the mapped file itself."""
     if export.quantize == "q4":
         return WeightPlacement(sum(weights), 0, 0, sum(weights))
-    loaded = len(export.lengths_tokens) * (2 if evaluates else 1)
-    packed = weights.linears + (weights.head if export.quantize == "8da4w" else 0)
-    tiles = 1 if export.loss == "plain" else loss_tiles
-    fused = export.loss == "op" or export.quantize == "8da4w"
-    # A tile of the head is sliced out of the mapped table, and packed.
-    arena = 0 if fused else 2 * -(-dims.vocab // tiles) * dims.hidden * 4
-    notes = (
-        (f"XNNPACK packs the linears once for each of {loaded} loaded methods",)
-        if packed and loaded > 1
-        else ()
-    )
+    loaded = len(export.lengths_tokens) * (1 + evaluates)
+    packed, arena = weights.linears, 0
+    if export.quantize == "8da4w":
+        packed += weights.head
+    elif export.loss != "op":
+        # A tile of the head is sliced out of the mapped table, and packed.
+        tiles = 1 if export.loss == "plain" else loss_tiles
+        arena = 2 * -(-dims.vocab // tiles) * dims.hidden * 4
+    notes = ()
+    if packed and loaded > 1:
+        notes = (f"XNNPACK packs the linears once for each of {loaded} loaded methods",)
     return WeightPlacement(sum(weights) - packed, packed * loaded, arena, sum(weights), notes)

@@ -33,7 +33,9 @@ class Delegate(nn.Module):
 
     def __init__(self, lowered: Any, inputs: list[int], outputs: list[int]) -> None:
         super().__init__()
-        self.lowered, self.inputs, self.outputs = lowered, inputs, outputs
+        self.lowered = lowered
+        self.inputs = inputs
+        self.outputs = outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         results = self.lowered(*(inputs[number] for number in self.inputs))
@@ -155,7 +157,8 @@ def _compiler_errors(soc: str) -> Iterator[None]:
 def _programs() -> Iterator[list[ExportedProgram]]:
     """Copies of the programs that QNN's compiler is given within the block, as it changes them."""
     backend: Any = QnnBackend
-    compiler, programs = backend.preprocess_multimethod, []
+    compiler = backend.preprocess_multimethod
+    programs = []
 
     def keep(by_method: dict[str, list[ExportedProgram]], specs: Any) -> Any:
         programs.extend(

@@ -24,7 +24,8 @@ from ondevice.core.errors import MissingPackageError
 from ondevice.exporters.executorch.quiet import without_native_output
 from ondevice.models.sources.cache import cache_root
 
-PACKAGE, VERSION = "onnxruntime-qnn", "2.5.0"
+PACKAGE = "onnxruntime-qnn"
+VERSION = "2.5.0"
 INSTALL = "pip install 'ondevice-train[qnn]'"
 LICENCE = (
     "the extra holds Qualcomm's libraries under the Qualcomm AI Stack License (Qualcomm_LICENSE.pdf in the package): "
@@ -127,7 +128,8 @@ def quiet() -> Iterator[None]:
     """Within the block, QNN's and ExecuTorch's chatter is dropped, and no log handler of theirs
     stays."""
     root = logging.getLogger()
-    handlers, disabled = list(root.handlers), root.manager.disable
+    handlers = list(root.handlers)
+    disabled = root.manager.disable
     logging.disable(logging.CRITICAL)
     with without_native_output(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

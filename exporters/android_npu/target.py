@@ -55,7 +55,8 @@ class AndroidNpu(ExecutorchTarget):
 
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
         """Settings that only the NPU minds."""
-        config, problems = job.export, []
+        config = job.export
+        problems = []
         if reason := qnn.problem():
             problems.append(reason)
         if unknown := [soc for soc in config.soc if soc not in self.spec.socs]:
@@ -172,7 +173,8 @@ class AndroidNpu(ExecutorchTarget):
                 received=f"--steps {request.steps}",
             )
         program, built = self.rebuild(manifest, request)
-        session, results = self.open(folder, manifest), []
+        session = self.open(folder, manifest)
+        results = []
         ports = manifest.program_spec.methods["train_step"].outputs
         (queries,) = (port.shape[0] for port in ports if port.role == "projected_gradients")
         steps = -(-(request.directions or DEFAULT_DIRECTIONS) // queries)
@@ -205,10 +207,8 @@ class AndroidNpu(ExecutorchTarget):
         batches = request.batches(session, built.loaded.tokenizer, request.steps or 1)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         wrong = self._wrong(agreement, manifest.quantize)
-        broken, answers = (
-            [f"expected {expected}, received {received}" for expected, received in wrong],
-            {},
-        )
+        broken = [f"expected {expected}, received {received}" for expected, received in wrong]
+        answers = {}
         if can_generate(session):
             try:
                 answers["max_rel_logit_error"] = check_blocks_model(

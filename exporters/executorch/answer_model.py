@@ -41,7 +41,8 @@ class LoraPlace:
 
 def layout(dims: Any, linears: Sequence[str], rank: int) -> tuple[LoraPlace, ...]:
     """Place the adapters of linear layers, by their full names, one behind the other."""
-    pairs, at = [], 0
+    pairs = []
+    at = 0
     for name in linears:
         inputs, outputs = dims.linear_shape(name.rpartition(".")[2])
         pairs.append(LoraPlace(name, at, at + rank * inputs, inputs, outputs))
@@ -114,13 +115,17 @@ class Adapted(nn.Module):
 
     def __init__(self, layer: Any, pair: LoraPlace | None, rank: int) -> None:
         super().__init__()
-        self.layer, self.pair, self.rank = linear(layer.weight, layer.bias), pair, rank
+        self.layer = linear(layer.weight, layer.bias)
+        self.pair = pair
+        self.rank = rank
 
     def forward(self, x: Tensor, adapter: tuple[Tensor, ...]) -> Tensor:
         y = self.layer(x)
         if self.pair is None:
             return y
-        a, b, rank = self.pair.a, self.pair.b, self.rank
+        a = self.pair.a
+        b = self.pair.b
+        rank = self.rank
         down = adapter[0][a:b].view(1, self.pair.inputs, rank)
         up = adapter[0][b : b + rank * self.pair.outputs].view(1, rank, self.pair.outputs)
         return y + torch.bmm(torch.bmm(x, down), up)
@@ -147,8 +152,10 @@ class AnswerBlock(nn.Module):
         self, loaded: LoadedModel, number: int, context: int, pairs: dict[str, LoraPlace], rank: int
     ) -> None:
         super().__init__()
-        dims, family = loaded.dims, loaded.family
-        self.dims, self.rotated = dims, dims.traits.rotated(number)
+        dims = loaded.dims
+        family = loaded.family
+        self.dims = dims
+        self.rotated = dims.traits.rotated(number)
         self.norms = nn.ModuleDict()
         for place, module in dims.traits.norms:
             weight = loaded.model.get_parameter(f"model.layers.{number}.{module}.weight")
@@ -168,7 +175,9 @@ class AnswerBlock(nn.Module):
     def forward(
         self, x: Tensor, position: tuple[Tensor, Tensor], start: Any, adapter: tuple[Tensor, ...]
     ) -> Tensor:  # fmt: skip
-        dims, linears, ops = self.dims, self.linears, torch.ops.llama
+        dims = self.dims
+        linears = self.linears
+        ops = torch.ops.llama
         h = self.norms["before_attention"](x)
         q = self._heads(linears["q_proj"](h, adapter), dims.heads, "q", position)
         k = self._heads(linears["k_proj"](h, adapter), dims.kv_heads, "k", position)
@@ -222,8 +231,11 @@ class AnswerModel(nn.Module):
         super().__init__()
         if found := problems(loaded.dims, context_tokens):
             raise ModelError("; ".join(found))
-        dims, family = loaded.dims, loaded.family
-        self.dims, self.context_tokens, self.rank = dims, context_tokens, rank
+        dims = loaded.dims
+        family = loaded.family
+        self.dims = dims
+        self.context_tokens = context_tokens
+        self.rank = rank
         self.pairs = layout(dims, linears, rank)
         tables = family.positions(context_tokens, "cpu", torch.float32)
         turning = next((i for i in range(dims.layers) if dims.traits.rotated(i)), 0)
@@ -251,7 +263,9 @@ class AnswerModel(nn.Module):
         return size_of(self.pairs, self.rank)
 
     def forward(self, ids: Tensor, start: Tensor, *adapter: Tensor) -> Tensor:
-        traits, tokens, begin = self.dims.traits, ids.shape[1], start[0].item()
+        traits = self.dims.traits
+        tokens = ids.shape[1]
+        begin = start[0].item()
         torch._check(begin >= 0)  # pyright: ignore[reportOperatorIssue]
         torch._check(begin < self.context_tokens)
         position = self.cos.narrow(0, begin, tokens), self.sin.narrow(0, begin, tokens)  # type: ignore[arg-type]

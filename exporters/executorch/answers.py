@@ -60,7 +60,8 @@ part of the largest; else the root mean square, as a part of the logits' standar
 activations are rounded, the last bit of a sum decides to which level, and blocks pass that on: so
 it may also be `NUDGED` times what eager's own logits move by when every norm's weight is changed by
 `NUDGE`, relative."""
-NUDGE, NUDGED = 1e-5, 1.25
+NUDGE = 1e-5
+NUDGED = 1.25
 
 
 def write_answers(
@@ -83,7 +84,8 @@ def write_answers(
         MissingPackageError: torchao or ExecuTorch is not installed.
     """
     load_operators()
-    started, model = time.perf_counter(), AnswerModel(loaded, context_tokens, linears, rank).eval()
+    started = time.perf_counter()
+    model = AnswerModel(loaded, context_tokens, linears, rank).eval()
     _round(model, form)
     chunk = min(CHUNK_TOKENS, context_tokens)
     log.info("lowering the program that answers (%s): minutes for 30 layers", form)
@@ -131,7 +133,8 @@ def check_answers(
     Raises:
         VerificationError: the program is further off than `LOGIT_ERROR` says.
     """
-    program, form = PackedModel(folder), described["weights"]
+    program = PackedModel(folder)
+    form = described["weights"]
     if adapter is not None:
         program.use(adapter)
     ids, length = check_tokens(loaded, described["context_tokens"], described["chunk_tokens"])
@@ -165,7 +168,8 @@ def check_answers(
         "max_rel_logit_error": float(np.abs(found - rounded).max()) / largest,
         "max_rel_logit_error_float32": float(np.abs(found - exact).max()) / largest,
     }
-    worst, limit = max(values.values()), LOGIT_ERROR[form]
+    worst = max(values.values())
+    limit = LOGIT_ERROR[form]
     if form != "none":
         spread = max(_rms(exact - exact.mean()), 1e-30)
         values["rel_logit_error"] = worst = _rms(found - rounded) / spread
@@ -187,7 +191,8 @@ def _rms(values: np.ndarray) -> float:
 def _nudged(model: AnswerModel) -> Iterator[None]:
     """Change the weights of norms by about `NUDGE` for the duration of a block."""
     norms = [module for module in model.modules() if isinstance(module, Norm)]
-    before, generator = [norm.weight for norm in norms], torch.Generator().manual_seed(0)
+    before = [norm.weight for norm in norms]
+    generator = torch.Generator().manual_seed(0)
     try:
         for norm in norms:
             norm.weight = norm.weight * (
@@ -204,7 +209,9 @@ def trial_adapter(described: dict[str, Any]) -> Adapter:
     answers."""
     from ondevice.artifact.adapter import Adapter
 
-    random, tensors, rank = np.random.default_rng(0), {}, described["rank"]
+    random = np.random.default_rng(0)
+    tensors = {}
+    rank = described["rank"]
     for pair in described["layout"]:
         a, b = (
             random.normal(size=(rank, pair["inputs"])),

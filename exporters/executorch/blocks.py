@@ -108,13 +108,14 @@ class BlocksSession(ExecutorchSession):
                 hint=LOWER_RATE,
             )
         # If the loss is scaled a step may overflow half-way: it is then undone, whole.
-        before = (
-            {name: value.copy() for name, value in self._state.items()} if self.loss_scale else None
-        )
+        before = None
+        if self.loss_scale:
+            before = {name: value.copy() for name, value in self._state.items()}
         self._partially_updated = True
         overflow = self._backward(inputs, g, size, self._scalars(step, learning_rate))
         if overflow is not None and before is not None:
-            self._state, self._partially_updated = before, False
+            self._state = before
+            self._partially_updated = False
             self._halve_loss_scale(step, overflow)
             return StepResult(loss, (loss,))
         if overflow is not None:
@@ -187,10 +188,10 @@ class BlocksSession(ExecutorchSession):
     def state(self) -> dict[str, np.ndarray]:
         """See `Session.state`."""
         self._check_whole()
-        scale = (
-            {} if self.loss_scale is None else {LOSS_SCALE: np.array([self.loss_scale], np.float32)}
-        )
-        return {**super().state(), **scale}
+        state = super().state()
+        if self.loss_scale is not None:
+            state[LOSS_SCALE] = np.array([self.loss_scale], np.float32)
+        return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """See `Session.load_state`."""
@@ -223,12 +224,14 @@ class BlocksSession(ExecutorchSession):
 
     def _kind(self, layer: int) -> str:
         """The end of the name of a function of that layer's block."""
-        kind = self.spec.kinds[layer] if self.spec.kinds else 0
-        return f"_{kind}" if kind else ""
+        if not self.spec.kinds or not self.spec.kinds[layer]:
+            return ""
+        return f"_{self.spec.kinds[layer]}"
 
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
         """The input of every block if it is to be kept, and the last block's output, [N, D]."""
-        x, inputs = self._call_block(f"embed_{size}", {"ids": _tensor(ids)})["hidden"], []
+        x = self._call_block(f"embed_{size}", {"ids": _tensor(ids)})["hidden"]
+        inputs = []
         for layer in range(self.spec.layers):
             if keep:
                 inputs.append(x)
@@ -251,14 +254,13 @@ class BlocksSession(ExecutorchSession):
         targets = np.full(labels.shape, IGNORE, np.int64)
         targets[:, :-1] = labels[:, 1:]
         counts = (targets != IGNORE).sum(1)
-        nll, g = np.zeros(labels.shape[0], np.float32), torch.zeros_like(x)
+        nll = np.zeros(labels.shape[0], np.float32)
+        g = torch.zeros_like(x)
         (where,) = np.nonzero(targets.reshape(-1) != IGNORE)
         for start in range(0, where.size, self.head_rows):
             places = where[start : start + self.head_rows]
-            wanted, scale = (
-                np.full(self.head_rows, -1, np.int64),
-                np.zeros(self.head_rows, np.float32),
-            )
+            wanted = np.full(self.head_rows, -1, np.int64)
+            scale = np.zeros(self.head_rows, np.float32)
             wanted[: places.size] = targets.reshape(-1)[places]
             scale[: places.size] = (self.loss_scale or 1.0) / where.size
             hidden = torch.zeros(self.head_rows, x.shape[1])
@@ -309,13 +311,14 @@ class BlocksSession(ExecutorchSession):
             layer: whose weights and ranges of the state go in.
             first: row of a table at which the tile begins.
         """
-        method, inputs = self.spec.methods[name], []
+        method = self.spec.methods[name]
+        inputs = []
         for port in method.inputs:
             if port.role == "frozen":
                 tensor = self._frozen_tensors[port.name.format(layer=layer)]
-                inputs.append(
-                    tensor if tensor.shape == port.shape else tensor[first : first + port.shape[0]]
-                )
+                if tensor.shape != port.shape:
+                    tensor = tensor[first : first + port.shape[0]]
+                inputs.append(tensor)
             elif port.role == "state":
                 inputs.append(_tensor(self._range(port.name, layer)))
             else:

@@ -39,7 +39,8 @@ class BlocksModel:
         if not can_generate(session):
             hint = "export it again with --set export.context_tokens=512"
             raise ArtifactError("the program has no functions that generate", hint=hint)
-        self.session, methods = session, session.spec.methods
+        self.session = session
+        methods = session.spec.methods
         self.chunk = methods["embed_prefill"].inputs[0].shape[1]
         self.decodes = (
             "block_decode" in methods
@@ -48,7 +49,8 @@ class BlocksModel:
             next(one for one in methods["block_prefill"].inputs if one.role == role).shape
             for role in KEPT
         )
-        self.context_tokens, self.read = values[1], 0
+        self.context_tokens = values[1]
+        self.read = 0
         layers = range(session.spec.layers)
         # Zeros: masked values are still multiplied, and garbage may be NaN.
         self.keys = [torch.zeros(keys) for _ in layers]
@@ -82,7 +84,8 @@ class BlocksModel:
         while True:
             reads_many = len(ids) > 1 and self.read + self.chunk <= self.context_tokens
             many = self.chunk if reads_many or not self.decodes else 1
-            part, ids = ids[:many], ids[many:]
+            part = ids[:many]
+            ids = ids[many:]
             hidden = self._pass(part, many)
             self.read += len(part)
             if not ids:
@@ -103,10 +106,13 @@ class BlocksModel:
         and not kept."""
         import torch
 
-        name, session = "prefill" if size == self.chunk else "decode", self.session
+        name = "prefill" if size == self.chunk else "decode"
+        session = self.session
         row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
         x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]
-        start, low, high = torch.tensor([self.read]), self.read, self.read + len(ids)
+        start = torch.tensor([self.read])
+        low = self.read
+        high = self.read + len(ids)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values)):
             given = {"hidden": x, "position": start, "keys": keys, "values": values}
             outputs = session._call_block(f"block_{name}", given, layer)
@@ -123,10 +129,11 @@ def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
         ConfigError: no token, or the conversation is longer than the context.
     """
     if not ids or read + len(ids) > context_tokens:
+        problem = "the conversation is longer than the program's context"
+        if not ids:
+            problem = "the prompt is empty"
         raise ConfigError(
-            "the conversation is longer than the program's context"
-            if ids
-            else "the prompt is empty",
+            problem,
             expected=f"1 to {context_tokens} tokens in all",
             received=f"{read + len(ids)} tokens",
             hint="export it again with a larger export.context_tokens",
@@ -166,7 +173,9 @@ def check_blocks_model(session: BlocksSession, loaded: LoadedModel, limit: float
     """
     import torch
 
-    program, adapter, limit = BlocksModel(session), session.adapter(), limit or LOGIT_ERROR
+    program = BlocksModel(session)
+    adapter = session.adapter()
+    limit = limit or LOGIT_ERROR
     ids, length = check_tokens(loaded, program.context_tokens, program.chunk)
     with adapted(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()

@@ -73,10 +73,8 @@ class PackedModel:
                 f"{folder}: {ANSWERS_FILE} is of another version", expected=f"format {FORMAT}"
             )
         with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
-            self.context_tokens, self.chunk = (
-                self.described["context_tokens"],
-                self.described["chunk_tokens"],
-            )
+            self.context_tokens = self.described["context_tokens"]
+            self.chunk = self.described["chunk_tokens"]
         self.read = 0
         load_operators()
         try:
@@ -100,10 +98,8 @@ class PackedModel:
         from ondevice.exporters.executorch.answer_model import LoraPlace, flatten
 
         with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
-            rank, pairs = (
-                self.described["rank"],
-                [LoraPlace(**entry) for entry in self.described["layout"]],
-            )
+            rank = self.described["rank"]
+            pairs = [LoraPlace(**entry) for entry in self.described["layout"]]
         if adapter is not None:
             known = {pair.linear: pair for pair in pairs}
             beyond = [name for name in adapter.linears if name not in known]
@@ -123,14 +119,15 @@ class PackedModel:
                         raise ArtifactError(
                             f"the adapter is of another model: {name}", received=[a.shape, b.shape]
                         )
-        self.read, self._adapter = 0, None
+        self.read = 0
+        self._adapter = None
         if pairs:
             import torch
 
             flat = np.zeros(self.described["adapter_size"], np.float32)
-            self._adapter = torch.from_numpy(
-                flat if adapter is None else flatten(adapter, pairs, rank)
-            )
+            if adapter is not None:
+                flat = flatten(adapter, pairs, rank)
+            self._adapter = torch.from_numpy(flat)
 
     def rewind(self, tokens: int) -> int:
         """Forget all but the first `tokens` tokens."""
@@ -146,7 +143,8 @@ class PackedModel:
         import torch
 
         check_room(ids, self.read, self.context_tokens)
-        adapter, logits = () if self._adapter is None else (self._adapter,), None
+        adapter = () if self._adapter is None else (self._adapter,)
+        logits = None
         for low in range(0, len(ids), self.chunk):
             part = list(ids[low : low + self.chunk])
             (logits,) = self._method.execute(

@@ -40,7 +40,9 @@ def shares(edge: Any, program: Any, names: list[str]) -> dict[str, tuple[Share, 
 
 
 def _of_delegates(backend: str, modules: list[Any]) -> Share:
-    operators, code, stored = 0, 0, {}
+    operators = 0
+    code = 0
+    stored = {}
     for module in modules:
         graph = module.original_module.graph
         operators += sum(

@@ -129,11 +129,9 @@ def _copies(manifest: Manifest) -> str:
     evaluate = ", ".join(
         f"`{constant.name}` {constant.evaluate:g}" for constant in program.constants
     )
-    where = (
-        f"The blocks run on the NPU of {manifest.soc}, everything else on the CPU. "
-        if manifest.soc
-        else ""
-    )
+    where = ""
+    if manifest.soc:
+        where = f"The blocks run on the NPU of {manifest.soc}, everything else on the CPU. "
     return f"""
 {where}Training: repeat the batch of {manifest.batch_size} for each of the {program.batch_copies} copies, copy
 after copy, and pass {train}. Evaluation: other rows for every copy and {evaluate}; then `nll_sum` and `tokens` are

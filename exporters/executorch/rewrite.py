@@ -26,7 +26,8 @@ class ProductRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = _weight(norm), _epsilon(norm)
+        self.weight = _weight(norm)
+        self.epsilon = _epsilon(norm)
         width = norm.weight.shape[0]
         self.register_buffer("average", torch.full((1, width), 1.0 / width, dtype=torch.float32))
 
@@ -40,7 +41,8 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = _weight(norm), _epsilon(norm)
+        self.weight = _weight(norm)
+        self.epsilon = _epsilon(norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
@@ -54,7 +56,7 @@ def _weight(norm: Any) -> nn.Parameter:
 
 
 def _epsilon(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 def grouped_attention(

@@ -92,7 +92,9 @@ class ExecutorchSession(ProgramSession):
     backend = "executorch"
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest, self.spec = Path(folder), manifest, manifest.program_spec
+        self.folder = Path(folder)
+        self.manifest = manifest
+        self.spec = manifest.program_spec
         self.batch_size = manifest.batch_size
         self.eval_batch_size = manifest.eval_batch_size
         self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
@@ -152,13 +154,15 @@ class ExecutorchSession(ProgramSession):
     @cached_property
     def _preparing(self) -> Preparing | None:
         program = method(self.manifest.method["name"]).program(target(self.manifest.target).kind)
-        return None if program is None or program.refresh is None else program.refresh(self)
+        if program is None or program.refresh is None:
+            return None
+        return program.refresh(self)
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
         """Let the method prepare the state; see `Preparing.before_step`."""
-        return (
-            None if self._preparing is None else self._preparing.before_step(step, batch_at, folder)
-        )
+        if self._preparing is None:
+            return None
+        return self._preparing.before_step(step, batch_at, folder)
 
     def before_replay(self, step: int, folder: Path) -> None:
         """Let the method take back its preparation; see `Preparing.before_replay`."""
@@ -175,7 +179,8 @@ class ExecutorchSession(ProgramSession):
         outputs = self._call(name, {**inputs, **self._scalars(step, learning_rate)}, keep=True)
         for counter in self.counts:
             self.counts[counter] += 1
-        losses, gradients = outputs["losses"], outputs.get("projected_gradients", np.empty(0))
+        losses = outputs["losses"]
+        gradients = outputs.get("projected_gradients", np.empty(0))
         return StepResult(float(losses.mean()), tuple(losses.tolist()), tuple(gradients.tolist()))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +257,9 @@ class ExecutorchSession(ProgramSession):
         return self.spec.adapter.name
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self._run(f"get_{name}")[0] if name in self.buffers else self._state[name]
+        if name in self.buffers:
+            return self._run(f"get_{name}")[0]
+        return self._state[name]
 
     def _set(self, name: str, value: np.ndarray) -> None:
         self._state[name] = np.ascontiguousarray(value)
@@ -261,10 +268,14 @@ class ExecutorchSession(ProgramSession):
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
-        flat, tensors = self.flat(), {}
+        flat = self.flat()
+        tensors = {}
         for entry in self.spec.layout:
             a, b = f"{entry.linear}.lora_A.weight", f"{entry.linear}.lora_B.weight"
-            tensors[a] = self._frozen[a] if entry.a_offset is None else _a_of(entry, flat).copy()
+            if entry.a_offset is None:
+                tensors[a] = self._frozen[a]
+            else:
+                tensors[a] = _a_of(entry, flat).copy()
             tensors[b] = np.ascontiguousarray(_b_of(entry, flat).T)
         targets = tuple(sorted({entry.target for entry in self.spec.layout}))
         return Adapter(
@@ -274,7 +285,9 @@ class ExecutorchSession(ProgramSession):
     @cached_property
     def _frozen(self) -> dict[str, np.ndarray]:
         """The A matrices that are not trained, by name."""
-        return {} if self.spec.frozen is None else read_tensors(self.folder / self.spec.frozen)
+        if self.spec.frozen is None:
+            return {}
+        return read_tensors(self.folder / self.spec.frozen)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of the same rank, alpha, linear layers and, if it is not
@@ -315,7 +328,9 @@ class ExecutorchSession(ProgramSession):
             raise ArtifactError(
                 f"the program's {name} takes {rows} rows", expected=rows, received=ids.shape[0]
             )
-        return name if length_tokens == self.lengths_tokens[-1] else f"{name}_{length_tokens}"
+        if length_tokens == self.lengths_tokens[-1]:
+            return name
+        return f"{name}_{length_tokens}"
 
     def _scalars(
         self, step: int, learning_rate: float, constants: dict[str, float] | None = None
@@ -340,7 +355,8 @@ class ExecutorchSession(ProgramSession):
             given: by role; counters and constants by role and name, as there may be several.
             keep: take over the state that comes out.
         """
-        method, inputs = self.spec.methods[name], []
+        method = self.spec.methods[name]
+        inputs = []
         for port in method.inputs:
             if port.role == "state":
                 inputs.append(self._state[port.name])

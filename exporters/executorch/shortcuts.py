@@ -74,19 +74,23 @@ def shortcuts() -> Iterator[None]:
       objects.
     - The garbage collector looks less often, and not at what was there before.
     """
-    transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
+    transform = xnnpack_passes._transform
+    materialize = export_utils._materialize_cpp_cia_ops
     listed: list[bool] = []
 
     def transform_unless_vision(program: Any, *passes: Any) -> Any:
         wanted = [step for step in passes if type(step).__name__ not in VISION]
-        return transform(program, *wanted) if wanted else program
+        if not wanted:
+            return program
+        return transform(program, *wanted)
 
     def materialize_once() -> None:
         if not listed:
             materialize()
             listed.append(True)
 
-    thresholds, frozen_here = gc.get_threshold(), not gc.get_freeze_count()
+    thresholds = gc.get_threshold()
+    frozen_here = not gc.get_freeze_count()
     if frozen_here:  # what the caller has frozen stays so
         gc.freeze()
     gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
@@ -110,12 +114,10 @@ def shortcuts() -> Iterator[None]:
 
 @contextmanager
 def _functional_and_valid_once() -> Iterator[None]:
-    build, decompose, validate, trace = (
-        edge._gen_edge_manager_for_partitioners,
-        ExportedProgram.run_decompositions,
-        ExportedProgram._validate,
-        exported_program._decompose_and_get_gm_with_new_signature_constants,
-    )
+    build = edge._gen_edge_manager_for_partitioners
+    decompose = ExportedProgram.run_decompositions
+    validate = ExportedProgram._validate
+    trace = exported_program._decompose_and_get_gm_with_new_signature_constants
 
     def decompose_if_any(program: Any, table: Any = None, *more: Any, **options: Any) -> Any:
         # A table of PyTorch's own equals {} until it is first read.
@@ -185,7 +187,8 @@ def _traced_when_edited() -> Iterator[None]:
     trace = ExportPass.call
 
     def trace_if_edited(step: Any, module: Any) -> Any:
-        kind, before = type(step), getattr(module.graph, "traced", None)
+        kind = type(step)
+        before = getattr(module.graph, "traced", None)
         if kind.__name__ == "SymToTensorPass" or (
             kind.__name__ in VIEWS and not _has_views(module)
         ):

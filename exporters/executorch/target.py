@@ -123,7 +123,8 @@ class ExecutorchTarget(Exporter):
         """See `Exporter.export`."""
         if problems := self.check(job):
             raise ConfigError("cannot export: " + "; ".join(problems))
-        out, program = Path(out), self.program(job.method)
+        out = Path(out)
+        program = self.program(job.method)
         check_free(out, job.overwrite)
         from ondevice.models import load_model
 
@@ -202,7 +203,8 @@ class ExecutorchTarget(Exporter):
         loaded = load_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
         )
-        form, context = FORMS[job.export.quantize], job.export.packed_context or 0
+        form = FORMS[job.export.quantize]
+        context = job.export.packed_context or 0
         model, described = write_answers(
             folder, loaded, form, context, adapter.linears, adapter.rank
         )
@@ -213,15 +215,22 @@ class ExecutorchTarget(Exporter):
         self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered
     ) -> Manifest:
         """The manifest, without its check and its files' hashes."""
-        noise, uses_ops = built.noise != "none", self.program(job.method).uses_ops(job.export)
-        export = (
-            job.export if uses_ops else job.export.model_copy(update={"quantize": "none"})
-        ).resolved()
+        noise = built.noise != "none"
+        uses_ops = self.program(job.method).uses_ops(job.export)
+        export = job.export
+        if not uses_ops:
+            export = export.model_copy(update={"quantize": "none"})
+        export = export.resolved()
         ops = sorted(
             {op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")}
         )
         step = built.modules[0]
         (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
+        state = []
+        for tensor in built.state:
+            if tensor.name in built.first:
+                tensor = tensor.model_copy(update={"first": FIRST})
+            state.append(tensor)
         program = ProgramSpec(
             shape=built.shape,
             layers=built.layers,
@@ -241,10 +250,7 @@ class ExecutorchTarget(Exporter):
                 )
                 for module in built.modules
             },
-            state=tuple(
-                tensor.model_copy(update={"first": FIRST}) if tensor.name in built.first else tensor
-                for tensor in built.state
-            ),
+            state=tuple(state),
             counters=built.counters,
             constants=built.constants,
             batch_copies=built.batch_copies,
@@ -257,13 +263,11 @@ class ExecutorchTarget(Exporter):
         )
         # A compiled graph has one method's name, so an NPU's training step evaluates too, with its
         # own rows.
-        rows = (
-            {"eval_batch_size": step.inputs[0].shape[0]}
-            if built.evaluates_with == step.name
-            else {}
-        )
+        rows = {}
         if built.eval_batch_size is not None:
             rows = {"eval_batch_size": built.eval_batch_size}
+        elif built.evaluates_with == step.name:
+            rows = {"eval_batch_size": step.inputs[0].shape[0]}
         return describe(
             self.spec,
             job,

@@ -162,8 +162,9 @@ def test_it_is_listed_exports_runs_and_verifies(site, tmp_path: Path) -> None:
     result = verify(folder, steps=2)
     assert result["ok"] and result["steps"] == 2 and result["backend"] == "torch-cpu"
     other = save_tiny(tmp_path / "other", "llama", 1)
-    with pytest.raises(ArtifactError, match="not the model that was exported"):
+    with pytest.raises(ArtifactError) as error:
         verify(folder, steps=1, model=str(other))
+    assert error.value.expected != error.value.received is not None
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"row {n} of some text"}) + "\n" for n in range(4)))
     given = {"data.path": str(rows), "train.out": str(tmp_path / "run"), "train.steps": 2}
@@ -172,8 +173,9 @@ def test_it_is_listed_exports_runs_and_verifies(site, tmp_path: Path) -> None:
 
 
 def test_without_its_package_an_artifact_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown target 'notebook'"):
+    with pytest.raises(ConfigError) as error:
         registry.target("notebook")
+    assert error.value.received == "notebook"
 
 
 def test_one_that_cannot_be_imported_is_named_and_left_out(site: Path, caplog) -> None:

@@ -42,13 +42,8 @@ class MezoSession(PackingSession):
         self.family = loaded.family
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
-        torch_ops.register()
         self.generator_backend = torch_ops.generator_backend(self.device)
-        self.noise = (
-            torch.ops.ondevice.normal
-            if config.noise == "gaussian"
-            else torch.ops.ondevice.rademacher
-        )
+        self.noise = torch_ops.noise(config.noise)
         self.parameters = dict(sorted(loaded.model.named_parameters()))
         self.seed = torch.tensor([seed], device=self.device)
 
@@ -122,8 +117,8 @@ class MezoSession(PackingSession):
         Raises:
             ConfigError: `fresh_batches`, and the step has fewer rows than queries.
         """
-        given = (ids, labels) if position_ids is None else (ids, labels, position_ids)
-        return self._two_sided(self._losses_of(*given), step, learning_rate)
+        arrays = (array for array in (ids, labels, position_ids) if array is not None)
+        return self._two_sided(self._losses_of(*arrays), step, learning_rate)
 
     def _losses_of(self, *arrays: np.ndarray) -> Callable[[int], float]:
         """Return the loss of a query's rows by its number: all, or its share of them."""

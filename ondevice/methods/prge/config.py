@@ -148,19 +148,19 @@ class PrgeConfig(AnswerLossConfig):
     def for_training(self) -> Self:
         """Return the settings of a run that can compute a gradient: `auto` becomes what was found
         best."""
-        subspace = "random" if self.top_layers is not None else "gradient"
-        subspace = subspace if self.subspace == "auto" else self.subspace
-        optimizer = "adam" if subspace == "gradient" else "sgd"
-        optimizer = optimizer if self.optimizer == "auto" else self.optimizer
+        subspace = self.subspace
+        optimizer = self.optimizer
+        if subspace == "auto":
+            subspace = "gradient" if self.top_layers is None else "random"
+        if optimizer == "auto":
+            optimizer = "adam" if subspace == "gradient" else "sgd"
         return self.model_copy(update={"subspace": subspace, "optimizer": optimizer})
 
     def for_program(self) -> Self:
-        """Return the settings of an exported program, which begins in `factors` where there are
-        such."""
+        """Return the settings of an exported program, which begins in `factors` if it has them."""
         if self.factors is not None:
             return self.for_training()
-        optimizer = "sgd" if self.optimizer == "auto" else self.optimizer
-        return self.model_copy(update={"subspace": "random", "optimizer": optimizer})
+        return self.model_copy(update={"subspace": "random"}).for_training()
 
     @property
     def default_schedule(self) -> str | None:

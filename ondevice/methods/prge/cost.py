@@ -16,11 +16,12 @@ def step_cost(
     dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, weight_bytes: int
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
-    above = dims.layers if config.top_layers is None else min(config.top_layers, dims.layers)
+    above = min(config.top_layers or dims.layers, dims.layers)
     below = forward_flops(dims, batch_size, length_tokens, dims.layers - above)
     copy = forward_flops(dims, batch_size, length_tokens, above) + head_flops(
         dims, batch_size, length_tokens
     )
     passes = 1 if config.batch_queries else config.queries
-    passes *= 1 if config.batch_signs or config.estimator == "one_sided" else 2
+    if not config.batch_signs and config.estimator == "central":
+        passes *= 2
     return StepCost(below + config.copies * copy, passes * weight_bytes)

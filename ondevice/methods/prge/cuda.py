@@ -23,30 +23,23 @@ class CudaPrgeProgram(PrgeProgram):
         from ondevice.runtime_ops import triton_ops
 
         config = self.config
+        epsilon = self.config.perturbation_scale
+        if scale is not None:
+            epsilon = float(scale)
+        flat = adapter_P[: self.layout.size]  # without Adam's moments
+        dtype = self.family.head_weight.dtype
+        one_sided = config.estimator == "one_sided"
         copies_GP = triton_ops.perturb(
-            adapter_P[: self.layout.size],  # without Adam's moments
-            seed,
-            step,
-            config.queries,
-            config.perturbation_scale if scale is None else float(scale),
-            config.noise,
-            self.family.head_weight.dtype,
-            config.estimator == "one_sided",
+            flat, seed, step, config.queries, epsilon, config.noise, dtype, one_sided
         )
         return lambda start, count: copies_GP[:, start : start + count]
 
-    def apply_update(
-        self,
-        adapter_P: Tensor,
-        gradients_Q: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
-    ) -> Tensor:
+    def apply_update(self, adapter_P: Tensor, gradients_Q: Tensor, *scalars: Tensor) -> Tensor:
         if self.config.optimizer == "adam":  # a few numbers: plain operations will do
-            return super().apply_update(adapter_P, gradients_Q, seed, step, learning_rate)
+            return super().apply_update(adapter_P, gradients_Q, *scalars)
         from ondevice.runtime_ops import triton_ops
 
+        seed, step, learning_rate = scalars
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         return triton_ops.apply_update(adapter_P, seed, step, coefficients, self.config.noise)
 
@@ -79,7 +72,9 @@ class GraphedStep:
         pool: Any = None,
     ) -> None:
         device = adapter_P.device
-        self.ids, self.labels, self.adapter = ids_BT.clone(), labels_BT.clone(), adapter_P
+        self.ids = ids_BT.clone()
+        self.labels = labels_BT.clone()
+        self.adapter = adapter_P
         self.seed = torch.tensor([seed], device=device)
         self.step_number = torch.zeros(1, dtype=torch.int64, device=device)
         self.learning_rate = torch.zeros(1, device=device)

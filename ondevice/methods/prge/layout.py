@@ -88,25 +88,18 @@ class AdapterLayout:
     def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
         """Lay out `config.target_modules` of the perturbed layers of a model with dimensions
         `dims`. A small matrix has no more directions of a gradient's subspace than its sides."""
-        first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
-        entries, offset = [], 0
+        first = max(0, dims.layers - (config.top_layers or dims.layers))
+        entries = []
+        offset = 0
         diagonal = config.subspace == "gradient"
         for linear in dims.adapted(config, first):
-            rank = (
-                min(DIRECTIONS * config.rank, linear.inputs, linear.outputs)
-                if diagonal
-                else config.rank
-            )
+            inputs = linear.inputs
+            outputs = linear.outputs
+            rank = config.rank
+            if diagonal:
+                rank = min(DIRECTIONS * rank, inputs, outputs)
             entries.append(
-                Entry(
-                    linear.layer,
-                    linear.target,
-                    offset,
-                    rank,
-                    linear.inputs,
-                    linear.outputs,
-                    diagonal,
-                )
+                Entry(linear.layer, linear.target, offset, rank, inputs, outputs, diagonal)
             )
             offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
@@ -177,8 +170,9 @@ class AdapterLayout:
 
     def _shapes(self, names: dict[tuple[int, str], str]) -> dict[str, tuple[int, ...]]:
         """Shapes of an adapter's tensors, by name."""
-        linears = [(names[(entry.layer, entry.target)], entry) for entry in self.entries]
-        shapes_a = {f"{name}.lora_A.weight": (entry.rank, entry.inputs) for name, entry in linears}
-        return shapes_a | {
-            f"{name}.lora_B.weight": (entry.outputs, entry.rank) for name, entry in linears
-        }
+        shapes = {}
+        for entry in self.entries:
+            name = names[(entry.layer, entry.target)]
+            shapes[f"{name}.lora_A.weight"] = (entry.rank, entry.inputs)
+            shapes[f"{name}.lora_B.weight"] = (entry.outputs, entry.rank)
+        return shapes

@@ -32,42 +32,35 @@ def memory(
         activation_bytes: bytes of one activation.
     """
     layout = AdapterLayout.build(dims, config, 0)
-    in_parallel = (config.queries if config.batch_queries else 1) * (2 if config.batch_signs else 1)
-    rows = batch_size * (
-        in_parallel
-        if config.estimator == "central"
-        else config.copies
-        if config.batch_queries
-        else 1
-    )
-    largest_layer = max(
-        layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries}
-    )
-    entries, states = layout.entries, 3 if config.optimizer == "adam" else 1
-    adapter = (
-        layout.size * 4 * 2 * states
-    )  # a functional step holds the old vector next to the new one
+    copies = 1
+    if config.batch_queries:
+        copies = config.queries + (config.estimator == "one_sided")
+    if config.estimator == "central" and config.batch_signs:
+        copies *= 2
+    rows = batch_size * copies
+    # A functional step holds the old vector, with Adam its moments too, next to the new one.
+    adapter = layout.size * 4 * 2 * (3 if config.optimizer == "adam" else 1)
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
+    layers = {entry.layer for entry in layout.entries}
+    largest_layer = max(layout.layer_range(layer)[1] for layer in layers)
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
     activations = forward_bytes(dims, rows, length_tokens, activation_bytes)
     subspace: dict[str, int] = {}
-    if (
-        config.factors is not None
-    ):  # a program: the adapter with A, C and the moments, going in and coming out
+    if config.factors is not None:
+        # A program: the adapter with A, C and the moments, going in and coming out.
         spans = SubspaceLayout(dims, config.for_program(), 0)
-        adapter, frozen_a = 8 * (spans.size + spans.c_size + 2 * spans.small.size), 0
+        frozen_a = 0
+        adapter = 8 * (spans.size + spans.c_size + 2 * spans.small.size)
     if config.subspace == "gradient":
         # An exact gradient is of one row at a time, between two steps: its activations take the
         # step's place.
         activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))
-        kept = sum(
-            entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs)
-            for entry in entries
-        )
-        subspace["subspace"] = 4 * (
-            kept + 2 * sum(entry.inputs * entry.outputs for entry in entries)
-        )
+        elements = 0
+        for entry in layout.entries:
+            elements += entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs)
+            elements += 2 * entry.inputs * entry.outputs
+        subspace["subspace"] = 4 * elements
     return subspace | {
         "adapter": adapter + frozen_a,
         "noise": noise,

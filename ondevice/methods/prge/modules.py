@@ -95,7 +95,10 @@ class OnBuffers(nn.Module):
 
     def __init__(self, method: nn.Module, state: KeptState, before: int, writes: bool) -> None:
         super().__init__()
-        self.method, self.state, self.before, self.writes = method, state, before, writes
+        self.method = method
+        self.state = state
+        self.before = before
+        self.writes = writes
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...] | Tensor:
         """Return the outputs that are not state; of `ApplyUpdate` the sum of the adapter's
@@ -116,7 +119,8 @@ class GetState(nn.Module):
 
     def __init__(self, state: KeptState, name: str) -> None:
         super().__init__()
-        self.state, self.name = state, name
+        self.state = state
+        self.name = name
 
     def forward(self) -> Tensor:
         return self.state.get_buffer(self.name).add_(0.0).clone()
@@ -129,7 +133,8 @@ class SetState(nn.Module):
 
     def __init__(self, state: KeptState, name: str) -> None:
         super().__init__()
-        self.state, self.name = state, name
+        self.state = state
+        self.name = name
 
     def forward(self, value: Tensor) -> Tensor:
         self.state.get_buffer(self.name).copy_(value)

@@ -74,8 +74,11 @@ class Body(nn.Module):
 
     def __init__(self, program: PrgeProgram, length_tokens: int, unrolled: bool = False) -> None:
         super().__init__()
-        self.model, self.family, self.unrolled = program.model, program.family, unrolled
-        self.bind, self.linears = program.bind, len(program.layout.entries)
+        self.model = program.model
+        self.family = program.family
+        self.unrolled = unrolled
+        self.bind = program.bind
+        self.linears = len(program.layout.entries)
         positions = {entry: index for index, entry in enumerate(program.layout.entries)}
         self.slots = [
             [
@@ -91,7 +94,8 @@ class Body(nn.Module):
         self.register_buffer("mask", torch.full((1, 1, length_tokens, length_tokens), -1e4).triu(1))
 
     def forward(self, hidden: Tensor, *given: Tensor) -> Tensor:
-        b, rest = given[: self.linears], given[self.linears :]
+        b = given[: self.linears]
+        rest = given[self.linears :]
         self.bind(rest)
         try:
             return self._blocks(hidden, b)
@@ -125,7 +129,8 @@ class NpuStep(nn.Module):
 
     def __init__(self, program: PrgeProgram, body: nn.Module) -> None:
         super().__init__()
-        self.program, self.body = program, body
+        self.program = program
+        self.body = body
 
     def forward(
         self,
@@ -135,7 +140,8 @@ class NpuStep(nn.Module):
     ) -> tuple[Tensor, ...]:
         """`rest` is the state, seed, step, learning rate and the perturbation's scale."""
         state, (seed, step, learning_rate, scale) = rest[:-4], rest[-4:]
-        program, copies = self.program, self.program.config.copies
+        program = self.program
+        copies = self.program.config.copies
         with program.bound(state):
             b = program.every_copy(program.perturbed(state[0], seed, step, scale))
         hidden = self.body(program.family.embed(ids_RT), *b, *program.bindings(state[0]))

@@ -156,7 +156,8 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     inputs = (*passed, gradients, *scalars)
     add("apply_update", ApplyUpdate(program), inputs, passed or (total,))
     for one in state if kept else ():
-        get, put = GetState(kept, one.name), SetState(kept, one.name)
+        get = GetState(kept, one.name)
+        put = SetState(kept, one.name)
         modules.append(ProgramModule(f"get_{one.name}", get, (), (one,)))
         modules.append(ProgramModule(f"set_{one.name}", put, (one,), (total,)))
     return built(program, loaded, tuple(modules), kept="program" if kept else "host")
@@ -171,10 +172,13 @@ def built(
 ) -> BuiltProgram:
     """Return the program with its state, the run's step number, and the frozen A of every layer if
     A is not part of the state."""
-    config, layout = program.config, program.layout
+    config = program.config
+    layout = program.layout
     spans = program.spans if isinstance(program, SubspaceProgram) else None
     rank = spans.rank if spans else config.rank
-    state, entries, frozen = [], [], {}
+    state = []
+    entries = []
+    frozen = {}
     for name, size in program.state_shapes.items():
         role = "adapter" if name == "adapter" else "optimizer"
         state.append(StateTensor(name=name, dtype="float32", shape=(size,), role=role, kept=kept))
@@ -278,7 +282,8 @@ def stepping(
 ) -> Iterator[tuple[tuple[Tensor, Tensor], StepResult, tuple[Tensor, Tensor, Tensor]]]:
     """Step the session on each batch; yield ids and labels, the result, and the scalars (seed,
     step, learning rate) as eager takes them."""
-    seed, rate = torch.tensor([session.seed]), torch.tensor([learning_rate], dtype=torch.float32)
+    seed = torch.tensor([session.seed])
+    rate = torch.tensor([learning_rate], dtype=torch.float32)
     for number, (ids, labels) in enumerate(batches):
         result = session.step(ids, labels, number, learning_rate)
         yield (
@@ -331,7 +336,8 @@ def gradient_correlation(
         zero = np.zeros(program.layout.size, np.float32)
         session.load_state({**session.state(), "adapter": zero})
     first = state_of(session, program)
-    received, expected = [], []
+    received = []
+    expected = []
     with torch.inference_mode():
         for tokens, result, scalars in stepping(session, batches, 0.0):
             received += result.projected_gradients

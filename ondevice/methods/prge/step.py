@@ -44,7 +44,8 @@ def adam(
     beta1, beta2, epsilon = ADAM
     mean = beta1 * mean + (1.0 - beta1) * estimate
     square = beta2 * square + (1.0 - beta2) * estimate * estimate
-    bias1, bias2 = 1.0 - beta1**count, 1.0 - beta2**count
+    bias1 = 1.0 - beta1**count
+    bias2 = 1.0 - beta2**count
     return (mean / bias1) / ((square / bias2).sqrt() + epsilon), mean, square
 
 
@@ -131,7 +132,10 @@ class PrgeProgram(nn.Module):
         token_loss: TokenLoss | None = None,
     ) -> None:
         super().__init__()
-        self.family, self.layout, self.config, self.noise = family, layout, config, noise
+        self.family = family
+        self.layout = layout
+        self.config = config
+        self.noise = noise
         self.model = family.model
         self.token_loss = token_loss or (
             lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers)
@@ -257,7 +261,8 @@ class PrgeProgram(nn.Module):
         position_ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
-        prefix, passes = self._run_prefix(ids_BT, position_ids_BT), self._passes()
+        prefix = self._run_prefix(ids_BT, position_ids_BT)
+        passes = self._passes()
         if len(passes) == 1:
             return self._pass_losses(prefix, labels_BT, copies_of, len(passes[0]), position_ids_BT)
         losses = torch.empty(self.config.copies, device=self.device)
@@ -288,7 +293,8 @@ class PrgeProgram(nn.Module):
 
     def _passes(self) -> list[range]:
         """Group the numbers of the copies by forward pass."""
-        config, q = self.config, self.config.queries
+        config = self.config
+        q = self.config.queries
         both_signs = config.estimator == "central" and config.batch_signs
         if config.batch_queries and (both_signs or config.estimator == "one_sided"):
             return [range(config.copies)]
@@ -432,7 +438,8 @@ class PrgeProgram(nn.Module):
 
     def every_copy(self, copies_of: CopiesOf) -> list[Tensor]:
         """Return the copies of each trained matrix, [copies, rank, width]."""
-        copies, entries = copies_of(0, self.layout.size), self.layout.entries
+        copies = copies_of(0, self.layout.size)
+        entries = self.layout.entries
         flat = [copies[:, entry.offset : entry.offset + entry.count] for entry in entries]
         return [entry.shaped(values) for entry, values in zip(entries, flat, strict=True)]
 

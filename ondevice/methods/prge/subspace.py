@@ -187,7 +187,8 @@ def read_factors(path: Path, entries: Iterable[Entry]) -> dict[Entry, Factors]:
         raise CheckpointError(
             f"missing {path}", expected="a subspace-*.safetensors that a run wrote"
         )
-    arrays, entries = read_tensors(path), list(entries)
+    arrays = read_tensors(path)
+    entries = list(entries)
     for entry in entries:
         a, c = arrays.get(f"{entry.name}.a"), arrays.get(f"{entry.name}.c")
         if a is not None and c is not None and a.shape[1] == c.shape[0] > entry.rank:
@@ -218,7 +219,8 @@ class SessionSubspace:
     """
 
     def __init__(self, program: PrgeProgram, config: PrgeConfig) -> None:
-        self.program, self.config = program, config
+        self.program = program
+        self.config = config
         self.factors: dict[Entry, Factors] = {}
         self.at = -1
 
@@ -239,7 +241,8 @@ class SessionSubspace:
     def _parts(self, entry: Entry, state: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what earlier subspaces and this one changed in a linear layer, as products of A
         with the adapter's scale and B."""
-        linear, factors = self.program.linears[entry], self.factors.get(entry)
+        linear = self.program.linears[entry]
+        factors = self.factors.get(entry)
         parts = [linear.past] if linear.past is not None else []
         if factors is not None:
             r = state[entry.offset : entry.offset + entry.count, None]
@@ -271,7 +274,8 @@ class SessionSubspace:
         self._set(from_arrays(arrays, self.program.linears, self.program.device), step)
 
     def _set(self, factors: dict[Entry, Factors], step: int) -> None:
-        self.factors, self.at = factors, step
+        self.factors = factors
+        self.at = step
         self.program.set_factors(factors)
 
     def state(self) -> dict[str, np.ndarray]:

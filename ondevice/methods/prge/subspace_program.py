@@ -159,7 +159,8 @@ class SubspaceProgram(PrgeProgram):
         token_loss: TokenLoss | None = None,
     ) -> None:
         super().__init__(family, spans.trained, config, self._directions, token_loss)
-        self.spans, self.draw = spans, draw
+        self.spans = spans
+        self.draw = draw
         self.c: dict[Entry, Tensor] = {}
         self.pairs = {entry.offset: (of_r, entry) for of_r, entry in spans.pairs}
         for linear in self.linears.values():
@@ -234,7 +235,9 @@ class SubspaceProgram(PrgeProgram):
         """See `PrgeProgram.update`."""
         seed, step, learning_rate = scalars
         adapter, subspace, *moments = state
-        spans, size, q = self.spans, self.spans.small.size, self.config.queries
+        spans = self.spans
+        size = self.spans.small.size
+        q = self.config.queries
         z = self.draw(seed, step, NOISE_TENSOR, q, 0, size)
         change = ((gradients_Q / q)[:, None] * z).sum(dim=0)
         if moments:
@@ -281,7 +284,8 @@ class ProgramSubspace:
     """The subspace of a program; if its state has no `subspace`, this does nothing."""
 
     def __init__(self, session: ProgramSession) -> None:
-        self.session, manifest = session, session.manifest
+        self.session = session
+        manifest = session.manifest
         config: PrgeConfig = method_config(manifest.method["name"], manifest.method)
         self.config = config.for_program()
         self.in_state = any(one.name == "subspace" for one in manifest.program_spec.state)
@@ -326,7 +330,8 @@ class ProgramSubspace:
 
     def _take(self, arrays: dict[str, np.ndarray]) -> None:
         """Retain what was learned behind the new subspace, and begin in it with moments of 0."""
-        layout, state = self.layout, self.session.state()
+        layout = self.layout
+        state = self.session.state()
         factors = from_arrays(arrays, layout.small.entries, torch.device("cpu"))
         flat = torch.from_numpy(state["adapter"])
         changed = any(bool(layout.b(flat, entry).any()) for entry in layout.trained.entries)
@@ -344,7 +349,8 @@ class ProgramSubspace:
 
     def _current(self) -> dict[Entry, Factors]:
         """The subspace that the session is in."""
-        state, layout = self.session.state(), self.layout
+        state = self.session.state()
+        layout = self.layout
         adapter, c = (torch.from_numpy(state[name]) for name in ("adapter", "subspace"))
         return {
             of_r: Factors(layout.a(adapter, entry)[: entry.rank].t(), layout.c(c, entry))
@@ -353,7 +359,8 @@ class ProgramSubspace:
 
     def _program(self) -> PrgeProgram:
         """The model in eager PyTorch, with all that was learned next to its weights."""
-        program, layout = self._eager, self.layout
+        program = self._eager
+        layout = self.layout
         adapter = torch.from_numpy(self.session.state()["adapter"])
         for linear, entry in zip(program.linears.values(), layout.trained.entries, strict=True):
             linear.past = (layout.a(adapter, entry) * linear.scale).t(), layout.b(adapter, entry)

@@ -36,7 +36,8 @@ class PrgeSession(PackingSession):
     lengths_tokens = None
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
-        self.loaded, self.config = loaded, config
+        self.loaded = loaded
+        self.config = config
         if config.factors is not None:
             raise ConfigError(
                 "method.factors is for exported programs",
@@ -117,7 +118,9 @@ class PrgeSession(PackingSession):
     @torch.inference_mode()
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
         """Run one step on a score of each copy, one after the other; see `Scoring.score_step`."""
-        own, size, losses = self._adapter, self.program.layout.size, []
+        own = self._adapter
+        size = self.program.layout.size
+        losses = []
         scalars = self._scalars(step, learning_rate)
         try:
             for copy in self.program.perturbed(own, *scalars[:2])(0, size):
@@ -166,7 +169,8 @@ class PrgeSession(PackingSession):
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave; see `Session.load_state`."""
-        flat, shape = state.get("adapter"), tuple(self._adapter.shape)
+        flat = state.get("adapter")
+        shape = tuple(self._adapter.shape)
         if flat is None or flat.shape != shape or flat.dtype != np.float32 or "seed" not in state:
             raise CheckpointError(
                 "the checkpoint is not of this run",
@@ -180,7 +184,8 @@ class PrgeSession(PackingSession):
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
-        config, source = self.config, self.loaded.source.source
+        config = self.config
+        source = self.loaded.source.source
         if self.subspace is not None:
             return self.subspace.adapter(self._adapter, self.names, source)
         tensors = self.program.layout.to_tensors(self.flat(), self.names)

@@ -133,7 +133,7 @@ def test_evaluation_and_the_next_token_are_eager_s() -> None:
         mine = np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[token]
         assert mine == pytest.approx(wanted, rel=1e-4)
     assert "head_logits" not in opened("blocks, sgd").spec.methods
-    with pytest.raises(ArtifactError, match="cannot write") as caught:
+    with pytest.raises(ArtifactError) as caught:
         opened("blocks, sgd").next_token(batch(1, 16)[0], 3)
     assert "next_token=true" in str(caught.value.hint)
 
@@ -169,37 +169,41 @@ def test_resumed_it_has_the_same_bits_and_refuses_another_s_state() -> None:
     assert all(state[name].tobytes() == kept[name].tobytes() for name in kept), (
         "a loaded state is the caller's"
     )
-    with pytest.raises(CheckpointError, match="exp_avg"):
+    with pytest.raises(CheckpointError) as error:
         third.load_state({name: value for name, value in state.items() if name != "exp_avg"})
+    assert "exp_avg" in error.value.message
 
 
 def test_a_wrong_weights_file_is_an_error_that_says_what_is_wrong(copy) -> None:
     path = copy / WEIGHTS_NAME
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArtifactError, match="truncated") as caught:
+    with pytest.raises(ArtifactError) as caught:
         damaged(copy)
     assert str(len(whole) // 2) in str(caught.value)
     path.write_bytes(b"\x00" * 100)
-    with pytest.raises(ArtifactError, match="not a whole safetensors file"):
+    with pytest.raises(ArtifactError):
         damaged(copy)
     path.unlink()
-    with pytest.raises(ArtifactError, match=WEIGHTS_NAME):
+    with pytest.raises(ArtifactError) as caught:
         damaged(copy)
+    assert WEIGHTS_NAME in str(caught.value)
     other = MappedWeights(program("blocks, sgd") / WEIGHTS_NAME)  # another model's
     shutil.copy(other.path, path)
-    with pytest.raises(ArtifactError, match="another model") as caught:
+    with pytest.raises(ArtifactError) as caught:
         damaged(copy)
     assert "float32" in str(caught.value)
     shutil.copy(program("blocks, int8") / WEIGHTS_NAME, path)  # the same model's, in 8 bits
-    with pytest.raises(ArtifactError, match="another quantisation") as caught:
+    with pytest.raises(ArtifactError) as caught:
         damaged(copy)
     assert "float32" in str(caught.value) and "int8" in str(caught.value)
     write_tensors(path, {"x": np.zeros(3, np.float32), "y": np.zeros(3, np.float32)})
-    with pytest.raises(ArtifactError, match="not aligned"):
+    with pytest.raises(ArtifactError) as caught:
         MappedWeights(path)
-    with pytest.raises(ArtifactError, match="has changed"):
+    assert caught.value.expected is not None and isinstance(caught.value.received, int)
+    with pytest.raises(ArtifactError) as caught:
         open_artifact(copy)  # and before all of these, the manifest's hash
+    assert WEIGHTS_NAME in caught.value.message
 
 
 def test_weights_come_back_aligned_and_in_order(tmp_path) -> None:
@@ -213,9 +217,9 @@ def test_weights_come_back_aligned_and_in_order(tmp_path) -> None:
     from safetensors.numpy import load_file
 
     assert set(tensors) <= set(load_file(tmp_path / "w"))
-    with pytest.raises(ArtifactError, match="another quantisation"):
+    with pytest.raises(ArtifactError):
         mapped.tensor("b", (3, 5), "int8")
-    with pytest.raises(ArtifactError, match="another model"):
+    with pytest.raises(ArtifactError):
         mapped.tensor("b", (3, 6), "float32")
 
 
@@ -242,8 +246,9 @@ def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
         lambda: session.step(*rows, 1, 1e-2),
         lambda: session.evaluate(*batch(3, 16)),
     ):
-        with pytest.raises(TrainingError, match="half-way"):
+        with pytest.raises(TrainingError) as error:
             forbidden()
+        assert "last checkpoint" in str(error.value.hint)
     session.load_state(before)
     straight = opened()
     assert session.step(*rows, 0, 1e-2).loss == straight.step(*rows, 0, 1e-2).loss
@@ -278,23 +283,26 @@ def test_a_loss_that_is_no_number_updates_nothing() -> None:
     state = session.state()
     broken = {**state, "adapter": np.full_like(state["adapter"], np.nan)}
     session.load_state(broken)
-    with pytest.raises(TrainingError, match="not finite; nothing was updated"):
+    with pytest.raises(TrainingError) as error:
         session.step(*rows, 0, 1e-2)
+    assert np.isnan(error.value.received)
     session.load_state(state)  # and goes on from what a checkpoint has
     assert np.isfinite(session.step(*rows, 0, 1e-2).loss)
 
 
 def test_other_shapes_are_refused_by_name() -> None:
     session = opened()
-    with pytest.raises(ArtifactError, match="17 tokens"):
+    with pytest.raises(ArtifactError) as error:
         session.step(*batch(2, 17), 0, 1e-2)
-    with pytest.raises(ArtifactError, match="rows"):
+    assert error.value.received == 17
+    with pytest.raises(ArtifactError) as error:
         session.step(*batch(3, 16), 0, 1e-2)
+    assert (error.value.expected, error.value.received) == (2, 3)
 
 
 def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
     for name in ("blocks", "blocks, int8", "blocks, q4", "blocks, 8da8w"):
-        with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
+        with pytest.raises(MissingPackageError):  # nothing but the tool is in the way
             push(program(name))
     path = copy / MANIFEST_NAME
     manifest = json.loads(path.read_text())
@@ -302,8 +310,9 @@ def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
     for name in [name for name in methods if name.startswith("block_backward")]:
         del methods[name]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="does not run such programs"):
+    with pytest.raises(ArtifactError) as error:
         push(copy)
+    assert error.value.expected == "a program of whole steps, or of blocks"
 
 
 def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:

@@ -84,15 +84,17 @@ def test_chat_swaps_adapters_and_reads_only_what_is_new(adapter, tmp_path: Path)
 
 def test_what_does_not_fit_is_refused(adapter, tmp_path: Path) -> None:
     writer = PackedModel(program(NAME) / ANSWERS)
-    with pytest.raises(ArtifactError, match="does not take this adapter"):
+    with pytest.raises(ArtifactError) as error:
         writer.use(replace(adapter, rank=adapter.rank + 1))
+    assert error.value.received == f"rank {adapter.rank + 1}"
     other = {name.replace("layers.0", "layers.9"): value for name, value in adapter.tensors.items()}
-    with pytest.raises(ArtifactError, match="does not take this adapter"):
+    with pytest.raises(ArtifactError) as error:
         writer.use(replace(adapter, tensors=other))
+    assert "layers.9" in error.value.received
     for ids in ([], [1] * (writer.context_tokens + 1)):
         with pytest.raises(ConfigError):
             writer.feed(ids)
-    with pytest.raises(ArtifactError, match="holds no program"):
+    with pytest.raises(ArtifactError):
         PackedModel(tmp_path)
 
 
@@ -121,7 +123,7 @@ def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
         return plain(self, ids)
 
     monkeypatch.setattr(PackedModel, "feed", late)
-    with pytest.raises(VerificationError, match="does not answer as eager"):
+    with pytest.raises(VerificationError):
         answers.check_answers(folder, model, described, loaded, adapter)
 
 
@@ -156,10 +158,10 @@ def test_rounded_weights_answer_as_their_own_eager_does_and_a_wrong_program_does
     for name, wrong in WRONG.values():
         with monkeypatch.context() as patch:
             patch.setattr(PackedModel, name, wrong)
-            with pytest.raises(VerificationError, match="does not answer as eager"):
+            with pytest.raises(VerificationError):
                 answers.check_answers(*check)
     lowered.blocks[
         0
     ].turn.neg_()  # the other way round: the program is right, and what it is held against turns back
-    with pytest.raises(VerificationError, match="does not answer as eager"):
+    with pytest.raises(VerificationError):
         answers.check_answers(*check)

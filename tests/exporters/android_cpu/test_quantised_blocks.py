@@ -107,8 +107,9 @@ def test_each_layer_s_program_is_one_with_other_weights(tmp_path) -> None:
     )
     marker = np.arange(64, dtype=np.int8)
     for content in (b"no marker", marker.tobytes() * 2):
-        with pytest.raises(VerificationError, match="does not keep w as it is"):
+        with pytest.raises(VerificationError) as error:
             write_layers(tmp_path, content, LayerConstants({"w": marker}, [{"w": marker}]))
+        assert error.value.expected == "its bytes once"
 
 
 def test_a_layer_s_program_that_is_damaged_is_named(tmp_path) -> None:
@@ -118,12 +119,14 @@ def test_a_layer_s_program_that_is_damaged_is_named(tmp_path) -> None:
     shutil.copytree(program(INTEGERS), folder)
     path = folder / "layers" / "1.pte"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ArtifactError, match="has changed"):
+    with pytest.raises(ArtifactError) as error:
         open_artifact(folder)
+    assert "1.pte" in error.value.message
     session = BlocksSession(folder, read_manifest(folder, check_files=False))
     before = session.state()["adapter"]
-    with pytest.raises(ArtifactError, match=r"1\.pte"):
+    with pytest.raises(ArtifactError) as error:
         session.step(*batch(2, 16), 0, 1e-2)
+    assert "1.pte" in str(error.value)
     assert session.state()["adapter"].tobytes() == before.tobytes()  # it failed in the forward pass
 
 
@@ -175,7 +178,7 @@ def test_what_rounds_too_much_is_not_written(monkeypatch) -> None:
     (job,) = artifacts.export_jobs(settings)
     loaded = load_model(settings.model.source)
     built = EXECUTORCH.build(loaded, settings.method, settings.export, settings.train.seed)
-    with pytest.raises(VerificationError, match="another model") as caught:
+    with pytest.raises(VerificationError) as caught:
         android.AndroidCpu(target("android-cpu")).check_program(session, EXECUTORCH, built, job)
     assert "cosine" in str(caught.value) and "int8" in str(caught.value.hint)
 

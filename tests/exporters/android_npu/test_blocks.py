@@ -140,16 +140,18 @@ def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> Non
             logits[name], expected, rtol=0, atol=1e-2 * np.abs(expected).max()
         )
     assert np.abs(logits["base"] - logits["adapted"]).max() > 0.1 * np.abs(logits["base"]).max()
-    with pytest.raises(ConfigError, match="longer than the program's context"):
+    with pytest.raises(ConfigError) as error:
         writer.feed([1])
+    assert error.value.expected == "1 to 40 tokens in all"
     writer.read = 33  # a conversation that goes on otherwise
     np.testing.assert_allclose(
         writer.feed(ids[33:]), expected[-1], rtol=0, atol=1e-2 * np.abs(expected).max()
     )
     many = {n: v * 1e6 for n, v in adapter.tensors.items()}
     session.load_adapter(replace(adapter, tensors=many))
-    with pytest.raises(ArtifactError, match="not finite"):
+    with pytest.raises(ArtifactError) as error:
         BlocksModel(session).feed(ids[:3])
+    assert "inf or nan" in error.value.received
 
 
 def test_chat_answers_on_the_npu_as_eager_does() -> None:
@@ -186,7 +188,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(
     assert other.state()["adapter"].tobytes() == session.state()["adapter"].tobytes()
     monkeypatch.setattr(blocks, "SMALLEST_LOSS_SCALE", 2.0**40)
     kept, session.loss_scale = session.state(), 2.0**40
-    with pytest.raises(TrainingError, match="nothing was updated") as caught:
+    with pytest.raises(TrainingError) as caught:
         session.step(*rows(2), 2, RATE)
     assert "lower learning rate" in str(caught.value.hint)
     assert session.state()["adapter"].tobytes() == kept["adapter"].tobytes()
@@ -209,8 +211,9 @@ def test_a_resume_has_the_same_bits_and_the_same_scale(session) -> None:
     losses = [session.step(*rows(step), step, RATE).loss for step in range(2)]
     state = session.state()
     losses += [session.step(*rows(2), 2, RATE).loss]
-    with pytest.raises(CheckpointError, match="loss_scale"):
+    with pytest.raises(CheckpointError) as error:
         other.load_state({name: value for name, value in state.items() if name != "loss_scale"})
+    assert "loss_scale" in str(error.value)
     other.load_state(state)
     assert other.loss_scale == 256.0 and other.step(*rows(2), 2, RATE).loss == losses[2]
     ours, theirs = session.state(), other.state()
@@ -231,16 +234,18 @@ def test_a_layer_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     whole = layer.read_bytes()
     for content in (whole[: len(whole) // 2], b"no program"):
         layer.write_bytes(content)
-        with pytest.raises(ArtifactError, match="has changed"):
+        with pytest.raises(ArtifactError) as caught:
             open_artifact(folder)
+        assert "layers/1.pte" in caught.value.message
         damaged = NpuBlocksSession(folder, read_manifest(folder, check_files=False))
-        with pytest.raises(ArtifactError, match="cannot load") as caught:
+        with pytest.raises(ArtifactError) as caught:
             damaged.evaluate(*rows(0))
         assert "1.pte" in str(caught.value) and "export it again" in str(caught.value.hint)
         damaged.close()
     layer.unlink()
-    with pytest.raises(ArtifactError, match="lacks a file"):
+    with pytest.raises(ArtifactError) as caught:
         open_artifact(folder)
+    assert "1.pte" in str(caught.value)
 
 
 def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
@@ -265,8 +270,9 @@ def test_code_of_other_delegates_is_refused() -> None:
     from ondevice.exporters.android_npu.layers import with_code
 
     content = (program("npu blocks") / "layers" / "0.pte").read_bytes()
-    with pytest.raises(VerificationError, match="compiled code"):
+    with pytest.raises(VerificationError) as error:
         with_code(content, {b"another": b"code"})
+    assert error.value.expected == "1 delegates"
 
 
 def test_every_reason_is_listed_at_once() -> None:
@@ -287,5 +293,5 @@ def test_every_reason_is_listed_at_once() -> None:
         "bits",
     ):
         assert word in problems, word
-    with pytest.raises(ConfigError, match="exact gradients"):
+    with pytest.raises(ConfigError):
         verify(program("npu blocks"), directions=8)

@@ -188,8 +188,9 @@ def test_its_state_goes_out_and_in_and_another_s_is_refused(
     session.load_state(state)
     assert all(value.tolist() == state[name].tolist() for name, value in session.state().items())
     for lacking in state:
-        with pytest.raises(CheckpointError, match=lacking):
+        with pytest.raises(CheckpointError) as error:
             session.load_state({name: value for name, value in state.items() if name != lacking})
+        assert lacking in str(error.value)
 
 
 def test_the_frozen_a_is_the_file_s(runtime: Runtime, tmp_path: Path) -> None:
@@ -209,15 +210,15 @@ def test_the_frozen_a_is_the_file_s(runtime: Runtime, tmp_path: Path) -> None:
 
     session.load_adapter(changed(A + np.float32(5e-7)))
     assert session.flat()[4:].tolist() == [1.0, 3.0, 2.0, 4.0]  # B is kept transposed
-    with pytest.raises(ArtifactError, match="frozen A differs"):
-        session.load_adapter(changed(A + np.float32(1e-5)))
     for adapter, word in (
+        (changed(A + np.float32(1e-5)), ENTRY.linear),
         (changed(alpha=4.0), "alpha"),
         (changed(rank=3), "rank"),
-        (changed(A[:, :2]), "does not fit"),
+        (changed(A[:, :2]), names[0]),
     ):
-        with pytest.raises(ArtifactError, match=word):
+        with pytest.raises(ArtifactError) as error:
             session.load_adapter(adapter)
+        assert word in str(error.value)
 
 
 def test_an_artifact_of_the_old_schema_says_what_to_do(tmp_path: Path) -> None:
@@ -225,8 +226,9 @@ def test_an_artifact_of_the_old_schema_says_what_to_do(tmp_path: Path) -> None:
     assert read_manifest(tmp_path).program_spec.layout == (ENTRY,)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
-    with pytest.raises(ArtifactError, match="export the model again"):
+    with pytest.raises(ArtifactError) as error:
         read_manifest(tmp_path)
+    assert "export the model again" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -277,8 +277,9 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
     for (_, whole), (_, few) in zip(wide.subspace.factors.items(), leading.items(), strict=True):
         torch.testing.assert_close(few.a, whole.a[:, :4])
         torch.testing.assert_close(few.c, whole.c[:4] * 2**0.5)
-    with pytest.raises(ConfigError, match="for exported programs"):
+    with pytest.raises(ConfigError) as error:
         PrgeSession(tiny_model(), config, SEED)
+    assert error.value.received == str(config.factors)
 
 
 def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
@@ -389,11 +390,13 @@ def test_a_run_resumes_and_replays_to_the_same_bits(
     )
     second = tmp_path / "whole" / "subspace-00000002.safetensors"
     second.write_bytes((tmp_path / "whole" / "subspace-00000000.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="not the file that the run wrote"):
+    with pytest.raises(CheckpointError) as error:
         replay(log, PrgeSession(tiny_model(), config.method, log.header.seed))
     second.unlink()
-    with pytest.raises(CheckpointError, match="not there"):
+    assert second.name in str(error.value)
+    with pytest.raises(CheckpointError) as error:
         replay(log, PrgeSession(tiny_model(), config.method, log.header.seed))
+    assert second.name in str(error.value)
 
 
 def test_the_paper_s_settings_are_one_flag(rows: Path, tmp_path: Path) -> None:
