@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 from ondevice.core.errors import VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
+from ondevice.exporters.executorch.blocks import BlocksSession
 from ondevice.exporters.executorch.blocks_model import can_generate, check_blocks_model
 from ondevice.exporters.executorch.packed import ANSWERS, has_answers
+from ondevice.exporters.executorch.session import ExecutorchSession
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
+from ondevice.models import load_model
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered
-    from ondevice.exporters.executorch.session import ExecutorchSession
 
 TOLERANCE = {
     "none": {"loss": 1e-5, "loss_free": 1e-4, "update": 1e-5, "gradient": 2e-4},
@@ -120,8 +122,6 @@ class AndroidCpu(ExecutorchTarget):
             )
         if quantize not in program.rounded or program.rounding is None:
             return agreement.values, []
-        from ondevice.models import load_model
-
         loaded = load_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
         )
@@ -145,9 +145,6 @@ class AndroidCpu(ExecutorchTarget):
 
     def open(self, folder: Path, manifest: Manifest) -> ExecutorchSession:
         """Return a session in the ExecuTorch runtime."""
-        from ondevice.exporters.executorch.blocks import BlocksSession
-        from ondevice.exporters.executorch.session import ExecutorchSession
-
         if manifest.program_spec.shape == "blocks":
             return BlocksSession(folder, manifest)
         return ExecutorchSession(folder, manifest)
@@ -167,7 +164,6 @@ class AndroidCpu(ExecutorchTarget):
         answers = {}
         if has_answers(folder / ANSWERS):
             from ondevice.exporters.executorch.answers import verify_answers
-            from ondevice.models import load_model
 
             source = request.model or manifest.model.source
             # Again: the program's own copy was rounded.

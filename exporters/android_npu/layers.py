@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.errors import VerificationError
 from ondevice.exporters.android_npu import qnn
+from ondevice.exporters.android_npu.compile import compile_blocks
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM
+from ondevice.exporters.executorch.lower import lower_portable
 from ondevice.exporters.executorch.target import log
 
 if TYPE_CHECKING:
@@ -35,9 +37,6 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
         The program with the functions of the first layer among its modules, as all layers' have the
         same ports.
     """
-    from ondevice.exporters.android_npu.compile import compile_blocks
-    from ondevice.exporters.executorch.lower import lower_portable
-
     assert built.parts is not None  # noqa: S101 - the caller looked
     started, (soc,) = time.perf_counter(), job.export.soc
     with qnn.quiet():

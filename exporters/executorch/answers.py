@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ondevice.artifact.adapter import Adapter
 from ondevice.core.errors import ArtifactError, MissingPackageError, VerificationError
 from ondevice.core.untrusted import read_object
 from ondevice.exporters.executorch.answer_model import AnswerModel, Norm, flatten, linear
@@ -38,7 +39,6 @@ from ondevice.nn.adapters import adapted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ondevice.artifact.adapter import Adapter
     from ondevice.models import LoadedModel
 
 log = logging.getLogger("ondevice.exporters")
@@ -207,8 +207,6 @@ def _nudged(model: AnswerModel) -> Iterator[None]:
 def trial_adapter(described: dict[str, Any]) -> Adapter:
     """Return random pairs for every layer that a program takes an adapter for; they change its
     answers."""
-    from ondevice.artifact.adapter import Adapter
-
     random = np.random.default_rng(0)
     tensors = {}
     rank = described["rank"]

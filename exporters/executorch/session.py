@@ -25,6 +25,7 @@ from ondevice.core.manifest import Manifest
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
+from ondevice.runtime_ops.build import load_executorch_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +104,6 @@ class ExecutorchSession(ProgramSession):
         self.constants = {constant.name: constant.train for constant in self.spec.constants}
         runtime = load_runtime()
         if manifest.custom_ops:
-            from ondevice.runtime_ops.build import load_executorch_ops
-
             load_executorch_ops()
         ops = {op for method in self.spec.methods.values() for op in method.ops}
         if any(op.startswith("quantized_decomposed::") for op in ops):

@@ -35,6 +35,7 @@ from ondevice.exporters.base import (
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
 from ondevice.exporters.executorch.packed import ANSWERS
 from ondevice.exporters.executorch.readme import readme
+from ondevice.models import load_model, read_dims, save_tokenizer
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -79,8 +80,6 @@ class ExecutorchTarget(Exporter):
 
     def check(self, job: ExportJob) -> list[str]:
         """See `Exporter.check`."""
-        from ondevice.models import read_dims
-
         problems = []
         if importlib.util.find_spec("executorch") is None:
             problems.append("executorch is not installed: pip install 'ondevice-train[executorch]'")
@@ -126,8 +125,6 @@ class ExecutorchTarget(Exporter):
         out = Path(out)
         program = self.program(job.method)
         check_free(out, job.overwrite)
-        from ondevice.models import load_model
-
         log.info("loading %s", job.model.source)
         loaded = load_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
@@ -175,8 +172,6 @@ class ExecutorchTarget(Exporter):
     ) -> Manifest:
         """Write program, weights, state and tokenizer; the manifest is not written, as its check is
         still to come."""
-        from ondevice.models import save_tokenizer
-
         (folder / "program.pte").write_bytes(lowered.buffer)
         save_tokenizer(loaded, folder / "tokenizer")
         _save_state(built, folder)
@@ -198,7 +193,6 @@ class ExecutorchTarget(Exporter):
             trial_adapter,
             write_answers,
         )
-        from ondevice.models import load_model
 
         loaded = load_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
@@ -294,8 +288,6 @@ class ExecutorchTarget(Exporter):
         Raises:
             ArtifactError: the model is not the one that was exported.
         """
-        from ondevice.models import load_model
-
         source = request.model or manifest.model.source
         loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
         check_model(loaded, source, manifest)

@@ -475,7 +475,7 @@ def test_refusals(monkeypatch):
         assert error.value.message.split()[-1] == name
     with pytest.raises(ModelError) as error:
         la.layer_adam(grad, replace(good, low=torch.zeros(256, dtype=torch.uint16)), STEP)
-    assert error.value.received == "master and low"
+    assert error.value.received == "master and high and low"
     with pytest.raises(ModelError) as error:
         Moments.empty(4, "float16")
     assert error.value.received == "float16"

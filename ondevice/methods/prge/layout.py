@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.artifact.adapter_fit import check_fits, check_frozen_a, check_shapes
+from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -141,25 +141,18 @@ class AdapterLayout:
     def from_adapter(
         self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float
     ) -> np.ndarray:
-        """Return the flat vector of `adapter`, which must be of this layout, whole, and scaled as
-        this run scales.
+        """Return the flat vector of `adapter`; the inverse of `to_tensors`.
 
         Raises:
-            ArtifactError: as `from_tensors`; or the adapter has another alpha, or linear layers
-                beyond this layout.
+            ArtifactError: it has another alpha, rank, linear layers or shapes than this layout, or
+                another A.
         """
-        check_fits(adapter, self._shapes(names), self.entries[0].rank, alpha)
-        return self.from_tensors(adapter.tensors, names)
-
-    def from_tensors(
-        self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]
-    ) -> np.ndarray:
-        """Return the flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.
-
-        Raises:
-            ArtifactError: if a tensor is missing, has another shape, or its A is not this layout's.
-        """
-        check_shapes(tensors, self._shapes(names))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            name = names[(entry.layer, entry.target)]
+            shapes[f"{name}.lora_A.weight"] = (entry.rank, entry.inputs)
+            shapes[f"{name}.lora_B.weight"] = (entry.outputs, entry.rank)
+        tensors = check_fits(adapter, shapes, self.entries[0].rank, alpha)
         flat = np.zeros(self.size, dtype=np.float32)
         for entry in self.entries:
             name = names[(entry.layer, entry.target)]
@@ -167,12 +160,3 @@ class AdapterLayout:
             check_frozen_a(name, a, self.frozen_a(entry).T, self.seed)
             flat[entry.offset : entry.offset + entry.count] = b.T.reshape(-1)
         return flat
-
-    def _shapes(self, names: dict[tuple[int, str], str]) -> dict[str, tuple[int, ...]]:
-        """Shapes of an adapter's tensors, by name."""
-        shapes = {}
-        for entry in self.entries:
-            name = names[(entry.layer, entry.target)]
-            shapes[f"{name}.lora_A.weight"] = (entry.rank, entry.inputs)
-            shapes[f"{name}.lora_B.weight"] = (entry.outputs, entry.rank)
-        return shapes

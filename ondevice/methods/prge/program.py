@@ -22,6 +22,7 @@ from ondevice.core.manifest import (
 )
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.core.traits import check_traits
+from ondevice.methods.prge.graphed import GraphedPrgeSession
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.modules import (
     ApplyUpdate,
@@ -352,8 +353,6 @@ def relative_errors(received: tuple[float, ...], expected: Tensor) -> np.ndarray
 
 def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     """Open a session of fixed shapes, whose steps on a GPU are CUDA graphs."""
-    from ondevice.methods.prge.graphed import GraphedPrgeSession
-
     return GraphedPrgeSession(loaded, config, seed)
 
 

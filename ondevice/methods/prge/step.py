@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.methods.model_loss import method_token_nll
-from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry, Factors
+from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.graph_loss import labelled_only
 
@@ -205,17 +205,6 @@ class PrgeProgram(nn.Module):
             losses = self.losses(ids, labels, self.perturbed(state[0], *scalars[:2]))
         gradients = self.projected_gradients(losses)
         return losses, gradients, *self.update(state, gradients, *scalars)
-
-    def set_factors(self, factors: dict[Entry, Factors]) -> None:
-        """Put A and C of a subspace into the linear layers."""
-        for entry, value in factors.items():
-            linear = self.linears[entry]
-            linear.lora_a = (value.a * linear.scale).to(linear.lora_a.dtype)
-            linear.c_RO = value.c
-
-    def plain_hidden(self, ids_ET: Tensor) -> Tensor:
-        """Return hidden states of the model and of earlier subspaces only, [rows, tokens, hidden]."""
-        return self.family.hidden(ids_ET, self._mask(ids_ET.shape[1]))
 
     def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
         """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""

@@ -86,7 +86,8 @@ def gradient_factors(
                 for entry, linear in linears.items():
                     zero = torch.zeros((), device=program.device)  # only its gradient is stored
                     linear.probe = zero.expand(entry.inputs, entry.outputs).requires_grad_(True)
-                nll, tokens = program.row_nll(program.plain_hidden(ids), labels)
+                # Of the model and of earlier subspaces only.
+                nll, tokens = program.row_nll(program.family.hidden(ids), labels)
                 probes = [linear.probe for linear in linears.values() if linear.probe is not None]
                 loss = LOSS_SCALE * (nll / tokens.clamp(min=1)).sum()
                 for entry, gradient in zip(linears, torch.autograd.grad(loss, probes), strict=True):
@@ -276,7 +277,10 @@ class SessionSubspace:
     def _set(self, factors: dict[Entry, Factors], step: int) -> None:
         self.factors = factors
         self.at = step
-        self.program.set_factors(factors)
+        for entry, value in factors.items():
+            linear = self.program.linears[entry]
+            linear.lora_a = (value.a * linear.scale).to(linear.lora_a.dtype)
+            linear.c_RO = value.c
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what a resume needs in addition to the flat vector."""

@@ -11,6 +11,7 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram, WholeModelProgram
 from ondevice.methods.prge.subspace import SessionSubspace
@@ -56,8 +57,6 @@ class PrgeSession(PackingSession):
         if loaded.dims.whole:
             program = WholeModelProgram
         elif self.generator_backend == "triton":
-            from ondevice.methods.prge.cuda import CudaPrgeProgram
-
             program = CudaPrgeProgram
         self.program = program(loaded.family, layout, config, noise)
         self.seed = torch.tensor([seed], device=self.device)

@@ -16,6 +16,7 @@ from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ArtifactError, ConfigError, StorageError, VerificationError
 from ondevice.core.registry import target
 from ondevice.exporters.executorch import lower as lowering
+from ondevice.exporters.executorch import target as export_target
 from ondevice.exporters.executorch.session import ExecutorchSession
 from ondevice.models.tiny import save_tiny
 from tests.programs import config, program
@@ -147,12 +148,10 @@ def test_verify_notices_losses_that_are_no_numbers(first, monkeypatch) -> None:
 
 
 def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
-    from ondevice import models
-
     def load_model(*args: object, **options: object) -> None:
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(models, "load_model", load_model)
+    monkeypatch.setattr(export_target, "load_model", load_model)
     settings = config(
         "q4",
         **{"method.batch_signs": False, "method.top_layers": 3, "export.lengths_tokens": [8, 1024]},
