@@ -204,7 +204,9 @@ class AnswerBlock(nn.Module):
 
     def _branch(self, x: Tensor) -> Tensor:
         scale = self.dims.traits.residual_scale
-        return x if scale == 1.0 else x * scale
+        if scale == 1.0:
+            return x
+        return x * scale
 
 
 class AnswerModel(nn.Module):

@@ -104,11 +104,12 @@ class PackedModel:
             known = {pair.linear: pair for pair in pairs}
             beyond = [name for name in adapter.linears if name not in known]
             if beyond or adapter.rank != rank:
+                expected = "none: its own is merged"
+                if known:
+                    expected = f"rank {rank}, on {len(known)} linear layers"
                 raise ArtifactError(
                     "the program does not take this adapter",
-                    expected=f"rank {rank}, on {len(known)} linear layers"
-                    if known
-                    else "none: its own is merged",
+                    expected=expected,
                     received=f"rank {adapter.rank}" + (f", on {beyond[0]}" if beyond else ""),
                     hint="export the program with the adapter's settings, or merge it: --to executorch",
                 )

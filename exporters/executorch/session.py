@@ -341,7 +341,9 @@ class ExecutorchSession(ProgramSession):
         }
         for counter in self.spec.counters:
             scalars[f"counter {counter.name}"] = np.array([self.counts.get(counter.name, step)])
-        for name, value in (self.constants if constants is None else constants).items():
+        if constants is None:
+            constants = self.constants
+        for name, value in constants.items():
             scalars[f"constant {name}"] = np.array([value], dtype=np.float32)
         return scalars
 

@@ -156,11 +156,11 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     total = port("sum", "sum", (1,))
     inputs = (*passed, gradients, *scalars)
     add("apply_update", ApplyUpdate(program), inputs, passed or (total,))
-    for one in state if kept else ():
-        get = GetState(kept, one.name)
-        put = SetState(kept, one.name)
-        modules.append(ProgramModule(f"get_{one.name}", get, (), (one,)))
-        modules.append(ProgramModule(f"set_{one.name}", put, (one,), (total,)))
+    if kept is not None:
+        for one in state:
+            get, put = GetState(kept, one.name), SetState(kept, one.name)
+            modules.append(ProgramModule(f"get_{one.name}", get, (), (one,)))
+            modules.append(ProgramModule(f"set_{one.name}", put, (one,), (total,)))
     return built(program, loaded, tuple(modules), kept="program" if kept else "host")
 
 
@@ -220,11 +220,12 @@ def ports(
     """Return the state, the three scalars, projected gradients, losses."""
     queries = (program.config.queries,)
     copies = (program.config.copies,)
+    gradients = "projected_gradients"
     rate = port("learning_rate", "learning_rate", (1,))
     return (
         tuple(port(name, "state", (size,)) for name, size in program.state_shapes.items()),
         (port("seed", "seed", (1,), "int64"), port("step", "counter", (1,), "int64"), rate),
-        port(*("projected_gradients",) * 2, queries, unit="nats per unit of perturbation"),
+        port(gradients, gradients, queries, unit="nats per unit of perturbation"),
         port("losses", "losses", copies, unit="nats per labelled token"),
     )
 
@@ -301,7 +302,9 @@ def largest(before: float, errors: np.ndarray) -> float:
 
 def correlation(received: Sequence[float], expected: Sequence[float]) -> float:
     """Correlate projected gradients; NaN below three."""
-    return float(np.corrcoef(received, expected)[0, 1]) if len(received) > 2 else float("nan")
+    if len(received) < 3:
+        return float("nan")
+    return float(np.corrcoef(received, expected)[0, 1])
 
 
 def rounding(

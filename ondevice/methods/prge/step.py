@@ -91,7 +91,9 @@ class DualForwardingLinear(nn.Module):
 
     def matrices(self, copies_GRW: Tensor) -> Tensor:
         """Return each copy's B [copies, rank, outputs]: the copy itself, or R C of a diagonal R."""
-        return copies_GRW if self.c_RO is None else copies_GRW * self.c_RO
+        if self.c_RO is None:
+            return copies_GRW
+        return copies_GRW * self.c_RO
 
     def forward(self, x_RTI: Tensor) -> Tensor:
         y_RTO = self.base(x_RTI)
@@ -214,8 +216,9 @@ class PrgeProgram(nn.Module):
             self.register_buffer(self.masks[length], mask)
 
     def _mask(self, length_tokens: int) -> Tensor | None:
-        name = self.masks.get(length_tokens)
-        return None if name is None else getattr(self, name)
+        if length_tokens not in self.masks:
+            return None
+        return getattr(self, self.masks[length_tokens])
 
     def train_step(
         self,
@@ -303,7 +306,8 @@ class PrgeProgram(nn.Module):
         """
         q = self.config.queries
         if self.config.estimator == "central":
-            scale = self.config.perturbation_scale if scale is None else scale
+            if scale is None:
+                scale = self.config.perturbation_scale
             return (losses[:q] - losses[q:]) / (2.0 * scale)
         # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops
         # out.
@@ -378,11 +382,13 @@ class PrgeProgram(nn.Module):
         They are moved by `scale` (the config's by default) along the noise both ways, or one way
         and not at all.
         """
-        scale = self.config.perturbation_scale if scale is None else scale
+        epsilon = self.config.perturbation_scale
+        if scale is not None:
+            epsilon = scale
 
         def copies_of(start: int, count: int) -> Tensor:
             base = adapter_P[None, start : start + count]
-            z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count) * scale
+            z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count) * epsilon
             if self.config.estimator == "central":
                 return torch.cat([base + z, base - z])
             return torch.cat([base, base + z])
@@ -466,4 +472,6 @@ class WholeModelProgram(PrgeProgram):
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))

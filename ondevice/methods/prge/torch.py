@@ -108,7 +108,9 @@ class PrgeSession(PackingSession):
             )
         scalars = self._scalars(step, learning_rate)
         ids_BT, labels_BT = self._tensors(ids, labels)
-        positions = None if position_ids is None else self._tensors(position_ids)[0]
+        positions = None
+        if position_ids is not None:
+            (positions,) = self._tensors(position_ids)
         losses, gradients, self._adapter = self.program.train_step(
             ids_BT, labels_BT, self._adapter, *scalars, position_ids_BT=positions
         )
@@ -164,7 +166,9 @@ class PrgeSession(PackingSession):
     def state(self) -> dict[str, np.ndarray]:
         """Return the adapter and the seed."""
         state = {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
-        return state if self.subspace is None else state | self.subspace.state()
+        if self.subspace is not None:
+            state |= self.subspace.state()
+        return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave; see `Session.load_state`."""
@@ -200,7 +204,8 @@ class PrgeSession(PackingSession):
             return
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
         moments = self.program.state_size - flat.size
-        self._replace(*self._tensors(np.pad(flat, (0, moments))))
+        (padded,) = self._tensors(np.pad(flat, (0, moments)))
+        self._replace(padded)
 
 
 def step_result(losses: list[float], gradients: list[float]) -> StepResult:
