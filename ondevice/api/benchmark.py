@@ -76,7 +76,8 @@ def benchmark(
             f"unknown benchmark '{task}'", expected=", ".join(BENCHMARKS), received=task
         )
     # Everything that can be refused is, before a model is loaded, which can take minutes.
-    data, answers = Path(data), Path(out or Path("runs") / f"eval-{name}") / ANSWERS
+    data = Path(data)
+    answers = Path(out or Path("runs") / f"eval-{name}") / ANSWERS
     if answers.exists() and not overwrite:
         raise ConfigError(f"{answers} is there already", hint="another --out, or --overwrite")
     questions = read_questions(find_file(data), name)[:rows]
@@ -86,10 +87,8 @@ def benchmark(
     if name == "mmlu":
         records = choose(opened.session, opened.tokenizer, questions, examples, limit)
     else:
-        answer, chat = (
-            _answer(opened, limit, max_new_tokens or NEW_TOKENS[name]),
-            bool(opened.tokenizer.chat_template),
-        )
+        answer = _answer(opened, limit, max_new_tokens or NEW_TOKENS[name])
+        chat = bool(opened.tokenizer.chat_template)
         if name == "mt_bench" and not chat:
             hint = "mt_bench needs a model that was trained to chat; mmlu and gsm8k take any"
             raise ModelError(f"{source} has no chat template", hint=hint)
@@ -106,7 +105,9 @@ def _limit(opened: Opened, requested: int | None) -> int:
     buckets = opened.session.lengths_tokens
     if opened.loaded is None and buckets:
         return min(requested or max(buckets), max(buckets))
-    config = opened.loaded.model.config if opened.loaded else None
+    config = None
+    if opened.loaded:
+        config = opened.loaded.model.config
     return min(
         requested or MAX_LENGTH_TOKENS,
         getattr(config, "max_position_embeddings", None) or MAX_LENGTH_TOKENS,
@@ -114,17 +115,16 @@ def _limit(opened: Opened, requested: int | None) -> int:
 
 
 def _answer(opened: Opened, limit: int, max_new_tokens: int) -> Answer:
-    loaded, write = opened.loaded, opened.write
+    loaded = opened.loaded
+    write = opened.write
     if loaded is None or write is None:
         hint = "evaluate the model that it was exported from, with --adapter; or --task mmlu"
         raise ConfigError("an exported program scores answers and generates none", hint=hint)
 
     def answer(prompt: str | Messages) -> str | None:
         ids = prompt_ids(loaded.tokenizer, prompt, loaded.source.source)
-        return (
-            write(ids, max_new_tokens=min(max_new_tokens, limit - len(ids)))
-            if len(ids) < limit
-            else None
-        )
+        if len(ids) < limit:
+            return write(ids, max_new_tokens=min(max_new_tokens, limit - len(ids)))
+        return None
 
     return answer

@@ -62,10 +62,8 @@ def evaluate(
     if (
         opened.loaded is None
     ):  # an artifact: its buckets are fixed, and it names the task it was exported for
-        task, max_length_tokens = (
-            task or opened.artifact_task,
-            max(opened.session.lengths_tokens or (2,)),
-        )
+        task = task or opened.artifact_task
+        max_length_tokens = max(opened.session.lengths_tokens or (2,))
     read = read_rows(data, task=task, columns=columns)
     refuse_preferences(read)
     if opened.loaded is not None and max_length_tokens is None:
@@ -74,7 +72,9 @@ def evaluate(
             read, opened.tokenizer, percentile=100, most_tokens=most
         ).tokens
     assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
-    classes = 0 if opened.loaded is None else opened.loaded.dims.classes
+    classes = 0
+    if opened.loaded is not None:
+        classes = opened.loaded.dims.classes
     dataset = encode(
         read,
         opened.tokenizer,
@@ -82,7 +82,7 @@ def evaluate(
         classes=classes,
         strict_columns=strict_columns,
     )
-    generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
+    generate = opened.write and partial(opened.write, max_new_tokens=ANSWER_TOKENS)
     result = evaluate_dataset(
         opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate
     )
@@ -214,5 +214,7 @@ def network_method(folder: Path) -> MethodSpec | None:
         name = read_json(folder / "config.json").get("model_type")
     except (OSError, ValueError, AttributeError):
         return None
-    spec = method(name) if isinstance(name, str) and name in method_names() else None
-    return spec if spec is not None and spec.capability(OpensNetwork) else None
+    if not isinstance(name, str) or name not in method_names():
+        return None
+    spec = method(name)
+    return spec if spec.capability(OpensNetwork) else None

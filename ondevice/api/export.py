@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
     """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target."""
-    spec, sections, method = target(config.export.target), [config.export], config.method
+    spec = target(config.export.target)
+    sections = [config.export]
+    method = config.method
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
@@ -58,7 +60,8 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
 
 def _rows(config: RunConfig) -> Dataset | None:
     """Read the run's rows, if the method's program has a use for them."""
-    data, spec = config.data, spec_of(config.method)
+    data = config.data
+    spec = spec_of(config.method)
     program = spec.program(target(config.export.target).kind)
     wanted = (
         getattr(program, "calibrate", None) is not None
@@ -107,7 +110,8 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
 
 def _ensure_fits(config: RunConfig) -> None:
     """Refuse an artifact whose runs would not fit the memory limit."""
-    export, limit = config.export, config.train.memory_limit_bytes
+    export = config.export
+    limit = config.train.memory_limit_bytes
     spec = target(export.target)
     estimate = plan(
         config.model.source,
@@ -150,7 +154,8 @@ def run_config(
         ArtifactError: if `folder` is no whole artifact.
         ConfigError: for an unknown key, a wrong value, or an override of what the program fixes.
     """
-    manifest, settings = read_manifest(folder), dict(overrides or {})
+    manifest = read_manifest(folder)
+    settings = dict(overrides or {})
     rate = settings.pop("method.learning_rate", None)
     for key in settings:
         if key.split(".")[0] in ("model", "method", "export") or key in (

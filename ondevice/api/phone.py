@@ -58,7 +58,8 @@ class Phone:
             raise MissingPackageError(
                 "adb is not installed", expected="adb on the PATH", hint=INSTALL
             )
-        self._adb, self._options = program, []
+        self._adb = program
+        self._options = []
         self.serial = self._choose(serial)
         self._options = ["-s", self.serial]
 
@@ -179,7 +180,8 @@ def push(
     if not phone.opens():
         return answer | {"place": _to_downloads(phone, folder, files, name), "import_by_hand": True}
     # Sent beside the model's place and renamed there once every hash is right: the app lists whole models only.
-    beside, target = f"{MODELS}/.push-{name}", f"{MODELS}/{name}"
+    beside = f"{MODELS}/.push-{name}"
+    target = f"{MODELS}/{name}"
     try:
         _send(phone, folder, files, beside, total, progress)
         _check_there(phone, beside, dict(manifest.files))
@@ -348,7 +350,8 @@ class _Counted:
     """A stream to write to that reports its progress."""
 
     def __init__(self, stream: IO[bytes], total: int, progress: Progress | None) -> None:
-        self.stream, self.total, self.progress, self.sent = stream, total, progress, 0
+        self.stream, self.total, self.progress = stream, total, progress
+        self.sent = 0
 
     def write(self, data: bytes) -> int:
         for start in range(0, len(data), CHUNK):
@@ -361,9 +364,7 @@ class _Counted:
 
 def _failed(arguments: tuple[str, ...], words: str) -> DeviceError:
     last = next(reversed([line for line in words.splitlines() if line.strip()]), "no message")
-    hint = (
-        "free space on the phone"
-        if "No space left" in words
-        else "`adb devices` lists the connected devices"
-    )
+    hint = "`adb devices` lists the connected devices"
+    if "No space left" in words:
+        hint = "free space on the phone"
     return DeviceError(f"adb {arguments[0]} failed", received=last.strip(), hint=hint)

@@ -95,7 +95,7 @@ class RunConfig(StrictConfig):
                 str(model["source"]), model.get("revision"), _target_of(values)
             )
             method = {"name": name, **method}
-        config = cls.parse({**values, "method": method}, str(path) if path else "flags")
+        config = cls.parse({**values, "method": method}, str(path or "flags"))
         config._chosen = chosen
         return config
 
@@ -158,11 +158,9 @@ class RunConfig(StrictConfig):
         from ondevice.data.stream import check_stream
 
         train = self.train
-        wrong = (
-            ("rows from Python are in memory, or come as they are asked for", "data.path")
-            if given
-            else None
-        )
+        wrong = None
+        if given:
+            wrong = ("rows from Python are in memory, or come as they are asked for", "data.path")
         if train.epochs is not None:
             wrong = "how many steps an epoch has is known at its end", "train.steps"
         if train.objective != "loss":
@@ -232,11 +230,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _target_of(values: dict[str, Any]) -> str | None:
     export = values.get("export")
-    return (
-        export.get("target")
-        if isinstance(export, dict) and isinstance(export.get("target"), str)
-        else None
-    )
+    if isinstance(export, dict) and isinstance(export.get("target"), str):
+        return export.get("target")
+    return None
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:

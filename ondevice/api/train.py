@@ -97,24 +97,27 @@ def train(
     loaded = None if model is None else wrap_model(model, tokenizer)
     if not isinstance(config, RunConfig):
         config = _load(config, loaded)
-    train_rows = None if rows is None else take_rows(rows)
-    held_out = None if eval_rows is None else take_rows(eval_rows)
+    train_rows, held_out = (
+        None if given is None else take_rows(given) for given in (rows, eval_rows)
+    )
     # Before the plan, which may fetch the model.
     config.check_data(given=train_rows is not None, evaluates=held_out is not None)
     recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
-    decided: dict[str, Any] = {METHOD_NAME: config.method.name} if config.chosen else {}
+    decided: dict[str, Any] = {}
+    if config.chosen:
+        decided[METHOD_NAME] = config.method.name
     decided[DATE] = recorded.get(DATE) or iso(time.time())
     if recorded:
         config = with_decisions(config, recorded)
     config = config.for_training()
-    size = None if train_rows is None else train_rows.batch_size
+    size = train_rows and train_rows.batch_size
     if size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": size})
         config = config.model_copy(update={"train": loop})
     placement = place(config)
     _check_method(config, placement, loaded)
-    if placement.spec.capability(OwnPrecision):
-        config, messages = _with_precision(config, placement, decided)
+    if own := placement.spec.capability(OwnPrecision):
+        config, messages = _with_precision(config, placement, own, decided)
     else:
         messages = placement.precision(config.model.dtype)
     notes: tuple[str, ...] = ()
@@ -122,14 +125,14 @@ def train(
         config, notes = _with_length(config, train_rows, loaded, decided)
     if config.chosen:
         messages = [config.chosen, *messages]
-    dims = loaded.dims if loaded else None
-    plan = _plan(config, placement, dims, with_placement(config, recorded) if recorded else None)
-    if not (force or plan.fits):
-        ensure_fits(plan)
+    placed = with_placement(config, recorded) if recorded else None
+    plan = _plan(config, placement, loaded and loaded.dims, placed)
+    if not plan.fits:
+        ensure_fits(plan, force)
     resolved = None
     if placement.spec.capability(DecidesFromMemory):
         resolved = plan.request.method
-        messages += [plan.request.why] if plan.request.why else []
+        messages += filter(None, [plan.request.why])
         decided |= placement_of(config, resolved)
     options = Options(
         resume=resume,
@@ -157,7 +160,8 @@ def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel |
         ConfigError: a score without a zeroth-order method, a model in memory for a method that reads files, or packed
             rows that would not be kept apart.
     """
-    spec, objective = placement.spec, config.train.objective
+    spec = placement.spec
+    objective = config.train.objective
     if objective != "loss" and spec.order != "zeroth":
         raise ConfigError(
             f"method {spec.name} needs a gradient, and a score has none",
@@ -204,11 +208,9 @@ def _plan(
 
 
 def _with_precision(
-    config: RunConfig, placement: Placement, decided: dict[str, Any]
+    config: RunConfig, placement: Placement, own: OwnPrecision, decided: dict[str, Any]
 ) -> tuple[RunConfig, list[str]]:
     """Return the run file with its method's own precision, and messages; a choice is added to `decided`."""
-    own = placement.spec.capability(OwnPrecision)
-    assert own is not None  # noqa: S101  checked by the caller
     is_open = own.setting not in config.method.model_fields_set
     config, messages = with_precision(config, placement)
     if is_open:
@@ -298,7 +300,8 @@ def run_artifact(
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config.check_data()
-    manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
+    manifest = read_manifest(folder)
+    limit = config.train.memory_limit_bytes
     recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
     decided = {DATE: recorded.get(DATE) or iso(time.time())}
     options = Options(resume, overwrite, adapter, sinks, callbacks, decided=decided)
@@ -314,7 +317,8 @@ def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: 
     """Run `run_artifact`'s program, once the plan is known to fit."""
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
-    length, vocabulary = max(manifest.lengths_tokens), manifest.model.dims.get("vocab")
+    length = max(manifest.lengths_tokens)
+    vocabulary = manifest.model.dims.get("vocab")
     rows = read_rows_of(
         config.data,
         tokenizer,

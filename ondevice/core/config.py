@@ -177,7 +177,9 @@ class AnswerLossConfig(StrictConfig):
                 received="method.loss answers",
                 hint="leave method.loss out, or set it to vocabulary",
             )
-        return self.model_copy(update={"answers": answers}) if answers else self
+        if answers:
+            return self.model_copy(update={"answers": answers})
+        return self
 
 
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -346,7 +348,9 @@ class TrainConfig(StrictConfig):
     @field_validator("memory_limit_bytes", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        return parse_bytes(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return parse_bytes(value)
+        return value
 
 
 class ExportConfig(StrictConfig):
@@ -428,11 +432,9 @@ class ExportConfig(StrictConfig):
 
     def resolved(self) -> ExportConfig:
         """Return a copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
-        auto = (
-            {"generator": "op", "loss": "op"}
-            if self.quantize == "q4"
-            else {"generator": "aten", "loss": "tiled"}
-        )
+        auto = {"generator": "aten", "loss": "tiled"}
+        if self.quantize == "q4":
+            auto = {"generator": "op", "loss": "op"}
         return self.model_copy(
             update={name: value for name, value in auto.items() if getattr(self, name) == "auto"}
         )
@@ -440,12 +442,16 @@ class ExportConfig(StrictConfig):
     @property
     def shared_context(self) -> int | None:
         """`context_tokens` if the functions of a block answer, over the weights that are trained on."""
-        return self.context_tokens if self.answers == "shared" else None
+        if self.answers == "shared":
+            return self.context_tokens
+        return None
 
     @property
     def packed_context(self) -> int | None:
         """`context_tokens` if a program of its own answers."""
-        return self.context_tokens if self.answers == "packed" else None
+        if self.answers == "packed":
+            return self.context_tokens
+        return None
 
     @property
     def uses_ops(self) -> bool:
@@ -473,8 +479,8 @@ def size_text(size: float) -> str:
     """Format bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
-            return (
-                f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
-            )
+            if unit != "MiB" or abs(size) >= 100:
+                return f"{size:.0f} {unit}"
+            return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"

@@ -33,18 +33,22 @@ def explain(
 ) -> ConfigError:  # fmt: skip
     """Return pydantic's error in words that name each key by its place in a run file; see `StrictConfig.parse`."""
     found = error.errors()
-    problems, first = [], found[0]
+    problems = []
+    first = found[0]
     for item in found[:MOST_PROBLEMS]:
         path = ".".join(str(part) for part in item["loc"])[:MOST_LETTERS]
         if old := _old_key(model, item["loc"], item["input"]):
             problems.append(f"{where}: {old}")
         elif item["type"] == "extra_forbidden":
             # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
-            keys, key = _all_keys(model), str(item["loc"][-1])[:MOST_LETTERS]
+            keys = _all_keys(model)
+            key = str(item["loc"][-1])[:MOST_LETTERS]
             for name, owners in (elsewhere() if elsewhere else {}).items():
                 keys.setdefault(name, set()).update(owners)
             near = nearest(key, sorted(keys))
-            guess = f", did you mean '{near}'?" if near else ""
+            guess = ""
+            if near:
+                guess = f", did you mean '{near}'?"
             owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
             problems.append(
                 f"{where}: unknown key '{path}'"
@@ -59,12 +63,16 @@ def explain(
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+    if len(text) <= MOST_LETTERS:
+        return text
+    return f"{text[:MOST_LETTERS]}..."
 
 
 def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
     """Say what became of the key or value at `loc`, a place in pydantic's words; None if nothing is known of it."""
-    place = _section(model, loc[:-1]) if loc else None
+    place = None
+    if loc:
+        place = _section(model, loc[:-1])
     if place is None:
         return None
     section, path = place
@@ -97,12 +105,15 @@ def _section(
         if (
             len(members) > 1
         ):  # pydantic puts the tag of the member that it took behind a union's key
-            tag, key = next(parts, None), str(field.discriminator)
+            tag = next(parts, None)
+            key = str(field.discriminator)
             members = [member for member in members if member.model_fields[key].default == tag]
         if len(members) != 1:
             return None
         model = members[0]
-    return (model, path) if issubclass(model, Section) else None
+    if issubclass(model, Section):
+        return (model, path)
+    return None
 
 
 def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:

@@ -56,7 +56,7 @@ class BlockTraits:
 
     def rotated(self, layer: int) -> bool:
         """Return True if q and k of that layer are rotated."""
-        return self.rotary[layer] if self.rotary else True
+        return not self.rotary or self.rotary[layer]
 
     def window(self, layer: int) -> int:
         """Return how many tokens a query of that layer sees; 0 is all."""
@@ -132,13 +132,16 @@ class ModelDims:
         """Build them from what a manifest has of `dataclasses.asdict`."""
 
         def tuples(value: Any) -> Any:
-            return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
+            if isinstance(value, list | tuple):
+                return tuple(map(tuples, value))
+            return value
 
         traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
         for name in ("score_cap", "logit_cap"):  # older manifests have them, always as 0
             traits.pop(name, None)
         if "active_experts" in values:
-            cls, values = MoeDims, {**values, "dense_layers": tuples(values["dense_layers"])}
+            cls = MoeDims
+            values = {**values, "dense_layers": tuples(values["dense_layers"])}
         return cls(**{**values, "traits": BlockTraits(**traits)})
 
     @property
@@ -189,7 +192,9 @@ class ModelDims:
     @property
     def default_targets(self) -> tuple[str, ...]:
         """Names of linear layers for a method's default if the model does not have those; () refuses."""
-        return tuple(self.linear_shapes) if self.traits.fused else ()
+        if self.traits.fused:
+            return tuple(self.linear_shapes)
+        return ()
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
@@ -269,10 +274,11 @@ class ModelDims:
 
     def norm_width(self, place: str) -> int:
         """Return the width of a norm of `traits.norms`."""
-        if place in ("q", "k"):
-            heads = self.heads if place == "q" else self.kv_heads
-            return self.head_dim * (heads if self.traits.qk_norm_all else 1)
-        return self.hidden
+        if place not in ("q", "k"):
+            return self.hidden
+        if not self.traits.qk_norm_all:
+            return self.head_dim
+        return self.head_dim * (self.heads if place == "q" else self.kv_heads)
 
     def linear_bias(self, target: str) -> bool:
         """Return True if that linear layer has a bias."""
@@ -303,7 +309,7 @@ class ModelDims:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model; a tied head counts once."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        embeddings = self.vocab * self.hidden * (2 - self.tied)
         return embeddings + self.layers * self.block_parameters + self.hidden
 
 
@@ -351,7 +357,9 @@ class MoeDims(ModelDims):
 
     @property
     def expert_list(self) -> tuple[Linear, ...]:
-        width, hidden, count = self.expert_intermediate, self.hidden, self.experts
+        width = self.expert_intermediate
+        hidden = self.hidden
+        count = self.experts
         return tuple(
             Linear(layer, name, *sides, count)
             for layer in range(self.layers)
@@ -361,11 +369,7 @@ class MoeDims(ModelDims):
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
-        return (
-            self.linear_shapes[target]
-            if target in self.linear_shapes
-            else refuse_adapter(self.family, target)
-        )
+        return self.linear_shapes.get(target) or refuse_adapter(self.family, target)
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""

@@ -64,7 +64,9 @@ class OndeviceError(Exception):
     @property
     def advice(self) -> str | None:
         """What to try: the hint, and the methods that would do."""
-        names = f"methods that do: {', '.join(self.methods)}" if self.methods else None
+        names = None
+        if self.methods:
+            names = f"methods that do: {', '.join(self.methods)}"
         return "; ".join(filter(None, (self.hint, names))) or None
 
     def __str__(self) -> str:
@@ -79,12 +81,14 @@ class OndeviceError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as the JSON object that `--json` prints."""
+        told = {"expected": self.expected, "received": self.received, "try": self.advice}
         return {
             "error": type(self).__name__,
             "message": self.message,
-            "expected": None if self.expected is None else _printable(str(self.expected)),
-            "received": None if self.received is None else _printable(str(self.received)),
-            "try": None if self.advice is None else _printable(self.advice),
+            **{
+                key: value if value is None else _printable(str(value))
+                for key, value in told.items()
+            },
             "exit_code": self.exit_code,
         }
 

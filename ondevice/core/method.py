@@ -146,17 +146,23 @@ class MethodSpec(Generic[C]):
 
     def program(self, kind: str) -> Any | None:
         """Return the training step as a program for a kind of target; None if the method has none."""
-        return self.programs[kind]() if kind in self.programs else None
+        if kind in self.programs:
+            return self.programs[kind]()
+        return None
 
     def for_training(self, config: C) -> C:
         """Return settings for training in eager PyTorch, with `auto` decided."""
         defaults = self.capability(TrainingDefaults)
-        return defaults.settings(config) if defaults else config
+        if defaults:
+            return defaults.settings(config)
+        return config
 
     def schedule(self, config: C) -> str | None:
         """Return the schedule of a run that names none; None for the loop's own."""
         defaults = self.capability(TrainingDefaults)
-        return defaults.schedule(config) if defaults else None
+        if defaults:
+            return defaults.schedule(config)
+        return None
 
     def reads_files(self, config: C, backend: str) -> bool:
         """Return True if a session reads the weights from their files itself."""
@@ -167,7 +173,9 @@ class MethodSpec(Generic[C]):
         """Return the device torch loads the model on: the host, for methods that move or quantise it themselves."""
         quantises = self.capability(Quantises)
         on_host = self.capability(Offloads) or (quantises and quantises.when(config))
-        return "cpu" if on_host else device
+        if on_host:
+            return "cpu"
+        return device
 
     def open_session(
         self, model: Any, config: C, seed: int, device: str | None = None, backend: str = "torch"

@@ -91,7 +91,7 @@ def _target_places() -> dict[str, TargetSpec | EntryPoint]:
             inside = importlib.import_module(f"{EXPORTERS}.{module.name}")
             specs = [
                 *getattr(inside, "TARGETS", ()),
-                *([inside.TARGET] if hasattr(inside, "TARGET") else []),
+                *filter(None, [getattr(inside, "TARGET", None)]),
             ]
             targets |= {spec.name: spec for spec in specs}
     return dict(sorted(targets.items()))
@@ -109,12 +109,16 @@ def target(name: str) -> TargetSpec:
     Raises:
         ConfigError: it is unknown, or another package's cannot be imported.
     """
-    place = _target_places().get(name) if isinstance(name, str) else None
+    place = None
+    if isinstance(name, str):
+        place = _target_places().get(name)
     if place is None:
         raise ConfigError(
             f"unknown target '{name}'", expected=", ".join(target_names()), received=name
         )
-    return place if isinstance(place, TargetSpec) else _foreign(place, TargetSpec)
+    if isinstance(place, TargetSpec):
+        return place
+    return _foreign(place, TargetSpec)
 
 
 def targets() -> tuple[TargetSpec, ...]:
@@ -197,8 +201,11 @@ def spec_of(config: Any) -> MethodSpec:
         ConfigError: it has no method's settings.
     """
     if not hasattr(config, "name"):
-        message, received = "a method's settings are of the wrong type", type(config).__name__
-        raise ConfigError(message, expected="ondevice.method_config(NAME)", received=received)
+        raise ConfigError(
+            "a method's settings are of the wrong type",
+            expected="ondevice.method_config(NAME)",
+            received=type(config).__name__,
+        )
     return method(config.name)
 
 
@@ -232,13 +239,15 @@ def backend_for(config: Any, backend: str) -> Backend:
     if (
         backend == "auto"
     ):  # MLX computes on other systems too, but slowly: there only for a method that has no torch
-        return "mlx" if ("mlx" in sessions and metal()) or "torch" not in sessions else "torch"
+        if ("mlx" in sessions and metal()) or "torch" not in sessions:
+            return "mlx"
+        return "torch"
     if backend not in sessions:
         raise ConfigError(
-            f"method {config.name} does not run in {'MLX' if backend == 'mlx' else backend}",
+            f"method {config.name} does not run in {backend}",
             expected=" or ".join(f"--backend {name}" for name in sessions),
             received=f"--backend {backend}",
-            needs=Need.MLX if backend == "mlx" else Need.TORCH,
+            needs={"mlx": Need.MLX}.get(backend, Need.TORCH),
         )
     return cast(Backend, backend)
 

@@ -108,7 +108,9 @@ class Adapter:
 
 def layer_of(linear: str) -> int:
     match = _LAYER.search(linear)
-    return int(match[1]) if match else -1
+    if match:
+        return int(match[1])
+    return -1
 
 
 class Evaluator(Protocol):

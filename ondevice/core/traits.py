@@ -35,7 +35,9 @@ def _words(name: str, traits: BlockTraits) -> str:
     if name == "norms":
         own = ", ".join(place.replace("_", " ") for place, _ in traits.norms)
         return f"norms at other places ({own})"
-    return f"the activation {traits.activation}" if name == "activation" else WORDS[name]
+    if name == "activation":
+        return f"the activation {traits.activation}"
+    return WORDS[name]
 
 
 def check_traits(

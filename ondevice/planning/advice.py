@@ -44,7 +44,8 @@ def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
     """Predict seconds a step by lane, and the smallest batch that hides the update."""
     from ondevice.offload.calibrate import predict
 
-    request, flops_a_row = plan.request, plan.flops / plan.request.batch_size
+    request = plan.request
+    flops_a_row = plan.flops / plan.request.batch_size
     offloads = spec_of(request.method).capability(Offloads)
     assert offloads is not None  # noqa: S101  `measure` refuses methods that do not offload
     prediction = predict(
@@ -68,7 +69,9 @@ def describe(prediction: dict[str, Any]) -> list[str]:
         for lane in ("compute", "h2d", "d2h", "update", "disk")
     )
     smallest = prediction["smallest_batch"]
-    hidden = f"a batch of {smallest} or more" if smallest else "no batch up to 1024"
+    hidden = "no batch up to 1024"
+    if smallest:
+        hidden = f"a batch of {smallest} or more"
     return [
         f"measured here: about {prediction['step_s']:.3g} s a step, "
         f"bound by {prediction['bound']} ({lanes})",

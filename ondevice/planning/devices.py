@@ -55,7 +55,9 @@ def available_bytes() -> int:
 
     free = psutil.virtual_memory().available
     limit, used = _container()
-    return free if limit is None else max(0, min(free, limit - used))
+    if limit is None:
+        return free
+    return max(0, min(free, limit - used))
 
 
 def cores() -> int:
@@ -82,7 +84,8 @@ def _from_library() -> list[Gpu]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name = pynvml.nvmlDeviceGetName(handle)
-            name = name.decode() if isinstance(name, bytes) else name
+            if isinstance(name, bytes):
+                name = name.decode()
             try:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 listed.append(Gpu(name, int(memory.total), int(memory.free)))
@@ -378,7 +381,8 @@ def _this(name: str, device_file: Path | str | None) -> Device:
             received="none",
             hint="--device this-cpu",
         )
-    free, count = available_bytes(), cores()
+    free = available_bytes()
+    count = cores()
     return Device(
         name=name,
         description=f"this machine: {platform.machine()}, {count} cores",
@@ -397,7 +401,8 @@ def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
     )
     kind: Kind = "gpu"
     description = f"this machine: {gpu.name}"
-    memory, free = gpu.memory_bytes, gpu.free_bytes
+    memory = gpu.memory_bytes
+    free = gpu.free_bytes
     if memory is None:
         kind = "board"
         description += ", memory shared with the CPU"
@@ -435,7 +440,8 @@ def measured_rates() -> tuple[float, float]:
 
 
 def _fastest(function: Any, budget_s: float) -> float:
-    best, end = float("inf"), time.perf_counter() + budget_s
+    best = float("inf")
+    end = time.perf_counter() + budget_s
     while True:
         start = time.perf_counter()
         function()

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -171,13 +172,16 @@ def _training(working: set[str]) -> Check:
 
 def exit_code(checks: Sequence[Check]) -> int:
     """Return 0, or 10 if something is broken, or needed and absent."""
-    return MissingPackageError.exit_code if any(check.failed for check in checks) else 0
+    if any(check.failed for check in checks):
+        return MissingPackageError.exit_code
+    return 0
 
 
 def _run(name: str, needed: bool) -> Check:
     start = time.perf_counter()
     try:
-        ok, detail, fix = SYSTEM_CHECKS[name]() if name in SYSTEM_CHECKS else _kernel(name)
+        check = SYSTEM_CHECKS.get(name) or partial(_kernel, name)
+        ok, detail, fix = check()
     except Exception as error:  # the doctor reports whatever goes wrong
         ok, detail, fix = False, f"{type(error).__name__}: {error}", ""
     return Check(name, ok, detail, "" if ok else fix, needed, round(time.perf_counter() - start, 2))
@@ -198,7 +202,8 @@ def _kernel(name: str) -> Outcome:
     ok, detail, fix = run_kernel(python_command("-m", "ondevice.planning.kernels", name))
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
-    release, repair = jetson.release(), kernel.repair
+    release = jetson.release()
+    repair = kernel.repair
     if release and release[0] < 38:
         repair = JETPACK_6_REPAIRS.get(name, repair)
     return ok, detail, fix or repair or kernel.install
@@ -241,7 +246,9 @@ def _last_json(text: str) -> dict[str, Any]:
         result = json.loads((lines or ["{}"])[-1])
     except ValueError:
         return {}
-    return result if isinstance(result, dict) else {}
+    if isinstance(result, dict):
+        return result
+    return {}
 
 
 def _version(package: str) -> str:

@@ -235,7 +235,8 @@ def plan(
         if value < 1:
             raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
     if isinstance(model_source, str | Path):
-        name, dims = str(model_source), read_dims(str(model_source), revision)
+        name = str(model_source)
+        dims = read_dims(str(model_source), revision)
     elif not hasattr(model_source, "family"):
         raise ConfigError(
             "a model of the wrong type",
@@ -243,10 +244,12 @@ def plan(
             received=type(model_source).__name__,
         )
     else:
-        name, dims = model_source.family, model_source
+        name = model_source.family
+        dims = model_source
     target = find_device(device, device_file) if isinstance(device, str) else device
     if runtime == "executorch":
-        export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
+        export = export or ExportConfig(lengths_tokens=(max(8, length_tokens),))
+        dtype = "float32"
         if target.torch_device == "cuda" and isinstance(device, str) and device == "this":
             target = find_device("this-cpu")  # ExecuTorch computes on the CPU here
     target = target.within(memory_limit_bytes)
@@ -312,21 +315,24 @@ def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
 
 def _host_bytes(device: Device) -> int | None:
     """Return the usable bytes of the device's host, or None if it is not this machine."""
-    return find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+    if device.name.startswith("this"):
+        return find_device("this-cpu").usable_bytes
+    return None
 
 
 def plan_request(name: str, request: Request, rates: Rates | None = None) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
     method, why = resolved(request, rates)
     request = replace(request, method=method, why=why or request.why)
-    dims, method, device, export = request.dims, request.method, request.device, request.export
+    dims, device, export = request.dims, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
     spec.check_model(dims)
     offloads = spec.capability(Offloads) is not None
     quantize = export.quantize if export else "none"
     # The memory of a step in addition to the weights, from the method.
     weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
-    memory, item = spec.memory(), DTYPE_BYTES[request.dtype]
+    memory = spec.memory()
+    item = DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     if request.world > 1 and memory.ranked is not None:
         working = memory.ranked(working, dims, method, request.world)
@@ -353,7 +359,8 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
         if memory.host is not None:
             host = memory.host(dims, method, rows, length, item)
             if device.torch_device == "cpu":  # host and device are one memory
-                working, host = working | host, {}
+                working = working | host
+                host = {}
             elif host:
                 notes.append(memory.host_note)
                 host_usable = _host_bytes(device)

@@ -13,7 +13,8 @@ from ondevice.core.config import size_text
 from ondevice.core.errors import DoesNotFitError, OndeviceError
 from ondevice.core.registry import methods, spec_of
 from ondevice.planning.estimate import BASELINE_BYTES, plan_request
-from ondevice.planning.limit import own_memory, status_bytes, was_refused
+from ondevice.planning.limit import own_memory, was_refused
+from ondevice.training.metrics import status_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.method import Reduction
@@ -35,7 +36,9 @@ def _shorter(request: Request) -> Request | None:
 
 
 def _fewer_rows(request: Request) -> Request | None:
-    return replace(request, batch_size=request.batch_size // 2) if request.batch_size > 1 else None
+    if request.batch_size > 1:
+        return replace(request, batch_size=request.batch_size // 2)
+    return None
 
 
 def _forward_only(request: Request) -> Request | None:
@@ -83,7 +86,9 @@ def _changes(request: Request) -> list[tuple[str, Change]]:
             if request.method.name != method.name:
                 return None
             changed = reduction.change(request.method, request.batch_size)
-            return None if changed is None else replace(request, method=changed)
+            if changed is None:
+                return None
+            return replace(request, method=changed)
 
         return reduction.words.replace("{config.", "{0.method."), change
 
@@ -188,7 +193,9 @@ def memory_limit(limit_bytes: int, plan: Plan) -> Iterator[None]:
         yield
         return
     on_cpu = plan.request.device.torch_device == "cpu" or shared()
-    capped = plan.request.device.torch_device == "cuda" and _cap_gpu(limit_bytes)
+    capped = plan.request.device.torch_device == "cuda"
+    if capped:
+        _cap_gpu(limit_bytes)
     try:
         with own_memory(limit_bytes if on_cpu else None):
             yield
@@ -220,13 +227,12 @@ def shared() -> bool:
     return bool(getattr(torch.cuda.get_device_properties(0), "is_integrated", False))
 
 
-def _cap_gpu(limit_bytes: int) -> bool:
+def _cap_gpu(limit_bytes: int) -> None:
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
     room = limit_bytes - CONTEXT_BYTES - (status_bytes("RssAnon") if shared() else 0)
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, room / total)), 0)
-    return True
 
 
 def _uncap_gpu() -> None:

@@ -52,12 +52,15 @@ def release(root: Path = ROOT) -> tuple[int, str] | None:
     match = re.search(
         r"# R(\d+) \(release\), REVISION: ([\d.]+)", read(root / "etc/nv_tegra_release") or ""
     )
-    return (int(match[1]), match[2]) if match else None
+    if match:
+        return (int(match[1]), match[2])
+    return None
 
 
 def board(root: Path = ROOT) -> Outcome:
     """Check that the board has a JetPack that this package runs with."""
-    name, l4t = model(root), release(root)
+    name = model(root)
+    l4t = release(root)
     if name is None:
         return NOT_HERE
     if l4t is None:
@@ -102,11 +105,17 @@ def power_mode(root: Path = ROOT) -> Outcome:
             read(root / "etc/nvpmodel.conf") or "",
         )
     )
-    stats = from_jetson_stats() if root == ROOT else None
-    name = stats.get("nvp model") if stats else None
+    stats = None
+    if root == ROOT:
+        stats = from_jetson_stats()
+    name = None
+    if stats:
+        name = stats.get("nvp model")
     if name is None:
         match = re.search(r"pmode:0*(\d+)", read(root / "var/lib/nvpmodel/status") or "")
-        name = modes.get(match[1], f"mode {match[1]}") if match else None
+        name = None
+        if match:
+            name = modes.get(match[1], f"mode {match[1]}")
     if name is None:
         return False, "the power mode cannot be read", "sudo nvpmodel -q"
     fastest = max(modes.items(), key=lambda item: _watts(item[1]), default=None)
@@ -120,7 +129,9 @@ def _watts(name: str) -> float:
     if name.upper().startswith("MAXN"):
         return 1e9 + name.upper().endswith("SUPER")
     match = re.search(r"(\d+)\s*W", name)
-    return float(match[1]) if match else 0.0
+    if match:
+        return float(match[1])
+    return 0.0
 
 
 def clocks(root: Path = ROOT) -> Outcome:
@@ -162,7 +173,9 @@ def gpu_folder(root: Path = ROOT) -> Path | None:
 
 def _hertz(path: Path) -> int:
     text = read(path)
-    return int(text) if text and text.isdigit() else 0
+    if text and text.isdigit():
+        return int(text)
+    return 0
 
 
 def from_jetson_stats() -> dict[str, Any] | None:

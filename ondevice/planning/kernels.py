@@ -102,7 +102,8 @@ def runtime_ops() -> str:
     from ondevice.runtime_ops import generator, torch_ops
 
     torch_ops.register()
-    seed, step = torch.tensor([7]), torch.tensor([3])
+    seed = torch.tensor([7])
+    step = torch.tensor([3])
     received = torch.ops.ondevice.normal(seed, step, 0, 2, 10, 1000).numpy()
     error = _expect_close(
         "ondevice::normal", received, generator.normal(7, 3, 0, 2, 10, 1000), 1e-5
@@ -224,7 +225,8 @@ def unified_memory() -> str:
     properties = torch.cuda.get_device_properties(0)
     torch.zeros(1, device="cuda")  # the context
     torch.cuda.synchronize()
-    before, size = psutil.virtual_memory().available, 256 << 20
+    before = psutil.virtual_memory().available
+    size = 256 << 20
     taken = torch.full((size,), 1, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     fell = before - psutil.virtual_memory().available
@@ -307,7 +309,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # any exception is the finding
         answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(answer), flush=True)
-    return 0 if "detail" in answer else 1
+    if "detail" in answer:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ondevice.training.metrics import status_bytes
+
 _REFUSED = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread|malloc of size",
     re.IGNORECASE,
@@ -46,14 +48,3 @@ def was_refused(error: BaseException) -> bool:
     ):
         return True
     return bool(_REFUSED.search(str(error)))
-
-
-def status_bytes(name: str) -> int:
-    """Read a size in /proc/self/status, in bytes; 0 if it is missing."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(
-                (int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:")), 0
-            )
-    except OSError:
-        return 0

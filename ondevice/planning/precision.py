@@ -19,7 +19,8 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
 
     A precision that the run file or a flag names is kept.
     """
-    own, sentences = placement.spec.capability(OwnPrecision), list[str]()
+    own = placement.spec.capability(OwnPrecision)
+    sentences = list[str]()
     dtype = config.model.dtype
     if own:
         key = own.setting

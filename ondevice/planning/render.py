@@ -59,7 +59,9 @@ def render(plan: Plan) -> RenderableType:
     from rich.text import Text
 
     request = plan.request
-    quantize = request.export.quantize if request.export else "none"
+    quantize = "none"
+    if request.export:
+        quantize = request.export.quantize
     precision = request.dtype if quantize == "none" else quantize
     table = Table(
         title=f"{plan.model}, {request.method.name}, {request.runtime} {precision}, "

@@ -33,7 +33,8 @@ def python() -> Outcome:
 
 def memory() -> Outcome:
     """Check that some memory is free."""
-    free, total = available_bytes() / 2**30, total_bytes() / 2**30
+    free = available_bytes() / 2**30
+    total = total_bytes() / 2**30
     return (
         free > 1,
         f"{free:.1f} of {total:.1f} GiB free",
@@ -60,7 +61,8 @@ def model_cache() -> Outcome:
             f"{folder} is not writable",
             "set ONDEVICE_CACHE to a folder that you may write to",
         )
-    names, size = [], 0
+    names = []
+    size = 0
     for record in sorted((cache / "models").rglob(RECORD_NAME)):
         try:
             size += sum(entry["bytes"] for entry in read_record(record.parent).files.values())

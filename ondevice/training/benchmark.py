@@ -75,7 +75,8 @@ def run_benchmark(
         result: task, shots and the answers' file; the figures are filled in and saved next to the answers.
         on_row: called with the number of rows that are done.
     """
-    started, done = time.perf_counter(), list[Record]()
+    started = time.perf_counter()
+    done = list[Record]()
     result.answers.parent.mkdir(parents=True, exist_ok=True)
     with storage_errors(result.answers), open(result.answers, "w", encoding="utf-8") as file:
         try:
@@ -91,10 +92,8 @@ def run_benchmark(
     ):  # it may have come between a row's writing and its counting: a written row counts
         with open(result.answers, encoding="utf-8") as file:
             done = [json.loads(line) for line in file]
-    result.seconds_s, result.cut_rows = (
-        time.perf_counter() - started,
-        sum(record["cut"] for record in done),
-    )
+    result.seconds_s = time.perf_counter() - started
+    result.cut_rows = sum(record["cut"] for record in done)
     for name, value in _counts(done).items():
         setattr(result, name, value)
     names = sorted({record["group"] for record in done} - {""})
@@ -131,7 +130,8 @@ def solve(
     """Solve `gsm8k`: compare the number that the greedy answer ends with, against the right one."""
     for question in questions:
         examples = _shots(question, shots)
-        text, used = None, len(examples)
+        text = None
+        used = len(examples)
         while (
             text is None and used >= 0
         ):  # one example fewer until the prompt leaves room for an answer
@@ -140,7 +140,8 @@ def solve(
         reply = (
             (text or "") if chat else (text or "").partition("\nQuestion:")[0]
         )  # plain text goes on to the next one
-        gold, predicted = final_number(question.answer), final_number(reply)
+        gold = final_number(question.answer)
+        predicted = final_number(reply)
         yield _record(question, used < len(examples), answer=reply, gold=str(gold)) | {
             "predicted": None if predicted is None else str(predicted),
             "correct": predicted is not None and predicted == gold,
@@ -151,7 +152,9 @@ def converse(answer: Answer, questions: Sequence[Question], model: str) -> Itera
     """Answer `mt_bench`: an answer to each turn, in the layout of FastChat's model answers, for another model to
     judge."""
     for question in questions:
-        messages, replies, cut = Messages(), list[str](), False
+        messages = Messages()
+        replies = list[str]()
+        cut = False
         for turn in question.turns:
             messages.append({"role": "user", "content": turn})
             text = answer(messages)

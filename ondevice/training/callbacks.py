@@ -43,7 +43,8 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], stop: Callable[[str], None]) -> None:
-        self.callbacks, self.stop = callbacks, stop
+        self.callbacks = callbacks
+        self.stop = stop
         self.raised: Exception | None = None
         for callback in callbacks:
             if not isinstance(callback, Callback):

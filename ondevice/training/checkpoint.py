@@ -173,7 +173,8 @@ def check_identity(
     Raises:
         CheckpointError: naming every setting that differs, with both values.
     """
-    ours, theirs = flatten(expected), flatten(stored)
+    ours = flatten(expected)
+    theirs = flatten(stored)
     is_older = not any(key.startswith(ENCODED) for key in theirs)
     keys = (ours.keys() | theirs.keys()) - NOT_COMPARED
     differing = sorted(key for key in keys if ours.get(key) != theirs.get(key))
@@ -216,13 +217,11 @@ class CheckpointStore:
     def __init__(
         self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2
     ) -> None:
-        self.folder, self.identity, self.seed, self.backend, self.keep = (
-            folder,
-            identity,
-            seed,
-            backend,
-            keep,
-        )
+        self.folder = folder
+        self.identity = identity
+        self.seed = seed
+        self.backend = backend
+        self.keep = keep
 
     def paths(self) -> list[Path]:
         """List all checkpoints by name, oldest first, whole or not."""
@@ -258,9 +257,9 @@ class CheckpointStore:
         path = self.folder / f"checkpoint-{step:08d}"
         try:
             with atomic_directory(path) as folder:
-                others = None if beside is None else beside(folder)
+                others = beside and beside(folder)
                 digest = write_tensors(folder / STATE_FILE, state, written=written)
-                parts = {} if others is None else others()
+                parts = others and others()
                 meta = {
                     "schema": SCHEMA_VERSION,
                     "step": step,
@@ -271,8 +270,9 @@ class CheckpointStore:
                     "evaluation": evaluation,
                     "score": score,
                     "state_sha256": digest,
-                    **({"parts": parts} if parts else {}),
                 }
+                if parts:
+                    meta["parts"] = parts
                 (folder / META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
         except OSError as error:
             raise StorageError(

@@ -25,7 +25,9 @@ def recorded_decisions(out: Path) -> dict[str, Any]:
     """Return what the run in `out` decided, by dotted key; nothing if there is no log."""
     start = read_start(out / FILE_NAME)
     # An older log has no date of its own; its rows were rendered when it began.
-    return {} if start is None else {DATE: iso(start.time_s), **start.decided}
+    if start is None:
+        return {}
+    return {DATE: iso(start.time_s), **start.decided}
 
 
 def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:
@@ -53,7 +55,9 @@ def with_placement(config: RunConfig, decided: dict[str, Any]) -> RunConfig | No
         for field in type(method).model_fields
         if getattr(method, field) == "auto" and PLACEMENT + field in decided
     }
-    return config.model_copy(update={"method": method.model_copy(update=known)}) if known else None
+    if known:
+        return config.model_copy(update={"method": method.model_copy(update=known)})
+    return None
 
 
 def placement_of(config: RunConfig, resolved: Any) -> dict[str, Any]:

@@ -90,20 +90,16 @@ class EvalResult:
     @property
     def correct(self) -> int | None:
         """Rows whose right candidate is the most likely one; None without candidates."""
-        return (
-            None
-            if self.accuracy is None
-            else sum(row.gold == row.predicted for row in self._with_candidates)
-        )
+        if self.accuracy is None:
+            return None
+        return sum(row.gold == row.predicted for row in self._with_candidates)
 
     @property
     def accuracy_interval(self) -> tuple[float, float] | None:
         """Wilson's 95% interval of the accuracy over the rows with candidates; None without any."""
-        return (
-            None
-            if self.correct is None
-            else wilson_interval(self.correct, len(self._with_candidates))
-        )
+        if self.correct is None:
+            return None
+        return wilson_interval(self.correct, len(self._with_candidates))
 
     @property
     def _with_candidates(self) -> list[Prediction]:
@@ -119,7 +115,9 @@ class EvalResult:
         quality = (
             -self.loss if math.isfinite(self.loss) else -sys.float_info.max
         )  # JSON has no infinity
-        return (quality,) if main is None else (main, quality)
+        if main is None:
+            return (quality,)
+        return (main, quality)
 
     def figures(self) -> dict[str, Any]:
         """Return all but the predictions, as JSON values."""
@@ -185,7 +183,8 @@ def evaluate_dataset(
         if should_stop is not None and should_stop():
             return None
         nll, count = totals[index, -1 if item.gold is None else item.gold]
-        gold_nll, gold_tokens = gold_nll + nll, gold_tokens + count
+        gold_nll += nll
+        gold_tokens += count
         scores = tuple(_score(*totals[index, slot]) for slot in range(len(item.candidates)))
         predictions.append(_predict(item, nll / count if count else None, scores, generate))
     result = _summary(predictions, gold_nll, gold_tokens, time.perf_counter() - started)
@@ -209,22 +208,24 @@ def _measure(dataset: Dataset, items: list[Item], predictions: list[Prediction])
             if row.gold is not None and row.predicted is not None
         ]
         gold, predicted = ([pair[side] for pair in chosen] for side in (0, 1))
-        return (
-            {"macro_f1": macro_f1, "matthews": matthews}[dataset.metric](gold, predicted)
-            if chosen
-            else None
-        )
+        if chosen:
+            return {"macro_f1": macro_f1, "matthews": matthews}[dataset.metric](gold, predicted)
+        return None
     pairs = [(item.value, expected_value(row.scores, dataset.values)) for item, row in zip(items, predictions)
              if item.value is not None and any(map(math.isfinite, row.scores))]  # fmt: skip
     first, second = ([pair[side] for pair in pairs] for side in (0, 1))
     value = {"pearson": pearson, "spearman": spearman}[dataset.metric](first, second)
-    return value if math.isfinite(value) else None
+    if math.isfinite(value):
+        return value
+    return None
 
 
 def _examples(item: Item) -> list[tuple[int, Example]]:
     """List the candidates under their index, and the right answer under -1 if it is not one of them."""
     slots = list(enumerate(item.candidates))
-    return slots if item.gold is not None else [(-1, item.example), *slots]
+    if item.gold is not None:
+        return slots
+    return [(-1, item.example), *slots]
 
 
 def _run(
@@ -254,13 +255,15 @@ def _run(
 
 def _score(nll: float, count: int) -> float:
     """Mean log likelihood a token; a candidate that has none, or is not a number, is never the answer."""
-    return -nll / count if count and math.isfinite(nll) else -math.inf
+    if count and math.isfinite(nll):
+        return -nll / count
+    return -math.inf
 
 
 def _predict(
     item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None
 ) -> Prediction:
-    predicted = max(range(len(scores)), key=scores.__getitem__) if scores else None
+    predicted = max(range(len(scores)), key=scores.__getitem__, default=None)
     if generate is None or not item.answers:
         return Prediction(item.line, loss, item.gold, predicted, scores)
     text = first_line(generate(item.example.ids[: item.prompt_tokens]))
@@ -298,4 +301,6 @@ def _summary(predictions: list[Prediction], nll: float, tokens: int, seconds: fl
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    if values:
+        return math.fsum(values) / len(values)
+    return None

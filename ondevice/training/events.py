@@ -233,7 +233,9 @@ def event_of(values: Any) -> Event | None:
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         raise ValueError("not an event")
     event = KINDS.get(values["event"])
-    return None if event is None else _adapter(event).validate_python(values)
+    if event is None:
+        return None
+    return _adapter(event).validate_python(values)
 
 
 @functools.cache
@@ -290,7 +292,7 @@ class LogContent:
     @property
     def start(self) -> Start | None:
         """The head of the log."""
-        first = self.entries[0].event if self.entries else None
+        first = next((entry.event for entry in self.entries), None)
         return first if isinstance(first, Start) else None
 
     def steps(self) -> list[Step]:
@@ -300,7 +302,10 @@ class LogContent:
 
 def read_log(path: Path) -> LogContent:
     """Read `path`; a file that is not there is an empty log."""
-    entries, unreadable, offset, intact = [], [], 0, 0
+    entries = []
+    unreadable = []
+    offset = 0
+    intact = 0
     if not path.is_file():
         return LogContent()
     with path.open("rb") as file:
@@ -327,7 +332,9 @@ def read_start(path: Path) -> Start | None:
             event = parse(file.readline())
     except (FileNotFoundError, ValueError):
         return None
-    return event if isinstance(event, Start) else None
+    if isinstance(event, Start):
+        return event
+    return None
 
 
 def cut_log(path: Path, step: int) -> LogContent:
@@ -351,7 +358,7 @@ def cut_log(path: Path, step: int) -> LogContent:
                 file.fileno()
             )  # before the next line: a power cut must not bring old lines back behind new ones
     lines = tuple(entry for entry in content.entries if entry.end <= keep)
-    last = lines[-1].line if lines else 0
+    last = max((entry.line for entry in lines), default=0)
     return LogContent(
         lines, tuple(number for number in content.damaged if number < last), False, keep
     )
@@ -369,7 +376,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path, sinks: Iterable[Sink] = ()) -> None:
-        self.path, self.sinks = path, tuple(sinks)
+        self.path = path
+        self.sinks = tuple(sinks)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:

@@ -91,11 +91,13 @@ class Trained:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
         values = {name: getattr(self.result, name) for name in FIGURES}
-        values["evaluation"] = self.result.evaluation.figures() if self.result.evaluation else None
+        evaluation = self.result.evaluation
+        values["evaluation"] = evaluation and evaluation.figures()
         for name in ("adapter", "best_adapter", "model"):
             path = getattr(self, name)
-            values[name] = str(path) if path else None
-        values |= {} if self.ordinary is None else self.ordinary.to_dict()
+            values[name] = path and str(path)
+        if self.ordinary is not None:
+            values |= self.ordinary.to_dict()
         left_out = self.data.get("train", {}).get("left_out", {})
         return {**values, "unused_rows": sum(left_out.values()), "data": self.data}
 
@@ -105,7 +107,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
     Under `torchrun` rank 0 reads the data and writes; the others compute with it, and return the same.
     """
-    source, spec = config.model, placement.spec
+    source = config.model
+    spec = placement.spec
     wanted: dict[str, Any] = {"revision": source.revision, "dtype": source.dtype}
     if options.loaded is not None:
         loaded = options.loaded
@@ -126,7 +129,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
             return require(session, Following).follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
-    length, classes = config.data.max_length_tokens, loaded.dims.classes
+    length = config.data.max_length_tokens
+    classes = loaded.dims.classes
     rows = read_rows_of(
         config.data,
         loaded.tokenizer,
@@ -171,7 +175,9 @@ class RunRows:
 
     def figures(self) -> dict[str, Any]:
         """Return facts about the rows to train on."""
-        return self.train.figures() if self.stream is None else self.stream.figures()
+        if self.stream is None:
+            return self.train.figures()
+        return self.stream.figures()
 
     def batches(
         self, session: Session, settings: TrainConfig, packing: bool
@@ -207,7 +213,8 @@ def read_rows_of(
         DataError: a file has no row that can be used, or a row has a token that the model does not know.
     """
     options = options or Options()
-    path, eval_path = options.rows or data.path, options.eval_rows or data.eval_path
+    path = options.rows or data.path
+    eval_path = options.eval_rows or data.eval_path
     assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
     encoded = partial(encoded_identity, tokenizer)
     pad = pad_id_of(tokenizer)
@@ -215,8 +222,9 @@ def read_rows_of(
     tokenizer = dated(tokenizer, date_of(options.decided))
 
     def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
-        name = path.name if isinstance(path, Path) else "rows"
-        return dataset if vocabulary is None else check_ids(dataset, vocabulary, name)
+        if vocabulary is None:
+            return dataset
+        return check_ids(dataset, vocabulary, path.name if isinstance(path, Path) else "rows")
 
     def read(path: Path | PythonRows) -> Dataset:
         dataset = read_dataset(
@@ -345,9 +353,9 @@ def fit(
         rows.stream.keep(settings.out / WINDOWS_FILE, windows, recall=options.resume)
     evaluated = rows.evaluation or rows.train
 
-    reports = (
-        open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
-    )
+    reports = None
+    if settings.report_to:
+        reports = open_reports(settings.report_to, settings.out, start.config)
 
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
         return evaluate_dataset(
@@ -380,7 +388,8 @@ def fit(
     ):
         session.load_state(read_state(result.best_checkpoint))
         best_figures = result.best_evaluation or evaluate_now(lambda: False)
-        result, restored = replace(result, evaluation=best_figures), True
+        result = replace(result, evaluation=best_figures)
+        restored = True
     # An adapter is saved even if the run was interrupted, a whole model (gigabytes) only if it has finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
@@ -391,8 +400,7 @@ def fit(
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
-        network = session.ordinary_session if isinstance(session, HasOrdinary) else None
-        if network is not None:
+        if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
             ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
     if result.raised is not None:

@@ -82,10 +82,12 @@ def fuse(
             written then.
         ModelError, StorageError: as in `load_model`; `out` holds a model, or other files.
     """
-    adapter, exported = load_adapter(adapter_folder), None
+    adapter = load_adapter(adapter_folder)
+    exported = None
     if (path_of(source, "the model") / MANIFEST_NAME).is_file():
         exported = read_manifest(Path(source), check_files=False).model
-        source, revision = exported.source, exported.revision
+        source = exported.source
+        revision = exported.revision
     adapter.check_changes(adapter_folder)
     dtype = dtype or _stored_dtype(source, revision)
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
@@ -155,8 +157,10 @@ def prompt_logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
 def _check(
     out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]
 ) -> FuseReport:
-    effect, from_base = distance(adapted, base), distance(fused, base)
-    from_adapter, scale = distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
+    effect = distance(adapted, base)
+    from_base = distance(fused, base)
+    from_adapter = distance(fused, adapted)
+    scale = max(float(x.abs().max()) for x in adapted)
     limit = _TOLERANCE[dtype] * max(1.0, scale)
     if not from_adapter <= limit:
         raise VerificationError(

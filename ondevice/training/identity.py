@@ -114,7 +114,9 @@ def environment() -> dict[str, Any]:
 def date_of(decided: Mapping[str, Any]) -> datetime | None:
     """Return the date that a run's chat template sees; None if none was decided."""
     text = decided.get(DATE)
-    return datetime.fromisoformat(text) if isinstance(text, str) else None
+    if isinstance(text, str):
+        return datetime.fromisoformat(text)
+    return None
 
 
 def iso(time_s: float) -> str:

@@ -46,7 +46,8 @@ def with_length(
         DataError: no row can be used.
         ModelError: the model has no tokenizer, or its sizes cannot be read.
     """
-    data, model = config.data, config.model
+    data = config.data
+    model = config.model
     if data.max_length_tokens is not None or (data.path is None and rows is None):
         return config, ()
     most = (loaded.dims if loaded else read_dims(model.source, model.revision)).max_positions

@@ -100,7 +100,7 @@ class WeightsAndBiases(Tracker):
 
     def end(self, whole: bool) -> None:
         """See `Tracker`."""
-        self.run.finish(exit_code=0 if whole else 1)
+        self.run.finish(exit_code=int(not whole))
 
 
 class MLflow(Tracker):

@@ -199,13 +199,15 @@ class Run:
                 except Exception as error:
                     self._failed(error)
                     raise
-                finally:
-                    self._end_saving()
+                finally:  # wait for a checkpoint that is being written, whatever happened
+                    if self.saving is not None:
+                        self.saving[0].join()
 
     def _open(self) -> None:
         """Begin in an empty folder, or restore the run that is in it."""
         path = self.settings.out / FILE_NAME
-        options, settings = self.options, self.settings
+        options = self.options
+        settings = self.settings
         fresh = not options.resume and not options.overwrite
         if fresh and (self.store.paths() or read_log(path).intact_bytes):
             raise CheckpointError(
@@ -258,23 +260,21 @@ class Run:
                 self._collect_save()
             self.log.write(events.Interrupt(step=self.done, signal=self.stop.reason))
         else:
-            why = (
-                f"stopped early: {self.without_better} evaluations without a better one"
-                if early
-                else ""
-            )
+            why = ""
+            if early:
+                why = f"stopped early: {self.without_better} evaluations without a better one"
             self.log.write(events.Finish(steps=self.done, **self.history.figures(), reason=why))
         self.log.sync()
-        best, history = self.store.best(), self.history
+        best_score, best_checkpoint = self.store.best() or (None, None)
         return RunResult(
             steps=self.done,
-            **history.figures(),
-            peak_device_bytes=history.peak_device_bytes,
-            overlap=history.overlap,
+            **self.history.figures(),
+            peak_device_bytes=self.history.peak_device_bytes,
+            overlap=self.history.overlap,
             evaluation=self.evaluation,
             best_evaluation=self.best_evaluation,
-            best_score=best[0] if best else None,
-            best_checkpoint=best[1] if best else None,
+            best_score=best_score,
+            best_checkpoint=best_checkpoint,
             checkpoint=self.saved,
             interrupted=bool(self.stop),
             signal=self.stop.reason,
@@ -367,9 +367,9 @@ class Run:
                 )
 
     def _not_finite(self, message: str, expected: str, received: str) -> TrainingError:
-        kept = (
-            f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
-        )
+        kept = "there is no checkpoint yet"
+        if self.saved:
+            kept = f"the last checkpoint is {self.saved}"
         hint = "a lower learning rate; for a zeroth-order method also a smaller perturbation scale"
         return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
@@ -382,7 +382,8 @@ class Run:
 
     def _evaluate_and_save(self, save: bool) -> None:
         """Evaluate if it is due, and save a checkpoint if `save` or if the evaluation is the best so far."""
-        result, best = None, False
+        result = None
+        best = False
         if self.evaluate_fn is not None and self._due() and not self.stop:
             result = self.evaluate_fn(self.stop)
         if result is not None:
@@ -394,8 +395,9 @@ class Run:
             self.log.write(event)
             self.evaluated.add(self.done)
             self.evaluation = result
-            self.best_evaluation = result if best else self.best_evaluation
-            self.without_better = 0 if best else self.without_better + 1
+            self.without_better += 1
+            if best:
+                self.best_evaluation, self.without_better = result, 0
             if self.callbacks is not None:
                 self.callbacks.call("on_evaluate", event)
         # The last state of a run that stops early is saved like that of any other end.
@@ -410,20 +412,19 @@ class Run:
         saving = Saving(self.done, time.perf_counter())
         holds = self.session if isinstance(self.session, HoldsState) else None
         adds = self.session if isinstance(self.session, AddsToCheckpoint) else None
+        values: dict[str, Any] = {}
+        if evaluation is not None:
+            values = {"evaluation": events.plain(evaluation.figures()), "score": evaluation.score}
+        if adds:
+            values["beside"] = adds.save_beside
         if holds:
+            values["written"] = holds.written
             holds.hold()
 
         def save() -> None:
             try:
                 self._check_state(state)
-                saving.path = self.store.save(
-                    saving.step,
-                    state,
-                    evaluation=None if evaluation is None else events.plain(evaluation.figures()),
-                    score=None if evaluation is None else evaluation.score,
-                    written=holds.written if holds else None,
-                    beside=adds.save_beside if adds else None,
-                )
+                saving.path = self.store.save(saving.step, state, **values)
             except BaseException as error:  # raised by `_saved` in the thread that trains
                 saving.error = error
             if holds:
@@ -437,11 +438,6 @@ class Run:
         thread = threading.Thread(target=save, name="ondevice-checkpoint")
         thread.start()
         self.saving = (thread, saving)
-
-    def _end_saving(self) -> None:
-        """Wait for a checkpoint that is being written, whatever happened since."""
-        if self.saving is not None:
-            self.saving[0].join()
 
     def _collect_save(self, wait: bool = True) -> None:
         """Log the checkpoint that a thread has written, and raise its error; with `wait`, join a running thread."""

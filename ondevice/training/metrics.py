@@ -27,20 +27,28 @@ _RESET_PEAK = "5"
 
 def resident_bytes() -> int:
     """Return the resident memory of this process now, files it has mapped included."""
-    return _status("VmRSS") or _psutil().memory_info().rss
+    if size := status_bytes("VmRSS"):
+        return size
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
 def anonymous_bytes() -> int:
     """Return the memory that the system cannot drop and read again: RssAnon + VmSwap on Linux (what phones and
     macOS count as the footprint), resident memory elsewhere."""
-    anonymous = _status("RssAnon")
-    return anonymous + _status("VmSwap") if anonymous else resident_bytes()
+    anonymous = status_bytes("RssAnon")
+    if anonymous:
+        return anonymous + status_bytes("VmSwap")
+    return resident_bytes()
 
 
 def cuda_peak_bytes() -> int | None:
     """Return highest memory of CUDA tensors since the last reset; None unless torch is loaded and has used CUDA."""
     cuda = _cuda()
-    return None if cuda is None else int(cuda.max_memory_allocated())
+    if cuda is None:
+        return None
+    return int(cuda.max_memory_allocated())
 
 
 class PeakMemory:
@@ -107,20 +115,22 @@ def reset_peak() -> bool:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:
         return False
-    return _status("VmHWM") > 0
+    return status_bytes("VmHWM") > 0
 
 
 def _high_water_bytes() -> int:
-    mark = _status("VmHWM")
+    mark = status_bytes("VmHWM")
     if mark:
         return mark
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
     """Read a field of /proc/self/status, in bytes; 0 if there is none."""
     try:
         text = _STATUS.read_text()
@@ -130,12 +140,6 @@ def _status(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _psutil() -> Any:
-    import psutil
-
-    return psutil.Process()
 
 
 def _cuda() -> Any | None:
@@ -175,7 +179,7 @@ class History:
     @property
     def first_loss(self) -> float:
         """Loss of the first step; not a number before it."""
-        return self.losses[0] if self.losses else math.nan
+        return next(iter(self.losses), math.nan)
 
     @property
     def final_loss(self) -> float:
@@ -186,7 +190,7 @@ class History:
     @property
     def step_time_s(self) -> float:
         """Median time of a step."""
-        return median(self.times_s) if self.times_s else 0.0
+        return median(self.times_s or [0.0])
 
     @property
     def tokens_per_s(self) -> float:

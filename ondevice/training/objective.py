@@ -51,15 +51,15 @@ class Objective:
         part = replace(self.dataset, items=[self.dataset.items[row] for row in rows])
         if self.settings.objective == "command":
             return self._run(part)
-        write = self._write() if self.settings.objective == "f1" else None
+        write = None
+        if self.settings.objective == "f1":
+            write = self._write()
         result = evaluate_dataset(self.session, part, self.pad, generate=write)
         value = None if result is None else getattr(result, self.settings.objective)
         if value is None:
-            needs = (
-                "rows with candidates"
-                if self.settings.objective == "accuracy"
-                else "rows of questions and answers"
-            )
+            needs = "rows of questions and answers"
+            if self.settings.objective == "accuracy":
+                needs = "rows with candidates"
             raise ConfigError(
                 f"train.objective {self.settings.objective} needs {needs}",
                 expected=needs,
@@ -74,7 +74,8 @@ class Objective:
         )
 
     def _run(self, part: Dataset) -> float:
-        write, lines = self._write(), []
+        write = self._write()
+        lines = []
         tokenizer: Any = require(self.session, Scoring).whole_model().tokenizer
         for item in part.items:
             prompt = item.example.ids[: item.prompt_tokens]

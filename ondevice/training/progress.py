@@ -37,7 +37,8 @@ class ProgressSink:
         self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None
     ) -> None:
         self.stream = stream or sys.stderr
-        self.silent, self.every = silent, every
+        self.silent = silent
+        self.every = every
         self.steps = 0
         self._overlap: dict[str, Any] | None = None
         self._progress: Progress | None = None
@@ -67,7 +68,9 @@ class ProgressSink:
                         f"{key} {_short(old)} -> {_short(new)}"
                         for key, (old, new) in event.changed.items()
                     ]
-                    told = f" ({', '.join(changes)})" if changes else ""
+                    told = ""
+                    if changes:
+                        told = f" ({', '.join(changes)})"
                     self._say(f"resumed at step {event.step} of {event.steps}{told}")
                 else:
                     for sentence in event.said:
@@ -98,7 +101,8 @@ class ProgressSink:
                 )
 
     def _step(self, event: events.Step) -> None:
-        done, self._overlap = event.step + 1, event.overlap or self._overlap
+        done = event.step + 1
+        self._overlap = event.overlap or self._overlap
         figures = (
             f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
             f"{duration(event.eta_s)} left"
@@ -141,7 +145,8 @@ class RowProgress:
     """Rows of an evaluation with the time that is left, on stderr. A context manager; called with (done, all)."""
 
     def __init__(self, *, silent: bool = False, stream: TextIO | None = None) -> None:
-        self.silent, self.stream = silent, stream or sys.stderr
+        self.silent = silent
+        self.stream = stream or sys.stderr
         self._started = time.perf_counter()
 
     def __enter__(self) -> RowProgress:
@@ -166,12 +171,8 @@ class RowProgress:
         left = (time.perf_counter() - self._started) / done * (rows - done)
         text = f"row {done}/{rows}  {duration(left)} left"
         try:
-            print(
-                f"\r{text}\x1b[K" if terminal else text,
-                end="" if terminal else "\n",
-                file=self.stream,
-                flush=True,
-            )
+            text = f"\r{text}\x1b[K" if terminal else f"{text}\n"
+            print(text, end="", file=self.stream, flush=True)
         except (OSError, ValueError):  # the terminal is gone, or the stream is closed
             self.silent = True
 
@@ -203,7 +204,7 @@ def describe(event: events.Evaluate) -> str:
         parts.append(f"{event.metric.replace('_', ' ')} {event.metric_value:.4f}")
     if event.majority_share is not None:
         parts.append(f"(majority class {event.majority_share:.4f})")
-    return ", ".join(parts) + (" (best so far)" if event.best else "")
+    return ", ".join(parts) + " (best so far)" * event.best
 
 
 def describe_overlap(overlap: dict[str, Any]) -> str:
@@ -212,27 +213,38 @@ def describe_overlap(overlap: dict[str, Any]) -> str:
     busy = ", ".join(
         f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap.get(f"{lane}_s")
     )
-    factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
+    factor = float(overlap["hiding_factor"])
+    idle = overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
     text = f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
     limit = overlap.get("simulated_gb_per_s")  # logs of before have none
-    return text if limit is None else f"{text}; simulated bus of {limit:g} GB/s"
+    if limit is None:
+        return text
+    return f"{text}; simulated bus of {limit:g} GB/s"
 
 
 def mebibytes(count: int) -> str:
     """Format bytes for people, in MiB or GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
     """Format seconds as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _memory(event: events.Step) -> int:
-    return event.peak_memory_bytes if event.peak_device_bytes is None else event.peak_device_bytes
+    if event.peak_device_bytes is None:
+        return event.peak_memory_bytes
+    return event.peak_device_bytes

@@ -63,7 +63,8 @@ def read_run(path: Path) -> RunLog:
         CheckpointError: if there is no log, or it is damaged or lacks a step.
         ConfigError: if the run was of a first-order method.
     """
-    path = path / FILE_NAME if path.is_dir() else path
+    if path.is_dir():
+        path = path / FILE_NAME
     content = read_log(path)
     if not content.entries and not content.unfinished:
         raise CheckpointError(
@@ -89,7 +90,8 @@ def read_run(path: Path) -> RunLog:
         )
     steps = []
     for entry in content.entries:
-        step, position = entry.event, len(steps)
+        step = entry.event
+        position = len(steps)
         if not isinstance(step, events.Step):
             continue
         if step.step != position:

@@ -61,7 +61,9 @@ def restore(
         start: the head that the log of this run would have.
         warnings: messages for the user are added to them.
     """
-    path, identity, accept = settings.out / FILE_NAME, identity_of(start), settings.accept_changes
+    path = settings.out / FILE_NAME
+    identity = identity_of(start)
+    accept = settings.accept_changes
     store.remove_leftovers()
     before = read_log(path)
     tolerated: dict[str, list[Any]] = {}
@@ -109,10 +111,12 @@ def restore(
     evaluations = [event for event in kept if isinstance(event, events.Evaluate)]
     without_better = 0
     for event in evaluations:
-        without_better = 0 if event.best else without_better + 1
+        without_better += 1
+        if event.best:
+            without_better = 0
     return Restored(
         done=done,
-        saved=loaded.path if loaded else None,
+        saved=loaded and loaded.path,
         history=History(logged),
         has_start=content.start is not None,
         changed=changed,
@@ -159,7 +163,8 @@ def _changed(logged: list[events.Event], now: events.Start) -> dict[str, Any]:
 
 def _said(tolerated: dict[str, list[Any]]) -> list[str]:
     """Return notes on the differences that a resume accepts."""
-    said, unknown = [], []
+    said = []
+    unknown = []
     for key, (before, now) in tolerated.items():
         name = NAMES[key]
         if key == f"{ENCODED}.evaluation_rows" and (before is None or now is None):

@@ -94,7 +94,8 @@ def read_run(folder: Path) -> RunSummary:
     logged = [entry.event for entry in content.entries]
     start = content.start
     assert start is not None  # noqa: S101  `_content` refuses a log without a head
-    config, asked = _flat(start.config), start.steps
+    config = _flat(start.config)
+    asked = start.steps
     for event in logged:
         if isinstance(event, events.Resume):
             config |= {key: values[1] for key, values in event.changed.items()}
@@ -104,8 +105,8 @@ def read_run(folder: Path) -> RunSummary:
     history = History(content.steps())
     figures = {name: getattr(history, name, None) for name in FIGURES} | {
         "steps": len(history.losses),
-        "best_loss": best.loss if best else None,
-        "best_accuracy": best.accuracy if best else None,
+        "best_loss": best and best.loss,
+        "best_accuracy": best and best.accuracy,
     }
     state, error = _state(logged, folder)
     return RunSummary(
@@ -166,7 +167,8 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
         ) from None
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for number, (folder, content) in enumerate(contents):
-        steps, colour = content.steps(), f"C{number}"
+        steps = content.steps()
+        colour = f"C{number}"
         left.plot(
             [step.step + 1 for step in steps],
             [step.loss for step in steps],
@@ -176,7 +178,9 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
         seen = [
             entry.event for entry in content.entries if isinstance(entry.event, events.Evaluate)
         ]
-        name = "accuracy" if any(event.accuracy is not None for event in seen) else "loss"
+        name = "loss"
+        if any(event.accuracy is not None for event in seen):
+            name = "accuracy"
         points = [
             (event.step, getattr(event, name)) for event in seen if getattr(event, name) is not None
         ]
@@ -217,11 +221,9 @@ def _state(logged: list[events.Event], folder: Path) -> tuple[str, str]:
         return ("stopped early" if last.reason else "finished"), ""
     if isinstance(last, events.Interrupt):
         return "interrupted", ""
-    return (
-        ("failed", str(last.error.get("message", "")))
-        if isinstance(last, events.Error)
-        else ("unfinished", "")
-    )
+    if isinstance(last, events.Error):
+        return ("failed", str(last.error.get("message", "")))
+    return ("unfinished", "")
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

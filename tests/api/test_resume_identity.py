@@ -20,7 +20,7 @@ import transformers.utils.chat_template_utils as chat_template_utils
 from safetensors.torch import load_file, save_file
 
 import ondevice
-from ondevice.core.errors import OndeviceError
+from ondevice.core.errors import CheckpointError, DataError, OndeviceError
 from ondevice.models.tiny import save_tiny
 from ondevice.training import fit, identity
 from ondevice.training.events import FILE_NAME, Resume, Start, Warning, read_log
@@ -265,8 +265,9 @@ def test_the_flag_takes_a_change_once_and_the_log_says_so(name: str, case: Case)
     case.go_on(steps=4)
     assert len(case.losses) == 4
     edit_text("model/chat_template.jinja", "if tools", "if tools and true")(case)
-    with pytest.raises(OndeviceError, match="the chat template"):
+    with pytest.raises(CheckpointError) as caught:
         case.go_on(steps=5)
+    assert "encoded.template" in caught.value.expected
 
 
 def at(case: Case, when: datetime) -> None:
@@ -326,15 +327,17 @@ def test_an_older_log_is_gone_on_with_at_its_own_date_and_says_once_what_is_not_
     case.go_on(steps=4)
     assert case.told.count("is not known") == 1
     edit_text("model/chat_template.jinja", "if tools", "if tools and true")(case)
-    with pytest.raises(OndeviceError, match="the chat template"):
+    with pytest.raises(CheckpointError) as caught:
         case.go_on(steps=5)
+    assert "encoded.template" in caught.value.expected
 
 
 def test_a_checkpoint_without_its_log_is_compared_itself(case: Case) -> None:
     (case.folder / "run" / FILE_NAME).unlink()
     edit_text("model/chat_template.jinja", "Today is", "The date is")(case)
-    with pytest.raises(OndeviceError, match="the chat template"):
+    with pytest.raises(CheckpointError) as caught:
         case.go_on()
+    assert "encoded.template" in caught.value.expected
 
 
 def test_a_task_template_that_changed_is_refused(tmp_path: Path) -> None:
@@ -350,8 +353,9 @@ def test_a_task_template_that_changed_is_refused(tmp_path: Path) -> None:
     )
     case.go_on(steps=2)
     edit_text("task.yaml", "Q: ", "Ask: ")(case)
-    with pytest.raises(OndeviceError, match="the task's template"):
+    with pytest.raises(CheckpointError) as caught:
         case.go_on()
+    assert "data.task_sha256" in caught.value.expected
     case.go_on(**{"train.accept_changes": True})
     assert "the task's template changed" in case.told
 
@@ -370,8 +374,9 @@ def test_a_streamed_window_that_changed_unseen_by_the_files_digest_is_refused(
         case = begin(tmp_path / "case", **options)
         case.go_on(steps=2)
         edit_text("rows.jsonl", *edit)(case)
-        with pytest.raises(OndeviceError, match="has changed since"):
+        with pytest.raises(DataError) as caught:
             case.go_on(steps=8)
+        assert caught.value.expected == "the same token ids and labels"
 
 
 def test_mutations_are_more_than_twenty() -> None:

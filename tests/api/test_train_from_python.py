@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import ondevice
-from ondevice.core.errors import ConfigError, DataError, ModelError
+from ondevice.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from ondevice.training.events import Evaluate, Start, Step, read_log
 from tests.cli.command import classes
 
@@ -42,8 +42,9 @@ def test_rows_of_python_train_like_those_of_a_file(settings, tmp_path) -> None:
         settings | {"data.path": str(file), "train.out": str(tmp_path / "file")}
     )
     assert losses(settings["train.out"]) == losses(tmp_path / "file") and from_file.adapter.is_dir()
-    with pytest.raises(ondevice.OndeviceError, match=r"another run: data\.sha256"):
+    with pytest.raises(CheckpointError) as caught:
         ondevice.train(settings | {"train.steps": 3}, rows=ROWS[1:], resume=True)
+    assert caught.value.expected.startswith("data.sha256 = ")
 
 
 def test_a_data_loader_gives_its_rows_and_its_batch_size(settings, tmp_path) -> None:
@@ -105,8 +106,9 @@ def test_a_model_that_is_loaded_is_trained_itself(settings) -> None:
     }
     ondevice.train(settings | source, rows=ROWS)
     assert losses(source["train.out"]) == losses(settings["train.out"])
-    with pytest.raises(ConfigError, match="needs its tokenizer"):
+    with pytest.raises(ConfigError) as caught:
         ondevice.train(settings, rows=ROWS, model=loaded.model)
+    assert "tokenizer" in caught.value.message
 
 
 class Fails(ondevice.Callback):

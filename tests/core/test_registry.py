@@ -45,8 +45,9 @@ def test_an_unknown_method_and_a_key_of_another_method_are_refused() -> None:
     with pytest.raises(ConfigError) as told:
         method("prgee")
     assert told.value.expected == ", ".join(method_names())
-    with pytest.raises(ConfigError, match="'queries'; it is a key of mezo, prge"):
+    with pytest.raises(ConfigError) as told:
         method_config("lora", {"queries": 2})
+    assert "'queries'" in told.value.message and "mezo, prge" in told.value.message
 
 
 def test_a_missing_framework_is_reported_however_the_session_is_opened(monkeypatch) -> None:

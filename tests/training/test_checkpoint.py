@@ -76,8 +76,9 @@ def test_every_dtype_and_layout_comes_back_and_safetensors_reads_it(tmp_path) ->
         (tmp_path / "x").write_bytes(whole[:length])
         with pytest.raises(DamagedError):
             read_tensors(tmp_path / "x")
-    with pytest.raises(CheckpointError, match="'c'"):
+    with pytest.raises(CheckpointError) as caught:
         write_tensors(tmp_path / "x", {"c": np.zeros(2, np.complex128)})
+    assert "'c'" in caught.value.message
 
 
 def test_keeps_the_two_newest_and_the_best(tmp_path) -> None:
@@ -158,17 +159,19 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(tmp_path, tear) ->
 )
 def test_a_foreign_one_is_refused_and_the_setting_named(tmp_path, change, field) -> None:
     store(tmp_path).save(10, state(10))
-    with pytest.raises(CheckpointError, match=rf"another run: {field}\n") as caught:
+    with pytest.raises(CheckpointError) as caught:
         store(tmp_path, {**IDENTITY, **change}).newest(no_warning)
-    assert field in str(caught.value.expected) and field in str(caught.value.received)
+    for values in (caught.value.expected, caught.value.received):
+        assert values.startswith(f"{field} = ") and values.count(" = ") == 1
 
 
 def test_another_version_is_refused_not_called_damaged(tmp_path) -> None:
     path = store(tmp_path).save(10, state(10))
     meta = json.loads((path / META_FILE).read_text())
     (path / META_FILE).write_text(json.dumps({**meta, "schema": 2}))
-    with pytest.raises(CheckpointError, match="another version"):
+    with pytest.raises(CheckpointError) as caught:
         store(tmp_path).newest(no_warning)
+    assert caught.value.received == "schema 2"
 
 
 FULL_DISK = """

@@ -145,8 +145,9 @@ def test_generated_answers_are_scored_like_squad() -> None:
 
 
 def test_a_row_that_is_too_long_and_no_rows_are_named(choices) -> None:
-    with pytest.raises(DataError, match="line 6") as caught:
+    with pytest.raises(DataError) as caught:
         evaluate_dataset(session(lengths_tokens=(8, 16)), choices, PAD)
+    assert "line 6" in caught.value.message
     assert "at most 16" in str(caught.value) and "33 tokens" in str(caught.value)
     with pytest.raises(DataError):
         evaluate_dataset(session(), Dataset(), PAD)

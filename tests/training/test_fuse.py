@@ -74,8 +74,9 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_alone() -> None:
         "does not fit": replace(good, tensors=good.tensors | {f"{name}.lora_A.weight": a[:, :-1]}),
     }
     for words, adapter in cases.items():
-        with pytest.raises(ArtifactError, match=words):
+        with pytest.raises(ArtifactError) as caught:
             apply_adapter(loaded, adapter)
+        assert words in str(caught.value)
         assert torch.equal(logits(loaded), before)
     apply_adapter(loaded, good)
     with pytest.raises(ArtifactError):
@@ -118,9 +119,9 @@ def test_nothing_is_changed_by_a_zero_or_lost_adapter(tmp_path: Path) -> None:
         ("zero", "changes nothing: every product"),
         ("small", "changes nothing that float32"),
     ):
-        with pytest.raises(VerificationError, match=words) as caught:
+        with pytest.raises(VerificationError) as caught:
             fuse("tiny:llama", tmp_path / name, tmp_path / "fused")
-        assert caught.value.exit_code == 12
+        assert caught.value.exit_code == 12 and words in caught.value.message
     assert not (tmp_path / "fused").exists()
 
 
@@ -145,16 +146,18 @@ def test_a_fuse_that_misses_a_layer_is_caught(
 def test_what_would_be_overwritten_is_refused(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base")
     save_adapter(make(load_model(str(base))), tmp_path / "adapter")
-    with pytest.raises(StorageError, match="the base model itself"):
+    with pytest.raises(StorageError) as caught:
         fuse(str(base), tmp_path / "adapter", base)
+    assert caught.value.expected == "another folder"
     with pytest.raises(StorageError, match="other files"):
         fuse(str(base), tmp_path / "adapter", tmp_path)
     with pytest.raises(ModelError):
         fuse(str(base), tmp_path / "adapter", tmp_path / "fused", dtype="int4")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(StorageError, match="already holds a model"):
+    with pytest.raises(StorageError) as caught:
         fuse(str(base), tmp_path / "adapter", tmp_path / "model")
+    assert caught.value.hint == "--overwrite replaces it"
     assert (tmp_path / "model" / "config.json").read_text() == "{}"
     fuse(str(base), tmp_path / "adapter", tmp_path / "model", overwrite=True)
     assert load_model(str(tmp_path / "model")).dims.layers == 2

@@ -96,11 +96,13 @@ def test_a_folder_with_a_run_is_not_taken_by_accident(tmp_path) -> None:
     train(tmp_path, 3, BigramSession(seed=8), overwrite=True)
     assert [event.step for event in logged(tmp_path, events.Step)] == [0, 1, 2]
     assert len(logged(tmp_path, events.Start)) == 1
-    with pytest.raises(CheckpointError, match="another run: seed"):
+    with pytest.raises(CheckpointError) as caught:
         train(tmp_path, 5, resume=True)
-    with pytest.raises(CheckpointError, match=r"method\.queries"):
-        changed = head(8, method={"name": "prge", "queries": 16})
+    assert caught.value.received == "seed = 8"
+    changed = head(8, method={"name": "prge", "queries": 16})
+    with pytest.raises(CheckpointError) as caught:
         train(tmp_path, 5, BigramSession(seed=8), start=changed, resume=True)
+    assert "method.queries = 16" in caught.value.expected
     assert len(logged(tmp_path, events.Step)) == 3
 
 
@@ -121,10 +123,11 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(tmp_p
     session = BigramSession()
     with (
         np.errstate(all="ignore"),
-        pytest.raises(TrainingError, match=r"loss of step 12 is nan.*00000010") as caught,
+        pytest.raises(TrainingError) as caught,
     ):
         train(tmp_path, 60, session, batches=Spoilt(session, 12), checkpoint_every=10)
-    assert "lower learning rate" in str(caught.value)
+    assert caught.value.received.startswith("nan") and "lower learning rate" in caught.value.hint
+    assert "step 12" in caught.value.message and "00000010" in caught.value.message
     last = logged(tmp_path)[-1]
     assert (
         isinstance(last, events.Error)
@@ -139,9 +142,10 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(tmp_p
 def test_too_high_a_learning_rate_diverges_into_an_error(tmp_path) -> None:
     with (
         np.errstate(all="ignore"),
-        pytest.raises(TrainingError, match=r"is (nan|inf).*no checkpoint yet"),
+        pytest.raises(TrainingError) as caught,
     ):
         train(tmp_path, 60, learning_rate=1e38)
+    assert caught.value.received.startswith(("nan", "inf"))
 
 
 def test_a_damaged_checkpoint_is_a_warning_and_the_one_before_is_used(tmp_path, whole) -> None:
@@ -177,8 +181,9 @@ def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path) -> None:
 
     session = BigramSession(vocabulary=96)
     try:
-        with pytest.raises(StorageError, match="checkpoint-00000008"):
+        with pytest.raises(StorageError) as caught:
             train(tmp_path, 20, session, checkpoint_every=4, sinks=[fill])
+        assert "checkpoint-00000008" in caught.value.message
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert isinstance(logged(tmp_path)[-1], events.Error)

@@ -53,10 +53,12 @@ class _Walk:
         self.at = 4
         version = self.number("I")
         if version & 0xFFFF == 0:  # of a machine with the other order of bytes
-            self.order, version = ">", struct.unpack(">I", struct.pack("<I", version))[0]
+            self.order = ">"
+            version = struct.unpack(">I", struct.pack("<I", version))[0]
         if version not in (2, 3):
             raise Refused(f"it is of version {version}")
-        tensors, keys = self.number("Q"), self.number("Q")
+        tensors = self.number("Q")
+        keys = self.number("Q")
         if tensors > _MOST_TENSORS or keys > _MOST_KEYS:
             raise Refused(f"it states {tensors} tensors and {keys} keys")
         for _ in range(keys):
@@ -99,7 +101,8 @@ class _Walk:
             raise Refused(f"a value at byte {self.at} is of unknown type {kind}")
 
     def array(self) -> None:
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if count > _MOST_ITEMS:
             raise Refused(f"a list of {count} values is stated at byte {self.at}")
         if kind in _WIDTHS:

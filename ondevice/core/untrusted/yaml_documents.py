@@ -62,7 +62,9 @@ def read_yaml(path: Path, loader: Any = yaml.SafeLoader) -> Any:
 
 def _limit(reader: Any) -> None:
     """Make PyYAML's composer, which calls itself for each level, stop at the limits."""
-    compose, depth, nodes = reader.compose_node, 0, 0
+    compose = reader.compose_node
+    depth = 0
+    nodes = 0
 
     def limited(parent: Any, index: Any) -> Any:
         nonlocal depth, nodes
