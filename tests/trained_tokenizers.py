@@ -13,7 +13,7 @@ def byte_level(
     special: list[str],
     *,
     cut: bool = True,
-    limit: int | None = None,
+    limit: int = 1000,
 ) -> Tokenizer:
     """Train GPT-2's kind; without `cut` merges go across every position where text is cut."""
     tokenizer = Tokenizer(models.BPE())
@@ -23,7 +23,7 @@ def byte_level(
 
 
 def sentencepiece(
-    texts: Sequence[str], size: int, special: list[str], unknown: str, limit: int | None = None
+    texts: Sequence[str], size: int, special: list[str], unknown: str, limit: int = 1000
 ) -> Tokenizer:
     """Train Llama's kind, with a token for each byte after the special ones."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=unknown, fuse_unk=True))
@@ -41,7 +41,7 @@ def _train(
     size: int,
     special: list[str],
     alphabet: list[str],
-    limit: int | None,
+    limit: int,
 ) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size,

@@ -15,7 +15,7 @@ from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.examples import Dataset, Example, Item, Report, check_fit, refuse_unread
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
-from ondevice.data.tasks.chat import ChatEncoder
+from ondevice.data.tasks.chat import ChatEncoder, common_length
 from ondevice.data.tasks.chat_template import CLOCK, clock, end_marks
 
 
@@ -236,13 +236,6 @@ def _has_bos(tokenizer: Any, text: str) -> bool:
     return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    return min(len(first), len(second))
-
-
 def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
     """Encode a row of pairs: every format but chat and text.
 
@@ -256,7 +249,7 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True):
         if prompt not in shared:
             shared[prompt] = _tokenize(tokenizer, prompt)
-        shared[prompt] = shared[prompt][: _common_prefix(shared[prompt], ids)]
+        shared[prompt] = shared[prompt][: common_length(shared[prompt], ids)]
     starts = [len(shared[prompt]) for prompt, _ in row.pairs]
     for ids, start in zip(pair_ids, starts, strict=True):
         if row.end and not _ends(tokenizer, ids):

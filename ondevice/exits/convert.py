@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,15 +122,15 @@ def convert(
     with place as partial:
         checked = form.write(request, partial)
         size = sum(path.stat().st_size for path in [partial, *partial.rglob("*")] if path.is_file())
-    values = asdict(report) | {
-        "bytes": size,
-        "max_abs_difference_from_base": checked.from_base,
-        "max_abs_difference_from_adapter": checked.from_adapter,
-        "max_abs_logit": checked.largest,
-        "kept": checked.kept,
-        "notes": checked.notes,
-    }
-    return ConvertReport(**values)
+    return replace(
+        report,
+        bytes=size,
+        max_abs_difference_from_base=checked.from_base,
+        max_abs_difference_from_adapter=checked.from_adapter,
+        max_abs_logit=checked.largest,
+        kept=checked.kept,
+        notes=checked.notes,
+    )
 
 
 def find_adapter(source: Path) -> Path:

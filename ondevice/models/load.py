@@ -89,11 +89,10 @@ def load_model(
     source, torch_dtype, torch_device = str(source), _dtype(dtype), _device(device)
     if source.startswith(TINY_PREFIX):
         loaded = tiny_model(source.removeprefix(TINY_PREFIX))
-        for (
-            parameter
-        ) in loaded.model.parameters():  # not the rotary frequencies, which stay in float32
+        # The rotary frequencies, which are not parameters, stay in float32.
+        for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(torch_dtype)
-        _move(loaded.model, torch_device)
+        loaded.model.to(torch_device)
         _check_head(source, {}, loaded.dims, classes)
         return loaded
     dims, family = dims_and_family(source, revision)
@@ -110,14 +109,11 @@ def load_model(
     attention = "sdpa"
     if dims.whole:
         attention = None
-    count = classes or dims.classes
-    model = _load_weights(folder, torch_dtype, attention, count, new_head)
-    if (
-        has_own_head
-    ):  # transformers leaves a different head untied, but its configuration still says tied
+    model = _load_weights(folder, torch_dtype, attention, classes or dims.classes, new_head)
+    if has_own_head:  # transformers leaves it untied, but its configuration still says tied
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
-    _move(model, torch_device)
+    model.to(torch_device)
     return wrap(model, tokenizer, family, info, dims)
 
 
@@ -149,9 +145,9 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
 def _load_weights(
     folder: Path,
     dtype: torch.dtype,
-    attention: str | None = "sdpa",
-    classes: int = 0,
-    new_head: bool = False,
+    attention: str | None,
+    classes: int,
+    new_head: bool,
 ) -> PreTrainedModel:
     """Load a decoder, or an encoder of `classes`; a new head is always the same random one."""
     try:
@@ -180,9 +176,8 @@ def _load_weights(
         raise ModelError(
             message, received=f"{kind}: {error}", hint="copy the model again"
         ) from error
-    model, report = (
-        result  # transformers fills a missing tensor with random numbers, and only reports it
-    )
+    # transformers fills a missing tensor with random numbers, and only reports it.
+    model, report = result
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         message = f"{folder}: tensor '{name}' does not fit config.json"
@@ -192,16 +187,12 @@ def _load_weights(
     absent = sorted(report["missing_keys"])
     if new_head:
         absent = [name for name in absent if not name.startswith(HEAD)]
-    if missing_names := absent:
-        received = f"{missing_names[0]} and {len(missing_names) - 1} more"
+    if absent:
+        received = f"{absent[0]} and {len(absent) - 1} more"
         raise ModelError(
             f"{folder}: the weights lack a tensor", received=received, hint="copy the model again"
         )
     return model
-
-
-def _move(model: Any, device: torch.device) -> None:
-    model.to(device)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -327,13 +318,8 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
         ) from error
     values = sources.read_config(folder)
     nested = values.get("text_config")
-    if isinstance(
-        nested, dict
-    ):  # a model that also reads images keeps its language model's sizes there
-        values = {
-            **values,
-            **{key: value for key, value in nested.items() if values.get(key) is None},
-        }
+    if isinstance(nested, dict):  # of a model that also reads images, its language model's sizes
+        values = values | {key: value for key, value in nested.items() if values.get(key) is None}
     rows = values.get("vocab_size", 0)
     ends = values.get("eos_token_id")
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
@@ -346,9 +332,8 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
     if ends and min(ends) >= len(tokenizer):
         expected = f"the token {min(ends)}, which config.json names as eos_token_id"
         raise ModelError(message, expected=expected, received=f"{len(tokenizer)} tokens", hint=hint)
-    if (
-        tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows
-    ):  # some add one that the model has no row for
+    # Some tokenizers add one that the model has no row for.
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 

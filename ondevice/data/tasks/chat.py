@@ -167,7 +167,7 @@ class ChatEncoder:
             if before.spans and text.startswith(before.text[: before.spans[-1].end]):
                 texts[-1] = replace(before, text=text, spans=(*before.spans, span), last=number)
             else:
-                texts.append(Text(text, (span,), number, _common(before.text, text)))
+                texts.append(Text(text, (span,), number, common_length(before.text, text)))
         are_trained = all(span.trained for text in texts for span in text.spans)
         if self.train_on_prompt and len(texts) > 1 and not are_trained:
             reason = (
@@ -198,11 +198,11 @@ class ChatEncoder:
         text = template.render(turns, False, context)
         if text.startswith(asked):
             return text, len(asked), ""
-        history = _common(asked, template.render(turns[:-1], False, context))
+        history = common_length(asked, template.render(turns[:-1], False, context))
         # Another answer shows where their common head ends: an answer may begin like the request.
         probe = template.formed({"role": "assistant", "content": "Qz"})
         other = template.render([*turns[:-1], probe], False, context)
-        start = min(_common(asked, text), _common(text, other))
+        start = min(common_length(asked, text), common_length(text, other))
         if start < history:
             reason = "the tokenizer's chat template rewrites earlier turns before an answer"
             raise BadRow("messages", reason)
@@ -350,8 +350,8 @@ def written_tools(
     return written
 
 
-def _common(first: str, second: str) -> int:
-    """Return the length of the texts' common beginning."""
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two texts or lists."""
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return index

