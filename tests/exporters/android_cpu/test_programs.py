@@ -30,12 +30,8 @@ STOCK = {"aten", "dim_order_ops"}
 """Namespaces of the portable kernels that every build of the runtime has."""
 SLOW = {"8da4w", "q4 untied, tiled, labelled"}
 REPLAYED = (
-    "functional",
-    "stateful",
-    "q4",
-    "fused loss, one-sided",
-    "subspace, answers",
-    "subspace, stateful",
+    *("functional", "stateful", "q4", "fused loss, one-sided"),
+    *("subspace, answers", "subspace, stateful"),
 )
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
 
@@ -113,17 +109,7 @@ def test_no_custom_op_is_in_a_program_for_a_stock_runtime() -> None:
     assert manifest.program_spec.methods["train_step"].delegates >= 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "functional",
-        "stateful",
-        "q4",
-        "fused loss, one-sided",
-        "subspace, answers",
-        "subspace, stateful",
-    ],
-)
+@pytest.mark.parametrize("name", REPLAYED)
 def test_a_restart_goes_on_with_the_same_bits(name) -> None:
     straight, first, second = (open_artifact(program(name)) for _ in range(3))
     batches = list(random_batches(straight, 200, 7))
@@ -210,17 +196,7 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
     assert "method.refresh_every" in error.value.expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "functional",
-        "stateful",
-        "q4",
-        "fused loss, one-sided",
-        "subspace, answers",
-        "subspace, stateful",
-    ],
-)
+@pytest.mark.parametrize("name", REPLAYED)
 def test_a_replay_of_the_scalars_gives_the_same_bits(name) -> None:
     trained, replayed = open_artifact(program(name)), open_artifact(program(name))
     for step, batch in enumerate(random_batches(trained, 200, 5)):

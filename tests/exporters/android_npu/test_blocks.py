@@ -142,7 +142,7 @@ def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> Non
     assert np.abs(logits["base"] - logits["adapted"]).max() > 0.1 * np.abs(logits["base"]).max()
     with pytest.raises(ConfigError) as error:
         writer.feed([1])
-    assert error.value.expected == "1 to 40 tokens in all"
+    assert "tokens in all" in error.value.expected
     writer.read = 33  # a conversation that goes on otherwise
     np.testing.assert_allclose(
         writer.feed(ids[33:]), expected[-1], rtol=0, atol=1e-2 * np.abs(expected).max()

@@ -35,15 +35,8 @@ SEED = 3
 
 
 def settings(**more: Any) -> PrgeConfig:
-    values = {
-        "subspace": "gradient",
-        "rank": 1,
-        "alpha": 2.0,
-        "queries": 2,
-        "calibration_rows": 5,
-        "refresh_every": 2,
-    }
-    return PrgeConfig(**(values | more))
+    values = {"subspace": "gradient", "rank": 1, "alpha": 2.0, "queries": 2}
+    return PrgeConfig(**(values | {"calibration_rows": 5, "refresh_every": 2} | more))
 
 
 def batch_at(step: int) -> Batch:
@@ -346,24 +339,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(rows: Path, out: Path, steps: int, resume: bool = False, **more: Any) -> Any:
+    subspace = {"calibration_rows": 3, "refresh_every": 2}
+    kept = {"checkpoint_every": 3, "schedule": "constant"}
     values = {
         "model": {"source": "tiny:llama"},
         "data": {"path": str(rows)},
-        "method": {
-            "name": "prge",
-            "rank": 2,
-            "queries": 2,
-            "calibration_rows": 3,
-            "refresh_every": 2,
-        }
-        | more,
-        "train": {
-            "steps": steps,
-            "batch_size": 2,
-            "out": str(out),
-            "checkpoint_every": 3,
-            "schedule": "constant",
-        },
+        "method": {"name": "prge", "rank": 2, "queries": 2} | subspace | more,
+        "train": {"steps": steps, "batch_size": 2, "out": str(out)} | kept,
     }
     return train(RunConfig.parse(values), resume=resume, force=True)
 
@@ -406,23 +388,10 @@ def test_the_paper_s_settings_are_one_flag(rows: Path, tmp_path: Path) -> None:
     chosen = {
         key: head["method"][key] for key in ("subspace", "optimizer", "loss", "learning_rate")
     }
-    assert chosen == {
-        "subspace": "random",
-        "optimizer": "sgd",
-        "loss": "vocabulary",
-        "learning_rate": 5e-3,
-    }
+    paper = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
+    assert chosen == {**paper, "learning_rate": 5e-3}
+    model, method = {"source": "tiny:llama"}, {"name": "prge", "subspace": "gradient"}
     with pytest.raises(ConfigError, match="paper sets subspace to random"):
-        RunConfig.parse(
-            {
-                "model": {"source": "tiny:llama"},
-                "method": {"name": "prge", "paper": True, "subspace": "gradient"},
-            }
-        )
+        RunConfig.parse({"model": model, "method": method | {"paper": True}})
     with pytest.raises(ConfigError, match="top_layers goes with subspace random"):
-        RunConfig.parse(
-            {
-                "model": {"source": "tiny:llama"},
-                "method": {"name": "prge", "top_layers": 1, "subspace": "gradient"},
-            }
-        )
+        RunConfig.parse({"model": model, "method": method | {"top_layers": 1}})
