@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ondevice.core.errors import ModelError
+from ondevice.core.traits import beyond_llama
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +76,8 @@ def problems(dims: Any, context_tokens: int) -> list[str]:
             f"a program with packed weights cannot answer as {dims.family}: its blocks are not known one by one"
         ]
     found = [
-        f"a program with packed weights cannot answer: {word}" for word in dims.traits.beyond(KNOWN)
+        f"a program with packed weights cannot answer: {word}"
+        for word in beyond_llama(dims.traits, KNOWN)
     ]
     places = {place for place, _ in dims.traits.norms}
     if (
