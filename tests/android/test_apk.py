@@ -151,7 +151,7 @@ def test_no_way_to_the_network(manifest: str) -> None:
     assert network == []
 
 
-def test_components(manifest: str, classes: set[str]) -> None:
+def test_the_manifest_names_the_components(manifest: str, classes: set[str]) -> None:
     services = {element["name"]: element for element in elements(manifest, "service")}
     train = services["org.ondevice.app.TrainService"]
     assert int(train["foregroundServiceType"], 16) == 0x40000000  # specialUse
@@ -191,7 +191,7 @@ def test_nothing_private_is_copied_to_another_phone(apk: Path, manifest: str) ->
         assert sorted(domains) == sorted(DOMAINS) and inside.count('A: path="."') == len(DOMAINS)
 
 
-def test_classes(classes: set[str]) -> None:
+def test_the_apk_has_the_classes(classes: set[str]) -> None:
     for wanted in (
         "org.ondevice.app.MainActivity",
         "org.ondevice.app.ModuleProgram",
@@ -223,7 +223,7 @@ def test_no_lambda_is_left_for_the_phone(apk: Path, tmp_path: Path) -> None:
                 assert "invoke-custom" not in code
 
 
-def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
+def test_the_apk_has_the_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
     with zipfile.ZipFile(apk) as archive:
         packed = [
             i.filename
@@ -257,7 +257,7 @@ def test_cpp_symbols_resolve_inside_the_apk(libraries: dict[str, bytes]) -> None
         assert sorted(mangled - given) == []
 
 
-def test_resources(apk: Path) -> None:
+def test_the_apk_has_the_resources(apk: Path) -> None:
     strings = run("aapt2", "dump", "resources", apk)
     assert "string/app_name" in strings and "(night" in strings
     plain = set(

@@ -164,7 +164,7 @@ def test_unwritable_place_names_the_path(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_sha256(tmp_path: Path) -> None:
+def test_sha256_is_of_the_whole_file(tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes((1 << 20) + 17)
     (tmp_path / "file").write_bytes(data)
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()

@@ -119,7 +119,7 @@ def test_mistakes_are_named() -> None:
     assert (caught.value.expected, caught.value.received) == ("at most 8 tokens", 9)
 
 
-def test_pad_examples() -> None:
+def test_examples_are_padded_to_the_given_length() -> None:
     padded = pad_examples([Example((1, 2), (IGNORE, 2)), Example((3,), (3,))], 3, PAD)
     assert padded.ids.tolist() == [[1, 2, PAD], [3, PAD, PAD]]
     assert padded.labels.tolist() == [[IGNORE, 2, IGNORE], [3, IGNORE, IGNORE]]

@@ -203,7 +203,7 @@ def test_wrong_length_slow_tokenizer_and_nothing_left(tokenizer: Any) -> None:
     assert "f:1: the answer has" in caught.value.message
 
 
-def test_pad_id(tokenizers: dict[str, Any]) -> None:
+def test_the_pad_id_falls_back_to_the_end_token(tokenizers: dict[str, Any]) -> None:
     assert pad_id_of(tokenizers["bytes"]) == tokenizers["bytes"].pad_token_id
     assert pad_id_of(type("NoPad", (), {"pad_token_id": None, "eos_token_id": 7})()) == 7
     assert pad_id_of(object()) == 0

@@ -44,7 +44,7 @@ def answers(server: Rounds, values: list[list[float]], rows: list[int] | None = 
         ({"most_rows": 1, "clip_norm": 2.0}, (1 + 2 + 2 + 2) / 4),
     ],
 )
-def test_combination(settings: dict, expected: float) -> None:
+def test_replies_are_combined_by_the_settings(settings: dict, expected: float) -> None:
     server = Rounds(charter(**settings))
     _, given_answers = answers(
         server, [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [100.0, 0.0]], [1, 2, 1, 4]

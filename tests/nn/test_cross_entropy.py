@@ -101,7 +101,7 @@ def test_half_precision_inputs_are_summed_in_float32() -> None:
         torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     hidden, weight, labels = case(rows=5, vocab=9, width=3)
     inputs = hidden.requires_grad_(True), weight.requires_grad_(True)
     with pytest.warns(UserWarning, match="double precision"):

@@ -77,7 +77,7 @@ def test_loss_and_gradients_match_pytorch(
         torch.testing.assert_close(score.tokens().double(), losses, rtol=tolerance, atol=tolerance)
 
 
-def test_gradients_accumulate() -> None:
+def test_gradients_of_several_batches_accumulate() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
     once, twice = torch.zeros_like(weight), torch.zeros_like(weight)
     ChunkedLoss(hidden, labels, 1.0, 4).forward_backward(weight, once)

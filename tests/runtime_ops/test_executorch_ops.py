@@ -67,7 +67,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (192, 576)])
-def test_q4_linear(run, outputs, inputs):
+def test_q4_linear_matches_the_reference(run, outputs, inputs):
     torch.manual_seed(0)
     weight = quantized.quantize_q4(torch.randn(outputs, inputs))
     examples = (*(torch.randn(rows, inputs) for rows in ROWS), torch.randn(2, 3, inputs))
@@ -87,7 +87,7 @@ def test_q4_linear_of_any_number_of_rows(run):
         assert_close(program(x)[0], x @ quantized.dequantize_q4(*weight).T)
 
 
-def test_q8_embedding(run):
+def test_q8_embedding_matches_the_reference(run):
     torch.manual_seed(0)
     weight = quantized.quantize_q8_rows(torch.randn(1000, 33))
     examples = (torch.tensor([999]), torch.randint(0, 1000, (7, 130)))
@@ -101,7 +101,7 @@ def test_q8_embedding(run):
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_cross_entropy(run, quantize):
+def test_cross_entropy_matches_the_reference(run, quantize):
     torch.manual_seed(0)
     weight = torch.randn(1000, 64)
     head = quantized.quantize_q8_rows(weight)
@@ -138,7 +138,7 @@ class Draw(nn.Module):
         )
 
 
-def test_generator(run):
+def test_the_generator_matches_the_reference(run):
     def words(seed: int, step: int) -> tuple[Tensor, Tensor]:
         return torch.tensor([seed]), torch.tensor([step])
 
@@ -180,7 +180,7 @@ class Golden(nn.Module):
         return tuple(results)
 
 
-def test_golden_values(run):
+def test_the_runtime_gives_the_golden_values(run):
     cases, others = generator.read_golden(), golden.read_ops()
     inputs = [torch.tensor([case[key]]) for case in cases for key in ("seed", "step")]
     arguments = [v for case in others for v in golden.arguments(case) if isinstance(v, np.ndarray)]

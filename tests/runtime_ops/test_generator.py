@@ -73,7 +73,7 @@ def test_a_noise_s_name_means_an_op():
 
 
 @pytest.mark.parametrize("form", [normal, rademacher])
-def test_empty_ranges(form):
+def test_empty_ranges_give_empty_arrays(form):
     assert form(1, 2, 3, 2, 5, 0).shape == (2, 0)
 
 

@@ -51,7 +51,7 @@ def run_lowered(program):
 
 
 @pytest.mark.parametrize(("form", "reference", "tolerance"), FORMS)
-def test_golden_values(form, reference, tolerance):
+def test_graphs_give_the_golden_values(form, reference, tolerance):
     for case in generator.read_golden():
         values = form(
             scalar(case["seed"]),

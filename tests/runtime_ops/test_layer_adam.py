@@ -173,7 +173,7 @@ def reference(master: Tensor, grads: list[Tensor], step: AdamStep, fused: bool) 
     "form,dtype", [("plain", torch.bfloat16), ("plain", torch.float32), ("split", torch.bfloat16)]
 )
 @pytest.mark.parametrize("count", [1, 7, 63, 65, 128, 100_003])
-def test_against_torch(form, dtype, count):
+def test_updates_match_torch_adamw(form, dtype, count):
     torch.manual_seed(count)
     master, grads = torch.randn(count), [torch.randn(count).to(dtype) for _ in range(10)]
     state = make(master, form, "float32")
@@ -453,7 +453,7 @@ def test_the_table_of_bytes(form, kind):
     assert state.moments.nbytes == sum(t.nbytes for t in state.moments.tensors().values())
 
 
-def test_refusals(monkeypatch):
+def test_wrong_arguments_are_refused(monkeypatch):
     good, grad = make(torch.zeros(256), "plain", "float32"), torch.zeros(256)
     for bad in (
         torch.zeros(255),

@@ -23,7 +23,7 @@ def word(value: int):
 
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
 @pytest.mark.parametrize("arrays", [False, True])
-def test_golden_values(kind, tolerance, arrays):
+def test_mlx_gives_the_golden_values(kind, tolerance, arrays):
     for case in generator.read_golden():
         seed, step = (word(case[k]) if arrays else case[k] for k in ("seed", "step"))
         counters = [case[k] for k in ("tensor", "queries", "start", "count")]

@@ -48,7 +48,7 @@ def test_weights_of_a_wrong_width_or_range_are_refused(weight):
         quantized.quantize_q4(weight)
 
 
-def test_q8_rows():
+def test_q8_rows_match_the_reference():
     torch.manual_seed(0)
     weight = torch.randn(10, 24)
     weight[3] = 0

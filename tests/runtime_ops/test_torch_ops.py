@@ -59,7 +59,7 @@ def test_the_readme_lists_every_op():
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
-def test_opcheck(name):
+def test_each_op_passes_opcheck(name):
     arguments = samples()[name]
     packet = getattr(OPS, name)
     opcheck(packet.default, arguments)
@@ -70,7 +70,7 @@ def test_opcheck(name):
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("normal", 1e-6), ("rademacher", 0.0)])
-def test_golden_values(form, kind, tolerance):
+def test_each_form_gives_the_golden_values(form, kind, tolerance):
     for case in generator.read_golden():
         arguments = [case[k] for k in ("tensor", "queries", "start", "count")]
         values = getattr(OPS, kind)(word(case["seed"]), word(case["step"]), *arguments)
@@ -91,7 +91,7 @@ def test_golden_values_of_the_other_ops(form, case):
 @pytest.mark.parametrize(
     ("start", "count"), [(0, 0), (0, 1), (1, 511), (511, 1027), (32_767, 70_001)]
 )
-def test_compiled_ranges(kind, tolerance, start, count):
+def test_compiled_ranges_match_the_reference(kind, tolerance, start, count):
     if not torch_ops.native_available():
         pytest.skip("no C++ compiler")
     expected = getattr(generator, kind)(-5, 9, 1, 2, start, count)
@@ -109,7 +109,7 @@ def test_compiled_normals_stay_close_over_many_and_are_never_nan():
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(1, 33, 64), (7, 96, 32), (130, 192, 576), (15, 31, 96)]
 )
-def test_q4_linear(form, rows, outputs, inputs):
+def test_q4_linear_matches_the_reference(form, rows, outputs, inputs):
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     packed, scales, mins = quantized.quantize_q4(weight)
@@ -124,7 +124,7 @@ def test_q4_linear(form, rows, outputs, inputs):
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "depth"), [(1, 33, 16), (7, 1000, 64), (130, 5000, 72), (300, 100, 8)]
 )
-def test_cross_entropy(form, rows, vocabulary, depth, quantize):
+def test_cross_entropy_matches_the_reference(form, rows, vocabulary, depth, quantize):
     torch.manual_seed(rows)
     hidden, weight = torch.randn(rows, depth), torch.randn(vocabulary, depth)
     labels = torch.randint(0, vocabulary, (rows,))
@@ -195,14 +195,14 @@ def test_gradients_reach_the_activations_or_are_refused(form):
     assert "forward-only" in str(error.value.hint)
 
 
-def test_embedding(form):
+def test_embedding_matches_the_reference(form):
     ids = torch.tensor([[0, 99, 5], [7, 7, 7]])
     weight, scales = samples()["q8_embedding"][1:]
     expected = quantized.dequantize_q8_rows(weight, scales)[ids]
     torch.testing.assert_close(OPS.q8_embedding(ids, weight, scales), expected, rtol=0, atol=0)
 
 
-def test_refusals():
+def test_wrong_arguments_are_refused():
     x, packed, scales, mins, _ = samples()["q4_linear"]
     hidden, weight, labels = samples()["linear_cross_entropy"]
     for argument, call in {
@@ -236,7 +236,7 @@ def test_ids_outside_the_vocabulary_are_refused(form):
         assert error.value.received == bad
 
 
-def test_backend_names(form):
+def test_each_form_names_its_backend(form):
     assert torch_ops.generator_backend() == ("native" if form == "native" else "aten")
     assert (
         torch_ops.noise("gaussian") is OPS.normal

@@ -38,7 +38,7 @@ def word(value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
-def test_golden_values(ops, kind, tolerance):
+def test_triton_gives_the_golden_values(ops, kind, tolerance):
     for case in generator.read_golden():
         values = ops.draw(
             word(case["seed"]),
@@ -62,7 +62,7 @@ def test_same_bits_as_the_compiled_cpu_form(ops, kind, start, count):
 @pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
-def test_perturb(ops, kind, dtype, one_sided):
+def test_perturb_matches_the_reference(ops, kind, dtype, one_sided):
     size, queries, eps = 1500, 3, 1e-2
     flat = torch.linspace(-1, 1, size, device=DEVICE)
     copies = ops.perturb(flat, word(11), word(4), queries, eps, kind, dtype, one_sided)
@@ -78,7 +78,7 @@ def test_perturb(ops, kind, dtype, one_sided):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
-def test_apply_update(ops, kind):
+def test_apply_update_matches_the_reference(ops, kind):
     size, queries = 1500, 3
     flat = torch.linspace(-1, 1, size, device=DEVICE)
     coefficients = torch.tensor([0.5, -0.25, 2.0], device=DEVICE)
@@ -90,7 +90,7 @@ def test_apply_update(ops, kind):
     )
 
 
-def test_refusals(ops):
+def test_wrong_arguments_are_refused(ops):
     with pytest.raises(ModelError) as error:
         ops.perturb(torch.zeros(2, 3, device=DEVICE), word(1), word(1), 1, 0.1, "gaussian")
     assert error.value.expected == "contiguous float32 [P]"

@@ -41,7 +41,7 @@ def test_tries_are_counted_by_address_and_forgotten() -> None:
     assert len(tries._failed) <= security.Tries.KEPT
 
 
-def test_tokens(store: Store) -> None:
+def test_a_token_is_accepted_until_it_is_revoked(store: Store) -> None:
     assert not security.has_tokens(store)
     one, two = security.create_token(store, "one"), security.create_token(store)
     assert one != two and security.check(store, one) and security.check(store, two)
@@ -93,7 +93,7 @@ def test_both_tls_files_or_none(tmp_path) -> None:
     assert absent.value.expected == "a PEM file"
 
 
-def test_tls(tmp_path) -> None:
+def test_the_daemon_serves_over_tls(tmp_path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]

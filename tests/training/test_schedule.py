@@ -10,7 +10,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.training.schedule import WarmupDecay
 
 
-def test_shapes() -> None:
+def test_each_schedule_has_its_shape() -> None:
     linear = WarmupDecay("linear", 1.0, 11)
     assert [linear(step) for step in (0, 5, 10)] == [1.0, 0.5, 0.0]
     cosine = WarmupDecay("cosine", 2.0, 21, final_fraction=0.5)
@@ -41,7 +41,7 @@ def test_one_step_runs() -> None:
         ("linear", 1.0, 10, 10),
     ],
 )
-def test_wrong_numbers(arguments) -> None:
+def test_wrong_numbers_are_refused(arguments) -> None:
     with pytest.raises(ConfigError):
         WarmupDecay(*arguments)
 

@@ -146,7 +146,9 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", PAIRS)
-def test_preference_pairs(shape: str, write: Write, tokenizer: Any) -> None:
+def test_a_preference_pair_trains_on_the_chosen_text(
+    shape: str, write: Write, tokenizer: Any
+) -> None:
     rows = read_rows(write([PAIRS[shape]]))
     (row,) = rows.items
     assert (rows.format, row.gold) == ("preference", 0)

@@ -32,7 +32,7 @@ from ondevice.data.tasks.scoring import (
         ("Zürich\t\n1999", "zürich 1999"),
     ],
 )
-def test_normalisation(text: str, normal: str) -> None:
+def test_texts_are_normalised_before_they_are_compared(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
 
@@ -73,7 +73,7 @@ def test_lowest_mean_a_token_wins() -> None:
 @pytest.mark.parametrize(
     ("text", "line"), [(" Paris\nQuestion: next?", "Paris"), ("\n\n two \n", "two"), ("", "")]
 )
-def test_first_line(text: str, line: str) -> None:
+def test_only_the_first_line_of_a_text_is_scored(text: str, line: str) -> None:
     assert first_line(text) == line
 
 

@@ -201,7 +201,7 @@ def test_copa_keeps_the_pronoun_i_large(write: Write) -> None:
     assert item.pairs == (("It rained because", " I'm old."), ("It rained because", " I Sang."))
 
 
-def test_find_task() -> None:
+def test_a_task_is_found_by_its_name() -> None:
     assert find_task("SST-2") is TASKS["sst2"] and find_task("Wino_Grande") is TASKS["winogrande"]
     with pytest.raises(ConfigError) as caught:
         find_task("mnli")

@@ -184,7 +184,7 @@ def test_a_small_disk_fraction_is_at_least_one_unit(fraction: float, engine: Any
     assert run(opened, batches(2)) == outcome({}, "llama", {"layers": 1}, batches(2))[0]
 
 
-def test_it_learns(engine: Any) -> None:
+def test_training_lowers_the_loss(engine: Any) -> None:
     """One batch again and again is learned by heart: bits of a wrong direction would be bits too."""
     opened, (batch,) = engine(layers=2), batches(1)
     losses = run(opened, [batch] * 20)
