@@ -146,9 +146,7 @@ class Ledger:
             return
         (before,) = self.connection.execute("SELECT TOTAL(cost) FROM answered").fetchone()
         # Gaussian mechanisms of multipliers z compose to one of 1 / sqrt(sum of 1 / z^2).
-        most = budget
-        if budget is None:
-            most = BUDGET
+        most = BUDGET if budget is None else budget
         spent = bound(1 / math.sqrt(before + cost), 1)
         if spent > most:
             raise Refusal(

@@ -57,9 +57,7 @@ class FleetLog:
         outcomes = [
             place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)
         ]
-        count = rounds
-        if rounds is None:
-            count = len(outcomes)
+        count = len(outcomes) if rounds is None else rounds
         if not 0 <= count <= len(outcomes):
             raise FleetError(
                 f"the log has fewer than {count} rounds",

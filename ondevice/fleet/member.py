@@ -98,9 +98,7 @@ class Member:
         self.session = session
         self.batches = batches
         self.device = device
-        self.state = state
-        if state is None:
-            self.state = charter.state()
+        self.state = charter.state() if state is None else state
         self.noise = noise or np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
         self.name = vector_name(session, charter.session_size)
         self.space = space

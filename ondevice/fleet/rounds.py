@@ -49,9 +49,7 @@ class Rounds:
 
     def __init__(self, charter: Charter, state: State | None = None) -> None:
         self.charter = charter
-        self.state = state
-        if state is None:
-            self.state = charter.state()
+        self.state = charter.state() if state is None else state
         self.next = self.state.round
         self.open: dict[int, OpenRound] = {}
 
@@ -100,9 +98,7 @@ class Rounds:
             Refusal: malformed, of another fleet, late, twice, of a stranger, or of another state.
         """
         with refusing(Code.MALFORMED):
-            answer = data
-            if not isinstance(data, TaskReply):
-                answer = TaskReply.from_bytes(data)
+            answer = data if isinstance(data, TaskReply) else TaskReply.from_bytes(data)
         if answer.fleet != self.charter.id:
             raise Refusal(
                 Code.OTHER_FLEET,

@@ -130,9 +130,7 @@ class Helper:
     def end_if_idle(self, idle_s: float | None = None) -> None:
         """End the process if it has been idle for `idle_s` seconds (None: its own limit)."""
         waited_s = time.monotonic() - self._used
-        least_s = idle_s
-        if idle_s is None:
-            least_s = self.idle_s
+        least_s = self.idle_s if idle_s is None else idle_s
         if self._process is not None and waited_s > least_s and self._lock.acquire(False):
             try:
                 self._kill()

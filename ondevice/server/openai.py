@@ -104,8 +104,9 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the turn for a chat template."""
-        text = self.content
-        if not isinstance(self.content, str):
+        if isinstance(self.content, str):
+            text = self.content
+        else:
             text = "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 

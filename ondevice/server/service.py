@@ -160,9 +160,7 @@ class Cgroup:
         self.folder: Path | None = None
         self._home: Path | None = None
         try:
-            line = own
-            if own is None:
-                line = Path("/proc/self/cgroup").read_text()
+            line = Path("/proc/self/cgroup").read_text() if own is None else own
             names = [text[3:].strip("/") for text in line.splitlines() if text.startswith("0::")]
             if names and (root / "cgroup.controllers").is_file():
                 self._home = self._delegated(root / names[0])

@@ -16,8 +16,9 @@ router = APIRouter(prefix="/v1", tags=["thumbs"])
 @router.post("/thumbs", response_model=schemas.Thumb)
 def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
     """Store a rating of a reply. Rating the same reply again keeps its id."""
-    prompt = body.prompt
-    if not isinstance(body.prompt, str):
+    if isinstance(body.prompt, str):
+        prompt = body.prompt
+    else:
         prompt = [turn.model_dump() for turn in body.prompt]
     return thumbs.judge(daemon.store, prompt, body.answer, body.liked, body.model, body.adapter)
 
