@@ -12,6 +12,7 @@ import torch
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.mesp.memory import memory
+from ondevice.methods.mesp.torch.checkpointed import _checkpointed
 from ondevice.models import load_model, open_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 from tests.methods.mesp.torch.live import LiveBytes
@@ -109,6 +110,33 @@ def test_blocks_that_read_each_other_in_hidden_ways_have_exact_gradients(tmp_pat
     expected, theirs = exact(hooked(), start, opened.config.scale, ids, labels)
     assert loss == pytest.approx(expected, rel=1e-6)
     assert max(errors(ours, theirs).values()) <= 1e-6
+
+
+def test_a_block_that_is_computed_again_sees_the_dictionary_of_its_first_call() -> None:
+    """The third block writes over what the second one read."""
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    x = torch.tensor([5.0, 7.0], requires_grad=True)
+
+    def first(x: torch.Tensor, *, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared["keys"] = x * weight
+        return x * x
+
+    def second(x: torch.Tensor, *, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (x * shared["keys"]).sin()
+
+    def third(x: torch.Tensor, *, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared["keys"] = x * 0
+        return x * x
+
+    def gradients(wrapped: Any) -> tuple[torch.Tensor, ...]:
+        shared: dict[str, torch.Tensor] = {}
+        h = x
+        for block in (first, second, third):
+            h = wrapped(block)(h, shared=shared)
+        return torch.autograd.grad(h.sum(), (x, weight))
+
+    for ours, theirs in zip(gradients(_checkpointed), gradients(lambda block: block), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_settings_of_the_hand_written_pass_are_refused(tmp_path: Path) -> None:
