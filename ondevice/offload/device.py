@@ -107,9 +107,7 @@ class CudaDevice(Device):
     type = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
-        self.index = index
-        if index is None:
-            self.index = torch.cuda.current_device()
+        self.index = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", self.index)
         with torch.cuda.device(self.index):
             self.streams = {

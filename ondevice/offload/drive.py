@@ -133,9 +133,7 @@ class Drive:
         Raises:
             OSError: what the system reports.
         """
-        call = os.preadv
-        if write:
-            call = os.pwritev
+        call = os.pwritev if write else os.preadv
         view = chunk.numpy().data
         done = 0
         while done < len(view):

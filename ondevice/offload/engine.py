@@ -7,6 +7,7 @@ import json
 import os
 import time
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,14 +23,19 @@ from ondevice.nn.memory import memory_errors
 from ondevice.offload.bus import throttled
 from ondevice.offload.device import Spans, Timeline, open_device
 from ondevice.offload.liger import patch_layers, use_liger
+from ondevice.offload.overdue import Overdue
 from ondevice.offload.units import SINGLE, Joined, Ranks, cut
-from ondevice.offload.worker import Watch
+from ondevice.offload.worker import Watch, Worker
 
 if TYPE_CHECKING:
     from ondevice.models import Family, LoadedModel
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.passes import Passes
+    from ondevice.offload.transfers import Transfers
     from ondevice.offload.units import Arrays
+
+FIRST = -(1 << 40)
+"""Priority of a task that comes before all others."""
 
 
 class OffloadEngine:
@@ -65,6 +71,16 @@ class OffloadEngine:
         self.began: float | None = None  # of the last pass, if it was a step's
         self.overlap: Overlap | None = None
         self.spans: Spans = []
+        self.overdue: Overdue | None = None
+
+    def _meet_ranks(self, transfers: Transfers, workers: Iterable[Worker]) -> None:
+        """Watch over what several ranks do together; their threads use this rank's device."""
+        if self.ranks.single:
+            return
+        self.overdue = Overdue(self.watch, self.ranks)
+        transfers.expect = self.overdue.expect
+        for worker in workers:
+            worker.submit("its device", self.device.enter, FIRST)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64
@@ -98,9 +114,7 @@ class OffloadEngine:
         if self.began is not None:
             self.spans = spans
             self.overlap = overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
-        self.began = None
-        if step:
-            self.began = now
+        self.began = now if step else None
         return seen
 
     def _labelled(self, labels: np.ndarray) -> int:

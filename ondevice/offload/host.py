@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.core.errors import CheckpointError, MissingPackageError
+from ondevice.core.errors import MissingPackageError
 from ondevice.offload.device import buffer
-from ondevice.offload.units import array_name, extent
+from ondevice.offload.units import array_name, checked_array, extent
 from ondevice.runtime_ops import layer_adam
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from ondevice.offload.units import Arrays, Unit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RESUME_HINT = (
+    "resume with the same settings and version, with a compiler if one wrote it; or begin a new run "
+    "from the checkpoint's folder model/"
+)
 FIELD_BYTES = 64
 """Moments begin at multiples of it in one run of bytes."""
 
@@ -64,9 +68,7 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
     fields = {}
     offset = 0
     for name, like in layer_adam.Moments.empty(0, kind).tensors().items():
-        count = numel
-        if name.endswith("_scale"):
-            count = -(-numel // 128)
+        count = -(-numel // 128) if name.endswith("_scale") else numel
         size = count * like.element_size()
         fields[name] = memory[offset : offset + size].view(like.dtype)
         offset += -(-size // FIELD_BYTES) * FIELD_BYTES
@@ -75,15 +77,9 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
 
 def moments_bytes(numel: int, kind: str) -> int:
     """Return the bytes that `moments_in` needs."""
-    each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
-    scales = 0
-    if kind == "int8":
-        scales = 2 * 4 * -(-numel // 128)
-    return (
-        sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each)
-        + scales
-        + 2 * FIELD_BYTES
-    )
+    each = {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
+    scales = 4 * -(-numel // 128) * (kind == "int8")
+    return 2 * (-(-numel * each // FIELD_BYTES) * FIELD_BYTES + scales + FIELD_BYTES)
 
 
 def is_split(config: EngineConfig) -> bool:
@@ -228,19 +224,8 @@ class HostStore:
             if tensor.dtype == torch.bfloat16:
                 target = tensor.view(torch.uint16)
             low, count, size = extent(part, unit)
-            value = arrays.get(f"{part}/{unit.key}")
-            if (
-                value is None
-                or tuple(value.shape) != (size,)
-                or value.dtype != target.numpy().dtype
-            ):
-                raise CheckpointError(
-                    f"the checkpoint does not fit: {part}/{unit.key}",
-                    expected=f"{target.numpy().dtype} {[size]}",
-                    received=None if value is None else f"{value.dtype} {list(value.shape)}",
-                    hint="resume with the same settings and version, with a compiler if one wrote it; or "
-                    "begin a new run from the checkpoint's folder model/",
-                )
+            dtype = target.numpy().dtype
+            value = checked_array(arrays, f"{part}/{unit.key}", (size,), dtype, RESUME_HINT)
             target[:count].copy_(torch.from_numpy(value[low : low + count]))
         return parts
 

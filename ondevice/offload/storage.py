@@ -381,9 +381,7 @@ class TierFile:
             self._changed.notify_all()
 
     def _meter(self, job: Job) -> Meter:
-        if job.write:
-            return self._writes
-        return self._reads
+        return self._writes if job.write else self._reads
 
     def _error(
         self, job: Job, what: str, expected: Any = None, received: Any = None, *, offset: int
@@ -393,6 +391,4 @@ class TierFile:
 
 
 def _done(job: Job) -> str:
-    if job.write:
-        return "written"
-    return "read"
+    return "written" if job.write else "read"

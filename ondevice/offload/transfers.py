@@ -138,9 +138,7 @@ class Transfers:
 
     def _ended(self, lane: Lane, unit: Unit, started: Event, moved: Tensor | None) -> Event:
         event = self.device.record(lane)
-        size = 0
-        if moved is not None:
-            size = moved.nbytes
+        size = 0 if moved is None else moved.nbytes
         self.timeline.span(lane, unit.name, started, event, size)
         return event
 

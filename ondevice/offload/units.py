@@ -200,9 +200,7 @@ def shard(unit: Unit, rank: int, world: int) -> Unit:
             shape = (count,)
         else:
             continue
-        offset = 0
-        if count:
-            offset = first - low
+        offset = (first - low) * (count > 0)
         pieces.append(
             replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset)
         )
@@ -339,9 +337,7 @@ SINGLE = Ranks()
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:
     """Return of an array of a unit's state the first element that a shard has, how many it has, and
     how many there are; scales of moments are one for 128 elements."""
-    each = 1
-    if part.endswith("_scale"):
-        each = TILE
+    each = TILE if part.endswith("_scale") else 1
     return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
 
 
@@ -357,6 +353,23 @@ def array_name(part: str, unit: Unit) -> str:
 def unit_key(name: str) -> str:
     """Return `Unit.key` of an array's name."""
     return name.partition("/")[2].partition("@")[0]
+
+
+def checked_array(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any, hint: str) -> Any:
+    """Return an array of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or of another size or type.
+    """
+    value = arrays.get(name)
+    if value is None or tuple(value.shape) != shape or value.dtype != dtype:
+        raise CheckpointError(
+            f"the checkpoint does not fit: {name}",
+            expected=f"{dtype} {list(shape)}",
+            received=None if value is None else f"{value.dtype} {list(value.shape)}",
+            hint=hint,
+        )
+    return value
 
 
 class Joined:

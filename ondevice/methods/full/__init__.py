@@ -51,7 +51,7 @@ def step_cost(
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
     # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes
-    # two moments. Beside bfloat16 weights these and the masters' lower halves are 10 bytes a
+    # two moments. Next to bfloat16 weights these and the masters' lower halves are 10 bytes a
     # parameter.
     update = 13
     if weight_bytes >= 4 * dims.parameters:

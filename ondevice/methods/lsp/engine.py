@@ -23,11 +23,10 @@ from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
 from ondevice.methods.lsp.projected import PastChange, ProjectedUnit, split, widen
-from ondevice.methods.lsp.updates import LATER, Updates
+from ondevice.methods.lsp.updates import Updates
 from ondevice.offload.engine import OffloadEngine, host_threads
 from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
-from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.transfers import Activations, Slot
 from ondevice.offload.units import SINGLE, Piece, Ranks, Unit
@@ -92,13 +91,7 @@ class LspEngine(OffloadEngine):
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
         lanes = (self.device, self.timeline, self.watch)
         self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads, ranks)
-        self.overdue = None
-        if not ranks.single:
-            self.overdue = Overdue(self.watch, ranks)
-        if self.overdue is not None:
-            self.updates.transfers.expect = self.overdue.expect
-            for worker in self.updates.workers:
-                worker.submit("its device", self.device.enter, -LATER)
+        self._meet_ranks(self.updates.transfers, self.updates.workers)
         try:
             self._assemble(family)
         except BaseException:  # no thread stays where memory does not suffice
@@ -119,17 +112,7 @@ class LspEngine(OffloadEngine):
         self._attach()
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled
-        token.
-
-        Returns before the last updates have arrived; the next calls wait for them.
-
-        Raises:
-            DataError: no token of the batch is labelled.
-            ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs, and the message names the layer; or a step failed
-                before.
-        """
+        """Run one AdamW step on int64 [B, T] of all ranks, as `SlideformerEngine.step` does."""
         count = self._labelled(labels)
         rows = self.ranks.rows(len(ids))
         self._open(True)

@@ -108,17 +108,14 @@ def host_memory(
     own += sum(shape.numel - table for shape in shapes if shape.kind != "layer")
     small = dims.parameters - dims.layers * dims.block_parameters - (2 - dims.tied) * table
     in_subspaces = narrow(dims, config)
+    inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     widest = max(sum(shape.numel for shape in shapes if shape.kind == kind) for kind in KINDS)
     parts = {
         "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
         "gradients": (waiting * layer + own + small) * item,
         "updates": in_subspaces * item + 4 * widest,
-        "weights on the host": dims.layers * dims.block_parameters * item
-        if slides(dims, config)
-        else 0,
-        "inputs on the host": dims.layers * batch_size * length_tokens * dims.hidden * item
-        if config.activations == "host"
-        else 0,
+        "weights on the host": dims.layers * dims.block_parameters * item * slides(dims, config),
+        "inputs on the host": inputs * (config.activations == "host"),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -145,9 +142,7 @@ def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: in
         folds = shape.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
         copy = layer * item * (shape.kind == "layer" and config.weight_placement == "host")
         folding = FOLDING_BYTES * min(shape.rows * shape.columns, FOLDED) + copy
-        gradient = 0
-        if shape.kind != "head":
-            gradient = shape.rows * shape.columns * item
+        gradient = shape.rows * shape.columns * item * (shape.kind != "head")
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most
 

@@ -242,9 +242,7 @@ def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
     text += f"; {products}, {current.saved:.3g} of weight gradients are saved"
     if current.unhidden is None or zero.unhidden is None:
         return text
-    bus = "the bus"
-    if at.simulated:
-        bus = "a simulated bus"
+    bus = "a simulated bus" if at.simulated else "the bus"
     speeds = f"{(at.to_host or 0) / 1e9:.3g} GB/s"
     busy = f"{(current.to_host_s or 0) + (current.to_device_s or 0):.3g} s"
     zeros = f"{(zero.to_host_s or 0) + (zero.to_device_s or 0):.3g} s"

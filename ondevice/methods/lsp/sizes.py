@@ -116,9 +116,7 @@ def bus_bytes(
     fetches = 2 * dims.layers - min(
         config.window, dims.layers
     )  # up and down; the uppermost are there when it turns
-    sliding = 0
-    if slides(dims, config):
-        sliding = fetches * dims.block_parameters * item
+    sliding = fetches * dims.block_parameters * item * slides(dims, config)
     return moved + kept, moved + kept + sliding
 
 

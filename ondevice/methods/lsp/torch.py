@@ -21,7 +21,7 @@ from ondevice.models.save import as_numpy
 from ondevice.nn.memory import memory_errors
 from ondevice.offload.engine import EngineSession, join
 from ondevice.offload.host import DTYPES
-from ondevice.offload.units import SINGLE, Ranks, array_name
+from ondevice.offload.units import SINGLE, Ranks, array_name, checked_array
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
@@ -233,15 +233,9 @@ def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) ->
     stored = torch.uint16
     if like.dtype != torch.bfloat16:
         stored = like.dtype
-    value = saved.get(name)
     dtype = torch.empty(0, dtype=stored).numpy().dtype
-    if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:
-        raise CheckpointError(
-            f"the checkpoint does not fit: {name}",
-            expected=f"{dtype} {list(like.shape)}",
-            received=None if value is None else f"{value.dtype} {list(value.shape)}",
-            hint="resume with the settings that wrote it",
-        )
+    hint = "resume with the settings that wrote it"
+    value = checked_array(saved, name, tuple(like.shape), dtype, hint)
     return torch.from_numpy(np.array(value[slice(0, len(like)) if span is None else span]))
 
 
@@ -253,10 +247,7 @@ def open_session(
     Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.
     """
     ranks, where = join(device or "cpu", config.timeout_s)
+    kind = Follower if ranks.rank else Leader
     if ranks.single:
         kind = LspSession
-    elif ranks.rank:
-        kind = Follower
-    else:
-        kind = Leader
     return kind(loaded, ranks.settings(config), where, seed, ranks)

@@ -173,9 +173,7 @@ class FullWidth(Coupling):
 
     def __init__(self, family: Family, bits: int) -> None:
         super().__init__(family)
-        g = 0.0
-        if bits:
-            g = 2.0**-bits
+        g = 2.0**-bits * (bits > 0)
         self.late = g / (1 - g)
         first = Mix(0.0, 1 - g)
         if bits:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
 CHUNK = 1 << 24
-"""Elements that an update works on at once (`updates.CHUNK`), in four float32 copies where it needs
+"""Elements that an update works on at once (`updates.CHUNK`), in four float32 copies if it needs
 any."""
 STREAM_COPIES = 3
 """Copies of the streams, float32, that a step back holds in addition to the branch and the ends."""
@@ -66,21 +66,15 @@ def memory(
         config.streams
     ]  # float32 streams are summed in float64
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
-    beside = 0
-    if config.gamma_bits_on == "device":
-        beside = _beside(dims, config)
-    norms = 0
-    if config.coupling == "paper":
-        norms = 4 * dims.layers
+    beside = _beside(dims, config) * (config.gamma_bits_on == "device")
+    norms = 4 * dims.layers * (config.coupling == "paper")
     ends = 0
     if not stored:
         ends = width * (stream + 4) + beside + norms
         activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
     logits = loss_bytes(dims, tokens, config.loss_tiles)
     copies = activation_bytes < 4 or config.optimizer in ("adafactor", "adamw8bit")
-    update = 0
-    if copies and not config.stage1_only:
-        update = 16 * min(CHUNK, dims.vocab * dims.hidden)
+    update = 16 * min(CHUNK, dims.vocab * dims.hidden) * (copies and not config.stage1_only)
     return {
         "adapter": adapters * 4,
         "gradients": live * item,
@@ -113,23 +107,19 @@ def host_memory(
     bits = _beside(dims, config)
     if not bits or config.recompute == "stored" or config.gamma_bits_on == "device":
         return {}
-    return {"bits beside the streams": tokens * bits}
+    return {"bits next to the streams": tokens * bits}
 
 
 def _beside(dims: ModelDims, config: RevffnConfig) -> int:
     """Bytes a token of the bits that the steps' sums do not hold."""
-    bits = 0
-    if config.coupling == "full" and config.streams == "int32":
-        bits = config.gamma_bits
+    bits = config.gamma_bits * (config.coupling == "full" and config.streams == "int32")
     return (dims.layers - 1) * dims.hidden * bits // 8
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
     """Count the numbers of P_up and P_down around the attention and the MLP of every layer, which
     half-width streams have."""
-    if config.coupling == "full":
-        return 0
-    return dims.layers * 4 * dims.hidden * (dims.hidden // 2)
+    return dims.layers * 4 * dims.hidden * (dims.hidden // 2) * (config.coupling != "full")
 
 
 def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
@@ -142,9 +132,7 @@ def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
     if dims.experts:
         width = getattr(dims, "expert_intermediate", dims.intermediate)
         sides += dims.experts * (3 * width + 2 * dims.hidden)
-    adapters = 0
-    if config.coupling != "full":
-        adapters = 6 * dims.hidden * dims.layers
+    adapters = 6 * dims.hidden * dims.layers * (config.coupling != "full")
     return 4 * (
         dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden)
     )
@@ -165,7 +153,7 @@ def _a_row_at_once(config: RevffnConfig, batch_size: int) -> RevffnConfig | None
 MEMORY = MemoryModel(
     memory,
     host=host_memory,
-    host_note="the bits beside the streams wait in pinned host memory",
+    host_note="the bits next to the streams wait in pinned host memory",
     host_hint="method.gamma_bits_on: device, fewer rows",
     reductions=(
         Reduction("method.optimizer: adafactor", _less_optimizer_state),

@@ -7,8 +7,8 @@ becomes (v, w) with
     w = past * u + (1 - past) * v + scale * branch(v)        (past = 1 leaves the middle term out)
 
 where a branch is a layer's attention or MLP with its norm, or both (`part`), between two small
-matrices where the streams have half the width. `config.json` lists the steps. At the end the final
-norm reads both halves, or, where both streams have the whole width, v + late * (v - u). There is no
+matrices if the streams have half the width. `config.json` lists the steps. At the end the final
+norm reads both halves, or, if both streams have the whole width, v + late * (v - u). There is no
 key-value cache: generation computes the whole sequence for every token.
 """
 

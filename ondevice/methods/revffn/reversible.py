@@ -56,9 +56,9 @@ class Saved:
         length_tokens: T.
         side: by step, the packed low bits that its sum does not hold; of a crossed step, its
             tokens' norms.
-        stored: by step, its older input, where that was kept instead of rebuilt.
+        stored: by step, its older input, if that was kept instead of rebuilt.
         ids: int64 [B, T], which the streams began with.
-        sums: by step, the sum of the older stream that it reads, int64 []; where the backward pass
+        sums: by step, the sum of the older stream that it reads, int64 []; if the backward pass
             rebuilds each bit.
     """
 

@@ -3,7 +3,7 @@ step.
 
 A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the
 branch is in it). Its inverse gives u from (v, w) and the same branch. In fixed point both are
-integer arithmetic, so u comes back without a differing bit; where `past` is +-2^-bits, the `bits`
+integer arithmetic, so u comes back without a differing bit; if `past` is +-2^-bits, the `bits`
 low bits of u that the shift drops are kept apart.
 
 The scale of fixed-point streams is chosen for a model, and overflows are looked for in every
@@ -160,9 +160,7 @@ class FixedStreams:
         added.add_(v)
         if not mix.past:
             return added, None
-        sign = -1
-        if mix.past > 0:
-            sign = 1
+        sign = 1 if mix.past > 0 else -1
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
         return added, pack(u, mix.bits)
 

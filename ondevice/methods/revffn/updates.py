@@ -49,7 +49,7 @@ class Rule(Protocol):
 
 
 class ParameterWriter:
-    """A parameter that is updated chunk by chunk: float32 in between, rounded once where it has
+    """A parameter that is updated chunk by chunk: float32 in between, rounded once if it has
     fewer bits."""
 
     def __init__(self, parameter: Tensor, key: int | None) -> None:

@@ -147,9 +147,7 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     layer = dims.block_parameters
     moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
-    waits = 0.0
-    if not config.keeps_tables:
-        waits = tokens * dims.hidden / rates.parameters_s
+    waits = tokens * dims.hidden / rates.parameters_s * (not config.keeps_tables)
     if config.kept_layers < dims.layers:
         copies = moved / (rates.d2h_bytes_s or 50e9) + moved / (rates.h2d_bytes_s or 50e9)
         waits += max(0.0, layer / rates.parameters_s + copies - hidden)
@@ -188,12 +186,8 @@ def _why(
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     longest = max(lanes, key=lambda lane: lanes[lane])
     need = needed_bytes(config, dims, work)
-    tables = ""
-    if config.keeps_tables:
-        tables = "tables and "
-    least = ""
-    if work.world > 1:
-        least = "; all ranks take the least that any of them chose"
+    tables = "tables and " * config.keeps_tables
+    least = "; all ranks take the least that any of them chose" * (work.world > 1)
     return (
         f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
         f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "

@@ -199,9 +199,7 @@ class DiskStates:
             file.close()
 
     def _state_bytes(self, unit: Unit) -> int:
-        low = 0
-        if self.split and unit.index in self.weight_records:
-            low = 2 * unit.numel
+        low = 2 * unit.numel * (self.split and unit.index in self.weight_records)
         return self._low_at(unit) + low
 
     def _low_at(self, unit: Unit) -> int:

@@ -29,7 +29,6 @@ from ondevice.methods.slideformer.window import Window
 from ondevice.models.save import FILE_NAME, as_numpy, save_description, save_weights
 from ondevice.nn.memory import memory_errors
 from ondevice.offload.engine import EngineSession, OffloadEngine, host_threads, join
-from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.transfers import Activations
 from ondevice.offload.units import SINGLE, Ranks, unit_key
@@ -69,9 +68,6 @@ class SlideformerEngine(OffloadEngine):
             self.disk = open_disk(self.units, config, self.device, self.timeline, self.watch, ranks)
         self.transfers = Worker("transfer", self.watch)
         self.updates = Worker("update", self.watch)
-        self.overdue = None
-        if not ranks.single:
-            self.overdue = Overdue(self.watch, ranks)
         try:
             self._allocate(family)
         except BaseException:  # no file and no thread stays where memory does not suffice
@@ -86,15 +82,11 @@ class SlideformerEngine(OffloadEngine):
             states = self.disk.states
             inputs = self.disk.activations
         self.store = TieredStore(self.units, config, self.device, states, ranks)
-        if not ranks.single:
-            for worker in (self.transfers, self.updates):
-                worker.submit("its device", self.device.enter)
         shared = (self.units, self.store, config, self.device, self.timeline)
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
         self.updater = Updater(*shared, self.updates, self.watch, threads, states)
         self.window = Window(*shared, self.transfers, self.updater)
-        if self.overdue is not None:
-            self.window.transfers.expect = self.overdue.expect
+        self._meet_ranks(self.window.transfers, (self.transfers, self.updates))
         self.activations = Activations(self.device, self.timeline, config.activations, inputs)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -345,7 +337,5 @@ def open_session(
     ranks, where = join(device or "cpu", config.timeout_s)
     if ranks.single:
         return SlideformerSession(loaded, config, where, ranks)
-    kind = Leader
-    if ranks.rank:
-        kind = Follower
+    kind = Follower if ranks.rank else Leader
     return kind(loaded, agreed(config, ranks), where, ranks)

@@ -84,9 +84,7 @@ class Window:
         stays = (
             units.head in kept
         )  # its tiles are parts of one table, and so are those of its gradient
-        count = 1
-        if not stays:
-            count = min(2, len(self.tiles))
+        count = 1 if stays else min(2, len(self.tiles))
         if count == 1:
             size = ranks.padded(units.head)
         else:
@@ -160,9 +158,7 @@ class Window:
         """Return the tile's part of `slot`, which has only that tile or, for a resident head, the
         table."""
         low, high = self.tiles[tile]
-        first = 0
-        if self.units.head.index in self.resident:
-            first = low
+        first = low * (self.units.head.index in self.resident)
         return slot.memory[first * self.width : (first + high - low) * self.width]
 
     def run(
