@@ -62,10 +62,10 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
     ("method", "backend", "most"),
     [
         ("mesp", "torch", 60),
-        ("lora", "torch", 51),
+        ("lora", "torch", 45),
         ("mesp", "mlx", 50),
         ("prge", "torch", 58),
-        ("slideformer", "torch", 71),
+        ("slideformer", "torch", 64),
     ],
 )
 def test_a_run_calls_few_files(

@@ -50,9 +50,7 @@ class Projected:
 
     def making(self, rows: int | None = None) -> int:
         """Return multiplications of P D Q^T, or of some of its rows."""
-        count = rows
-        if rows is None:
-            count = self.rows
+        count = self.rows if rows is None else rows
         return (
             count
             * self.right
