@@ -16,8 +16,11 @@ def flip(first: int) -> None:
     """Let each measurement give another value at each call, beginning with that of `first`."""
     calls = count(first)
     precision.has_bfloat16_units = lambda: next(calls) % 2 == 0
-    SlideformerConfig.fixed = lambda self: self.model_copy(
-        update={"window": 2 + next(calls) % 2, "gradient_buffers": 2 + next(calls) % 3}
+    SlideformerConfig.fixed = lambda self: self.decided(
+        window=2 + next(calls) % 2,
+        resident_layers=0,
+        resident_tables=False,
+        gradient_buffers=2 + next(calls) % 3,
     )
 
 
