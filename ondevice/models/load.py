@@ -92,7 +92,7 @@ def load_model(
         # The rotary frequencies, which are not parameters, stay in float32.
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(torch_dtype)
-        loaded.model.to(torch_device)
+        _move(loaded.model, torch_device)
         _check_head(source, {}, loaded.dims, classes)
         return loaded
     dims, family = dims_and_family(source, revision)
@@ -113,7 +113,7 @@ def load_model(
     if has_own_head:  # transformers leaves it untied, but its configuration still says tied
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
-    model.to(torch_device)
+    _move(model, torch_device)
     return wrap(model, tokenizer, family, info, dims)
 
 
@@ -193,6 +193,10 @@ def _load_weights(
             f"{folder}: the weights lack a tensor", received=received, hint="copy the model again"
         )
     return model
+
+
+def _move(model: Any, device: torch.device) -> None:
+    model.to(device)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

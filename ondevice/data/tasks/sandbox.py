@@ -198,7 +198,10 @@ class _Counted(NodeTransformer):
             name = nodes.Const(operand.op, lineno=node.lineno)
             parts.append(_call("compared", [name, left, operand.expr], node))
             left = operand.expr
-        return functools.reduce(lambda first, second: nodes.And(first, second), parts)
+        result = parts[0]
+        for part in parts[1:]:
+            result = nodes.And(result, part)
+        return result
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
