@@ -61,10 +61,10 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 60),
+        ("mesp", "torch", 50),
         ("lora", "torch", 45),
         ("mesp", "mlx", 50),
-        ("prge", "torch", 58),
+        ("prge", "torch", 54),
         ("slideformer", "torch", 64),
     ],
 )

@@ -28,17 +28,19 @@ from ondevice.planning.estimate import plan_run
 from ondevice.planning.fits import ensure_fits, memory_limit
 from ondevice.planning.precision import with_precision
 from ondevice.training.callbacks import Callback
-from ondevice.training.decisions import (
+from ondevice.training.events import Sink
+from ondevice.training.fit import Options, Trained, fit, read_rows_of, train_model
+from ondevice.training.identity import (
     DATE,
     LENGTH,
     METHOD_NAME,
+    date_of,
+    iso,
     placement_of,
     recorded_decisions,
     with_decisions,
     with_placement,
 )
-from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
-from ondevice.training.identity import date_of, iso
 from ondevice.training.length import with_length
 
 if TYPE_CHECKING:

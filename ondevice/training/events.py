@@ -68,7 +68,7 @@ class Start(Event):
     said: list[str] = field(default_factory=list)
     """The choices for the run, in sentences: the method, if none was named, and the precision."""
     decided: dict[str, Any] = field(default_factory=dict)
-    """The same choices by dotted key, for a resume (`decisions.py`)."""
+    """The same choices by dotted key, for a resume (`identity.py`)."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, threads and processor, which may change the last bits (`identity.py`)."""
     data: dict[str, Any] = field(default_factory=dict)

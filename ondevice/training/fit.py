@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ondevice.data import Dataset
     from ondevice.data.readers.objects import PythonRows
 
-Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
 """Folders of a run for its trained weights."""
 WINDOWS_FILE = "stream.json"

@@ -1,8 +1,12 @@
-"""What a run computes with beyond its settings: its rows as they are trained, its template, its tokenizer, its machine.
+"""What a run computes with beyond its settings: rows as they are trained, template, tokenizer, machine, own choices.
 
 A resume compares both groups with the log. Rows, template and tokenizer decide every loss, so a change is refused by
 name, unless `train.accept_changes` takes it. Libraries, threads and processor may change the last bits only: the run
 goes on, and says so.
+
+A choice that a run made for itself may follow a measurement, the free memory or the installed packages, so making it
+again could give another one. Rank 0 decides for all ranks, the head of the log keeps the choice as a value by dotted
+key, and a resumed run takes it from there.
 """
 
 from __future__ import annotations
@@ -20,13 +24,19 @@ from ondevice.data.examples import rows_sha256, template_sha256, tokenizer_sha25
 from ondevice.data.readers.files import check_source, hash_files
 from ondevice.data.tasks.task import is_template
 from ondevice.training import events
+from ondevice.training.events import FILE_NAME, read_start
 
 if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
     from ondevice.data.readers.objects import PythonRows
 
 DATE = "data.date"
 """Key of a run's decisions: the date and time that its chat template sees, in ISO format and local time."""
+METHOD_NAME = "method.name"
+LENGTH = "data.max_length_tokens"
+PLACEMENT = "placement."
+"""Prefix of settings that the run file leaves as `auto`. They do not change results, so they are not in an identity."""
 ENCODED = "encoded"
 """Key of an identity: digests of what the rows became."""
 NAMES = {
@@ -135,3 +145,52 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, li
 def identity_of(start: events.Start) -> dict[str, Any]:
     """Return the settings that a resume must have in common with the run, as JSON values."""
     return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})
+
+
+def recorded_decisions(out: Path) -> dict[str, Any]:
+    """Return what the run in `out` decided, by dotted key; nothing if there is no log."""
+    start = read_start(out / FILE_NAME)
+    # An older log has no date of its own; its rows were rendered when it began.
+    if start is None:
+        return {}
+    return {DATE: iso(start.time_s), **start.decided}
+
+
+def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:
+    """Return the run file with recorded choices in place of those that it leaves open."""
+    name = decided.get(METHOD_NAME)
+    if config.chosen and name is not None and name != config.method.name:
+        config = config.with_method(name)
+    for key, value in decided.items():
+        section_name, _, field = key.partition(".")
+        section = getattr(config, section_name, None)
+        if key == METHOD_NAME or section is None or field not in type(section).model_fields:
+            continue
+        if field not in section.model_fields_set or getattr(section, field) is None:
+            config = config.model_copy(
+                update={section_name: section.model_copy(update={field: value})}
+            )
+    return config
+
+
+def with_placement(config: RunConfig, decided: dict[str, Any]) -> RunConfig | None:
+    """Return the run file with the recorded placement in place of `auto`; None if there is nothing to replace."""
+    method = config.method
+    known = {
+        field: decided[PLACEMENT + field]
+        for field in type(method).model_fields
+        if getattr(method, field) == "auto" and PLACEMENT + field in decided
+    }
+    if known:
+        return config.model_copy(update={"method": method.model_copy(update=known)})
+    return None
+
+
+def placement_of(config: RunConfig, resolved: Any) -> dict[str, Any]:
+    """Return what was decided for the settings that `config` leaves as `auto`."""
+    open_fields = (
+        field
+        for field in type(config.method).model_fields
+        if getattr(config.method, field) == "auto"
+    )
+    return {PLACEMENT + field: getattr(resolved, field) for field in open_fields}
