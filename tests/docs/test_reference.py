@@ -177,3 +177,19 @@ def test_every_command_of_the_pages_has_its_verb_and_its_flags(root: Path) -> No
                 for flag in sorted(named - flags)
             ]
     assert wrong == [] and seen > 150
+
+
+def test_the_modules_that_the_architecture_page_names_exist(root: Path) -> None:
+    text = (root / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?)`", text)
+    for folder, rows in re.findall(r"\| Modules? of `([a-z/]+/)`.*\n.*\n((?:\|.*\n)+)", text):
+        for row in rows.splitlines():
+            named += [folder + module for module in re.findall(r"`(\w+)/?`", row.split("|")[1])]
+    assert len(named) > 50
+    rooms = (root, root / "ondevice")
+    missing = [
+        name
+        for name in named
+        if not any((room / name).exists() or (room / f"{name}.py").exists() for room in rooms)
+    ]
+    assert missing == []
