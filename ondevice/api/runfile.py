@@ -12,7 +12,6 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import DEFAULT_METHOD, method_config, methods, spec_of
 from ondevice.core.registry import method as registry_method
 from ondevice.core.untrusted import yaml_documents
-from ondevice.training.loggers import check_installed
 
 if TYPE_CHECKING:
     MethodConfig = Any
@@ -190,6 +189,8 @@ class RunConfig(StrictConfig):
                 hint="--validation-split 0.1 keeps a tenth of the rows from training",
             )
         if self.train.report_to:
+            from ondevice.training.loggers import check_installed
+
             check_installed(self.train.report_to)
 
 
