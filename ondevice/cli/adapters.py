@@ -72,7 +72,9 @@ def _model_and_adapter(
             received=f"{left[0]} and {adapter}",
         )
     if model is None or adapter is None:
-        missing = "model" if model is None else "adapter"
+        missing = "adapter"
+        if model is None:
+            missing = "model"
         raise ConfigError(f"no {missing} is given", expected=f"MODEL ADAPTER, or --{missing}")
     return model, adapter
 

@@ -82,7 +82,9 @@ def show_plan(plan: dict[str, Any]) -> None:
     """Print the plan of a dry run: bytes by part, and whether it fits."""
     parts = {part: mebibytes(size) for part, size in plan["parts_bytes"].items()}
     table(parts, title=plan["model"])
-    verdict = "fits" if plan["fits"] else "does not fit"
+    verdict = "does not fit"
+    if plan["fits"]:
+        verdict = "fits"
     total = mebibytes(plan["total_bytes"])
     usable = mebibytes(plan["usable_bytes"])
     out.print(f"{total} of {usable} usable: {verdict}", markup=False)

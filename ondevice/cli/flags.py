@@ -225,7 +225,9 @@ def with_settings(
             parameters = [_parameter("first", FirstModel)]
         parameters.append(_parameter("config", Config))
         for argument, option in options.items():
-            default = False if option.type is bool else None
+            default = None
+            if option.type is bool:
+                default = False
             parameters.append(_parameter(argument, option.annotation, default))
         parameters.append(_parameter("settings", Settings))
         for parameter in own.values():

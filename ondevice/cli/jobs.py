@@ -147,7 +147,9 @@ def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> 
         print_json({"adapters": rows})
         return
     for row in rows:
-        active = "  active" if row["active"] else ""
+        active = ""
+        if row["active"]:
+            active = "  active"
         out.print(
             f"{row['id']}  rank {row['rank']}  {row['base_model']}  {row['name']}{active}",
             markup=False,
@@ -244,7 +246,9 @@ def list_thumbs(
         return
     for row in rows:
         model = f"{row['model']} with {row['adapter']}" if row["adapter"] else row["model"]
-        thumb = "up" if row["liked"] else "down"
+        thumb = "down"
+        if row["liked"]:
+            thumb = "up"
         reply = " ".join(row["answer"].split())
         out.print(f"{row['id']}  {thumb:4}  {model}  {reply[:60]}", markup=False)
 

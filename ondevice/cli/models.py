@@ -34,7 +34,9 @@ def models(
     if remove is not None:
         model = find_stored(remove) if dry_run else remove_model(remove)
         values: dict[str, Any] = {"removed": model.to_dict(), "dry_run": dry_run}
-        verb = "would delete" if dry_run else "deleted"
+        verb = "deleted"
+        if dry_run:
+            verb = "would delete"
         show(values, f"{verb} {model.source}, {size_text(model.bytes)}", json)
         return
 

@@ -393,7 +393,9 @@ class Guard:
             return refusal
         if secret or session:
             self.tries.failed(address)
-        message = "unknown token" if secret or session else "this server needs a token"
+        message = "this server needs a token"
+        if secret or session:
+            message = "unknown token"
         hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
         if not security.has_tokens(self.daemon.store):
             message = security.NONE_LEFT

@@ -162,7 +162,9 @@ def _dtype(source: str) -> str:
     if not source.startswith(TINY_PREFIX):
         config = config_of(source)[0]
     stored = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if stored == "bfloat16" else "float32"
+    if stored == "bfloat16":
+        return "bfloat16"
+    return "float32"
 
 
 def check_room_here(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:

@@ -190,7 +190,9 @@ class Completion:
             "logprobs": self._logprobs(tokens),
             "finish_reason": end["finish"],
         }
-        kind = "chat.completion" if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion"
         return {**self.head, "object": kind, "choices": [choice], "usage": self._usage(end)}
 
     def first(self) -> Iterator[dict[str, Any]]:
@@ -213,7 +215,9 @@ class Completion:
             yield {**self._chunk({}, None), "choices": [], "usage": self._usage(end)}
 
     def _chunk(self, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk"
         return {
             **self.head,
             "object": kind,
@@ -276,7 +280,9 @@ def error_fields(error: OndeviceError) -> dict[str, Any]:
 
 def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
     """Convert an `ErrorResponse` to OpenAI's format."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "invalid_request_error"
+    if status >= 500:
+        kind = "server_error"
     code = "model_not_found"
     if status != 404:
         code = values["error"]

@@ -125,7 +125,9 @@ def serve(
         raise ConfigError(
             f"{host}:{port} is taken, or is not an address of this machine", hint="--port 0"
         ) from None
-    scheme = "https" if tls_cert else "http"
+    scheme = "http"
+    if tls_cert:
+        scheme = "https"
     bound = sock.getsockname()[1]
     name = host
     if ":" in host:
@@ -177,7 +179,9 @@ async def _heartbeat(daemon: Daemon) -> None:
 
 
 def _ready(ready: Callable[[str], None], daemon: Daemon, host: str, address: str) -> None:
-    guarded = "a token is needed" if needs_token(daemon.store, host) else "no token is needed"
+    guarded = "no token is needed"
+    if needs_token(daemon.store, host):
+        guarded = "a token is needed"
     _log.info("serving %s on %s, %s", daemon.store.root, address, guarded)
     notify("READY=1", f"STATUS=serving on {address}")
     ready(address)
