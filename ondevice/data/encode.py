@@ -80,6 +80,8 @@ def encode(
         notes=tuple(rows.notes),
         metric=rows.metric,
         values=rows.values,
+        labels=rows.labels,
+        task=rows.task,
     )
     for row in rows.items:
         for one in encoder.encoded(row):

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -140,6 +140,9 @@ class Dataset:
     template: str = ""
     """The template of the rows: "chat template", "instruction prompt", a task's name, or ""."""
 
+    task: str | None = None
+    """The task of the rows, by its name."""
+
     notes: tuple[str, ...] = ()
     """How the file was understood, if that is not obvious."""
 
@@ -151,6 +154,9 @@ class Dataset:
 
     values: tuple[float, ...] = ()
     """The numbers that a regression's candidates stand for."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """The classes of classification rows, {label key: label text}, in the candidates' order."""
 
     def __len__(self) -> int:
         return len(self.items)

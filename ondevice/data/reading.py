@@ -20,7 +20,7 @@ from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
 from ondevice.data.tasks.columns import advise_task, no_column, no_format, renaming
-from ondevice.data.tasks.formats import converter, fits, infer
+from ondevice.data.tasks.formats import converter, fits, infer, labels_of
 from ondevice.data.tasks.task import Task
 from ondevice.data.tasks.templates import find_task
 from ondevice.data.token_rows import tokens
@@ -72,11 +72,17 @@ def rows_of(
     *,
     columns: Mapping[str, str] | None = None,
     allow_empty: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> Rows:
-    """Turn records into rows, as `read_rows` does; `name` is the file's name in messages."""
+    """Turn records into rows, as `read_rows` does; `name` is the file's name in messages.
+
+    Args:
+        labels: the classes of classification rows, {label key: label text}; by default those that
+            the rows have.
+    """
     records = list(source.records)
     reading = Reading(
-        lambda: Source(source.kind, iter(records), source.notes), name, chosen, columns
+        lambda: Source(source.kind, iter(records), source.notes), name, chosen, columns, labels
     )
     problems: list[RowProblem] = []
     items = list(reading.rows(problems.append))
@@ -239,7 +245,7 @@ class Reading:
 
     Args:
         again: opens the records, each time from the first.
-        name, chosen, columns: as in `rows_of`.
+        name, chosen, columns, labels: as in `rows_of`.
 
     Raises:
         ConfigError: `columns` names an unknown field.
@@ -252,6 +258,7 @@ class Reading:
         name: str,
         chosen: Task | None,
         columns: Mapping[str, str] | None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         source = again()
         self.name = name
@@ -259,6 +266,7 @@ class Reading:
         self.notes = list(source.notes)
         self.late_notes: list[str] = []
         """Notes that a pass adds."""
+        self.labels: Mapping[str, str] = labels or {}
         self.format: Format = chosen.kind if chosen else "text"
         self._again = again
         self._convert: Callable[[int, dict[str, Any], str], Row] | None = None
@@ -277,8 +285,14 @@ class Reading:
         self.format, self.task = infer(
             chain([leader], renamed), chosen, named, lambda task: no_format(leader, task, name)
         )
+        if self.format == "classification" and self.task is None and not self.labels:
+            self.labels = labels_of(self._renamed(_usable(again())))
         self._convert = converter(
-            self.format, self.task, lambda: self._renamed(_usable(again())), source.kind
+            self.format,
+            self.task,
+            lambda: self._renamed(_usable(again())),
+            source.kind,
+            self.labels,
         )
 
     def rows(self, problem: Callable[[RowProblem], None]) -> Iterator[Row]:
@@ -301,7 +315,9 @@ class Reading:
 
     def with_items(self, items: list[Row], problems: list[RowProblem]) -> Rows:
         """Return some rows of this file, with the properties that all of them share."""
-        rows = Rows(self.name, self.format, items, problems, notes=self.notes)
+        rows = Rows(
+            self.name, self.format, items, problems, notes=self.notes, labels=dict(self.labels)
+        )
         if self.task is not None:
             rows.task = self.task.name
             rows.metric = self.task.metric

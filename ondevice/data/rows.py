@@ -155,6 +155,9 @@ class Rows:
     values: tuple[float, ...] = ()
     """The number that each candidate of a regression stands for."""
 
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """The classes of classification rows, {label key: label text}, in the candidates' order."""
+
     def __len__(self) -> int:
         return len(self.items)
 

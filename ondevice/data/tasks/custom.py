@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.untrusted import parse_row
-from ondevice.core.untrusted.yaml_documents import read_yaml
+from ondevice.core.untrusted.yaml_documents import parse_yaml, read_yaml
 from ondevice.data.rows import BadRow, check_text, describe
 from ondevice.data.tasks.task import (
     Rendered,
@@ -101,6 +101,24 @@ def load_task(path: str | Path) -> Task:
     except (OSError, ValueError) as error:
         hint = "write a prompt with colons or quotes after 'prompt: |'"
         raise ConfigError(f"{path} is not readable YAML", received=str(error), hint=hint) from None
+    return _task_of(values, path)
+
+
+def read_task(text: str, name: str) -> Task:
+    """Return the task of a template's text, as `load_task` does of a file.
+
+    Args:
+        name: of the template, for messages and if it has none itself.
+    """
+    path = Path(name)
+    try:
+        values = parse_yaml(text, yaml.BaseLoader)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not readable YAML", received=str(error)) from None
+    return _task_of(values, path)
+
+
+def _task_of(values: Any, path: Path) -> Task:
     if not isinstance(values, dict):
         raise ConfigError(
             f"not a template: {path}",
@@ -140,7 +158,14 @@ def load_task(path: str | Path) -> Task:
         own=lambda task, row: _render(template, task, row),
         metric=metric,
         values=numbers,
+        a_label=_a_label(template),
     )
+
+
+def _a_label(template: Template) -> str:
+    if isinstance(template.candidates, dict):
+        return next(iter(template.candidates))
+    return "" if template.candidates is None else "0"
 
 
 def _check(template: Template, metric: str, path: Path) -> None:

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -105,17 +105,22 @@ MOST_LABEL_CHARACTERS = 4 << 20
 
 
 def converter(
-    format_: Format, task: Task | None, records: Callable[[], Iterator[dict[str, Any]]], kind: str
+    format_: Format,
+    task: Task | None,
+    records: Callable[[], Iterator[dict[str, Any]]],
+    kind: str,
+    labels: Mapping[str, str],
 ) -> Callable[[int, dict[str, Any], str], Row]:
     """Return a format's function (line, record, file) -> Row, which raises BadRow.
 
-    `records` reads all records again.
+    Args:
+        records: reads all records again.
+        labels: the classes of classification rows, {label key: label text}.
     """
     if task is not None:
         return lambda line, record, file: _task_row(task, line, record, file)
     if format_ == "classification":
-        classes = _classes(records())
-        return lambda line, record, file: _class_row(classes, line, record, file)
+        return lambda line, record, file: _class_row(labels, line, record, file)
     if format_ == "text":
         # A whole file is a stretch of running text, not a document that ends.
         end = kind != "txt"
@@ -206,7 +211,7 @@ def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:
     return Row(line, pairs=(pair,), file=file)
 
 
-def _classes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
+def labels_of(records: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Collect every label in the file, {label key: label text}, sorted by key."""
     classes: dict[str, str] = {}
     size = 0
@@ -228,12 +233,14 @@ def _classes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
     return dict(sorted(classes.items()))
 
 
-def _class_row(classes: dict[str, str], line: int, record: dict[str, Any], file: str) -> Row:
+def _class_row(classes: Mapping[str, str], line: int, record: dict[str, Any], file: str) -> Row:
     text = _text(record, "text", "sentence")
     label = record.get("label")
     key = label_key(label)
     if not key:
         raise BadRow("label", f"expected a text, a number or a boolean, received {describe(label)}")
+    if key not in classes:
+        raise BadRow("label", f"expected one of {', '.join(classes)}; received {describe(label)}")
     check_text(classes[key], "label")
     pairs = tuple((f"{text.strip()}\nLabel:", f" {answer}") for answer in classes.values())
     return Row(line, pairs, list(classes).index(key), label=classes[key], end=False, file=file)

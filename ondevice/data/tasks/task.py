@@ -44,6 +44,14 @@ class Task:
     values: tuple[float, ...] = ()
     """The numbers that the candidates of a custom template's regression stand for."""
 
+    a_label: str = ""
+    """A label that every row of a custom template may have; empty if its answers are free."""
+
+    @property
+    def placeholder(self) -> str:
+        """A label for rows to predict, whose own is not known; empty if answers are free."""
+        return self.choices[0].labels[0] if self.choices else self.a_label
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:

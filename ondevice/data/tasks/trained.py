@@ -1,0 +1,274 @@
+"""What an adapter or a model was trained to do: `ondevice_task.json`, which travels with it.
+
+It tells how a row becomes a prompt and what ends an answer, so that whoever uses the adapter asks
+in the way in which it was trained. Rows to predict need no label: a placeholder stands for the
+answer, so a prompt is rendered, tokenized and cut by the code that trained on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ondevice.core.config import DataConfig, StrictConfig
+from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.untrusted import read_object
+from ondevice.core.version import own_version
+from ondevice.data.encode import dated
+from ondevice.data.examples import Dataset
+from ondevice.data.readers.source import Source
+from ondevice.data.reading import rows_of
+from ondevice.data.rows import Format, Rows
+from ondevice.data.tasks.custom import read_task
+from ondevice.data.tasks.task import Task, is_template
+from ondevice.data.tasks.templates import find_task
+
+TASK_NAME = "ondevice_task.json"
+_ANSWER = "\u2603"
+"""Stands for the answer of a row to predict; no tokenizer joins it to the text before it."""
+_COLUMN = "ondevice's answer"
+"""The placeholder's column in files whose columns the user named."""
+_ANSWERS: dict[str, tuple[str, ...]] = {
+    "classification": ("label",),
+    "completion": ("completion", "label", "thumbs", "liked"),
+    "instruct": ("response", "output", "answer"),
+    "multiple_choice": ("answer",),
+}
+"""Columns of the answer by format, first the one that takes the placeholder."""
+
+
+class BaseModel(StrictConfig):
+    """The model that was trained, by which an adapter of another base is recognised."""
+
+    source: str = ""
+    revision: str | None = None
+    sha256: str | None = None
+
+
+class TrainedTask(StrictConfig):
+    """How rows become prompts, which answers there are, and what ends them."""
+
+    version: Literal[1] = 1
+    ondevice: str = ""
+    """The version that wrote the file."""
+
+    format: Format
+    """Format of the rows."""
+
+    task: str | None = None
+    """A task of `templates.TASKS`, or the name of a custom template."""
+
+    template: str | None = None
+    """The text of a custom template's YAML file."""
+
+    columns: dict[str, str] = {}
+    """{field: column} of the files it was trained on."""
+
+    labels: dict[str, str] = {}
+    """The classes of classification rows, {label key: label text}, in the candidates' order."""
+
+    framing: str = ""
+    """What makes the prompt: "chat template", "instruction prompt", a task's name, or ""."""
+
+    chat_template: str | dict[str, str] | None = None
+    """The chat template, if it frames the prompt."""
+
+    date: datetime | None = None
+    """The present that the chat template saw."""
+
+    ends: tuple[str, ...] = ()
+    """Special tokens that were trained as the end of an answer."""
+
+    max_length_tokens: int = 0
+    """Longest sequence of the training; longer prompts lose tokens at their front."""
+
+    longest_answer_tokens: int = 0
+    """Label tokens of the longest answer."""
+
+    evaluation: dict[str, Any] | None = None
+    """Figures of the last evaluation."""
+
+    base_model: BaseModel = BaseModel()
+
+    @property
+    def has_candidates(self) -> bool:
+        """True if an answer is one of several texts, and not generated."""
+        return self.format in ("classification", "multiple_choice", "regression")
+
+    def found_task(self) -> Task | None:
+        """Return the task that renders the rows, or None if their format does."""
+        if self.template is not None:
+            return read_task(self.template, self.task or "template")
+        return find_task(self.task) if self.task else None
+
+    def with_template(self, tokenizer: Any) -> Any:
+        """Return the tokenizer with the chat template and the date of the training."""
+        if self.chat_template is None:
+            return tokenizer
+        result = copy.copy(tokenizer)
+        result.chat_template = self.chat_template
+        return dated(result, self.date)
+
+    def prompt_rows(self, source: Source, name: str) -> Rows:
+        """Return records as rows to predict; their labels or answers, if any, are not read.
+
+        Args:
+            source: the records of a file, from `readers.files.read_records`.
+            name: of the file, for messages.
+
+        Raises:
+            DataError: no record has the columns of the task.
+        """
+        task = self.found_task()
+        answer: Any = _ANSWER
+        names = _ANSWERS.get(self.format, ())
+        if task is not None:
+            names, answer = task.label, task.placeholder or _ANSWER
+        elif self.format == "classification":
+            answer = next(iter(self.labels))
+        elif self.format == "multiple_choice":
+            answer = 0
+        columns = {field: at for field, at in self.columns.items() if field not in names}
+        if task is not None:
+            columns.pop("label", None)
+        dropped = {name.lower() for name in names} | set(self.columns.values()) - set(
+            columns.values()
+        )
+        key = _COLUMN if columns and names else next(iter(names), "")
+        if columns and names:
+            columns[names[0]] = _COLUMN
+
+        def asked(record: dict[str, Any]) -> dict[str, Any]:
+            if self.format == "chat":
+                return _asked_chat(record)
+            if not names:
+                return record
+            fields = {
+                name: value
+                for name, value in record.items()
+                if str(name).lower() not in dropped and name not in dropped
+            }
+            if isinstance(fields.get("prompt_fields"), dict):
+                fields["prompt_fields"] = fields["prompt_fields"] | {key: answer}
+                return fields
+            return fields | {key: answer}
+
+        records = (
+            record._replace(fields=asked(record.fields))
+            if isinstance(record.fields, dict)
+            else record
+            for record in source.records
+        )
+        return rows_of(
+            Source(source.kind, records, source.notes),
+            name,
+            task,
+            columns=columns,
+            labels=self.labels,
+        )
+
+
+def _asked_chat(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a conversation whose last assistant turn is the placeholder."""
+    if isinstance(record.get("prompt"), list):
+        return record | {"completion": [{"role": "assistant", "content": _ANSWER}]}
+    for key, names, values in (
+        ("messages", ("role", "content"), ("assistant", _ANSWER)),
+        ("conversations", ("from", "value"), ("gpt", _ANSWER)),
+    ):
+        turns = record.get(key)
+        if not isinstance(turns, list) or not turns:
+            continue
+        last = turns[-1]
+        if isinstance(last, dict) and last.get(names[0]) in ("assistant", "gpt", "model"):
+            turns = turns[:-1]
+        return record | {key: [*turns, dict(zip(names, values, strict=True))]}
+    return record
+
+
+def trained_task(
+    data: DataConfig,
+    dataset: Dataset,
+    tokenizer: Any,
+    base_model: BaseModel,
+    *,
+    task: str | None = None,
+    date: datetime | None = None,
+    evaluation: dict[str, Any] | None = None,
+) -> TrainedTask:
+    """Describe what a run on `dataset` trained.
+
+    Args:
+        data: how the rows were read.
+        task: the task of an exported program; `data.task` comes first.
+        date: the present that the chat template saw.
+        evaluation: figures of the last evaluation.
+    """
+    named = data.task or task
+    template = Path(named).read_text(encoding="utf-8") if named and is_template(named) else None
+    framed = dataset.template == "chat template"
+    if named is None and dataset.task:
+        named = dataset.task
+    return TrainedTask(
+        format=dataset.format,
+        task=dataset.task if template else named,
+        template=template,
+        columns=data.columns,
+        labels=dict(dataset.labels),
+        framing=dataset.template,
+        chat_template=tokenizer.chat_template if framed else None,
+        date=date if framed else None,
+        ends=tuple(end for end, _ in dataset.report.ends.most_common() if end),
+        max_length_tokens=dataset.max_length_tokens,
+        longest_answer_tokens=max((item.example.trained_tokens for item in dataset.items), default=0),
+        evaluation=evaluation,
+        base_model=base_model,
+    )
+
+
+def to_text(task: TrainedTask) -> str:
+    """Return the content of `ondevice_task.json`."""
+    values = task.model_dump(mode="json", exclude_defaults=True)
+    values |= {"version": task.version, "ondevice": own_version()}
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_trained_task(folder: Path) -> TrainedTask | None:
+    """Read a folder's `ondevice_task.json`; None if it has none.
+
+    Raises:
+        ArtifactError: the file is damaged or of a newer version.
+    """
+    path = folder / TASK_NAME
+    if not path.is_file():
+        return None
+    return parse_trained_task(read_object(path, ArtifactError, hint="copy it again"), str(path))
+
+
+def parse_trained_task(values: Mapping[str, Any], name: str) -> TrainedTask:
+    """Check the values of an `ondevice_task.json`; `name` is the file's in messages.
+
+    Raises:
+        ArtifactError: they are damaged or of a newer version.
+    """
+    if values.get("version") != 1:
+        raise ArtifactError(
+            f"{name}: field 'version'",
+            expected=1,
+            received=values.get("version"),
+            hint="it was written by a newer version: pip install --upgrade ondevice-train",
+        )
+    try:
+        task = TrainedTask.parse(dict(values), name, hint="train again, or copy the file again")
+        task.found_task()
+    except ConfigError as error:
+        raise ArtifactError(
+            error.message, expected=error.expected, received=error.received, hint=error.hint
+        ) from None
+    if task.format == "classification" and not task.task and not task.labels:
+        raise ArtifactError(f"{name}: field 'labels'", expected="the label texts", received="none")
+    return task
