@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,13 @@ def digest(tensors: dict[str, np.ndarray]) -> str:
     return result.hexdigest()
 
 
-def save_adapter(adapter: Adapter, folder: str | Path) -> None:
+def save_adapter(
+    adapter: Adapter, folder: str | Path, texts: Mapping[str, str] | None = None
+) -> None:
     """Write `adapter` as a PEFT adapter, all at once; an adapter that is there is replaced.
+
+    Args:
+        texts: other files of the folder, by name: what the adapter was trained to do.
 
     Raises:
         ArtifactError: the tensors are not complete, finite A and B pairs of `adapter.rank`.
@@ -164,6 +170,8 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     with atomic_directory(folder, marker=CONFIG_NAME) as partial:
         (partial / WEIGHTS_NAME).write_bytes(_sorted_metadata(data))
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
+        for name, text in (texts or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
 
 
 def _sorted_metadata(data: bytes) -> bytes:

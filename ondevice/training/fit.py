@@ -28,6 +28,13 @@ from ondevice.data.encode import dated, encode
 from ondevice.data.examples import check_ids
 from ondevice.data.stream import Stream, StreamBatches
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.data.tasks.trained import (
+    TASK_NAME,
+    BaseModel,
+    TrainedTask,
+    to_text,
+    trained_task,
+)
 from ondevice.models import load_model, open_model
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
@@ -171,6 +178,8 @@ class RunRows:
     pad: int
     stream: Stream | None = None
     encoded: dict[str, Any] = field(default_factory=dict)
+    task: TrainedTask | None = None
+    """What the rows teach; None for rows that were token ids already."""
 
     def figures(self) -> dict[str, Any]:
         """Return facts about the rows to train on."""
@@ -218,7 +227,12 @@ def read_rows_of(
     encoded = partial(encoded_identity, tokenizer)
     pad = pad_id_of(tokenizer)
     pad = pad if vocabulary is None or pad < vocabulary else 0  # padding is never trained on
-    tokenizer = dated(tokenizer, date_of(options.decided))
+    plain = tokenizer
+    when = date_of(options.decided)
+    tokenizer = dated(plain, when)
+
+    def described(dataset: Dataset) -> TrainedTask:
+        return trained_task(data, dataset, plain, task=task, date=when)
 
     def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
         if vocabulary is None:
@@ -249,13 +263,21 @@ def read_rows_of(
             lambda dataset: checked(dataset, data.path),
         )
         evaluation = read(eval_path) if eval_path else None
-        return RunRows(stream.first, evaluation, pad, stream, encoded(None, evaluation))
+        return RunRows(
+            stream.first,
+            evaluation,
+            pad,
+            stream,
+            encoded(None, evaluation),
+            described(stream.first),
+        )
     train = read(path)
     if data.validation_split:
         train, evaluation = split_rows(train, data.validation_split, seed)
     else:
         evaluation = read(eval_path) if eval_path else None
-    return RunRows(train, evaluation, pad, None, encoded(train, evaluation))
+    known = None if isinstance(path, PythonRows) and path.tokenized else described(train)
+    return RunRows(train, evaluation, pad, None, encoded(train, evaluation), known)
 
 
 def vocabulary_of(loaded: Any) -> int:
@@ -389,16 +411,21 @@ def fit(
         best_figures = result.best_evaluation or evaluate_now(lambda: False)
         result = replace(result, evaluation=best_figures)
         restored = True
+    texts = {}
+    if rows.task is not None:
+        texts = {TASK_NAME: _task_text(rows.task, model, result)}
     # An adapter is saved even if the run was interrupted, a whole model (gigabytes) only if it has finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
         adapter = settings.out / ADAPTER
-        save_adapter(loadable(trained, model), adapter)
-        best = None if restored else _save_best(session, result, settings.out, model)
+        save_adapter(loadable(trained, model), adapter, texts)
+        best = None if restored else _save_best(session, result, settings.out, model, texts)
     elif saves_model and not result.interrupted:
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
+            for name, text in texts.items():
+                (temporary / name).write_text(text, encoding="utf-8")
         if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
             ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
@@ -446,7 +473,17 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
     return replace(adapter, base_model=str(path))
 
 
-def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Path | None:
+def _task_text(task: TrainedTask, model: Any, result: RunResult) -> str:
+    base = BaseModel(
+        source=model.source, revision=getattr(model, "revision", None), sha256=model.sha256
+    )
+    figures = result.evaluation.figures() if result.evaluation else None
+    return to_text(task.model_copy(update={"base_model": base, "evaluation": figures}))
+
+
+def _save_best(
+    session: Session, result: RunResult, out: Path, model: Any, texts: dict[str, str]
+) -> Path | None:
     """Save the adapter of the best evaluation, if that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
@@ -454,5 +491,5 @@ def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Pa
     adapter = session.adapter()
     if adapter is None:
         return None
-    save_adapter(loadable(adapter, model), out / BEST_ADAPTER)
+    save_adapter(loadable(adapter, model), out / BEST_ADAPTER, texts)
     return out / BEST_ADAPTER

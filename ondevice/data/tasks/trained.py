@@ -194,19 +194,16 @@ def trained_task(
     data: DataConfig,
     dataset: Dataset,
     tokenizer: Any,
-    base_model: BaseModel,
     *,
     task: str | None = None,
     date: datetime | None = None,
-    evaluation: dict[str, Any] | None = None,
 ) -> TrainedTask:
-    """Describe what a run on `dataset` trained.
+    """Describe what a run on `dataset` trains; its base model and its figures are added later.
 
     Args:
         data: how the rows were read.
         task: the task of an exported program; `data.task` comes first.
         date: the present that the chat template saw.
-        evaluation: figures of the last evaluation.
     """
     named = data.task or task
     template = Path(named).read_text(encoding="utf-8") if named and is_template(named) else None
@@ -224,9 +221,9 @@ def trained_task(
         date=date if framed else None,
         ends=tuple(end for end, _ in dataset.report.ends.most_common() if end),
         max_length_tokens=dataset.max_length_tokens,
-        longest_answer_tokens=max((item.example.trained_tokens for item in dataset.items), default=0),
-        evaluation=evaluation,
-        base_model=base_model,
+        longest_answer_tokens=max(
+            (item.example.trained_tokens for item in dataset.items), default=0
+        ),
     )
 
 
