@@ -276,8 +276,10 @@ def read_rows_of(
         train, evaluation = split_rows(train, data.validation_split, seed)
     else:
         evaluation = read(eval_path) if eval_path else None
-    known = None if isinstance(path, PythonRows) and path.tokenized else described(train)
-    return RunRows(train, evaluation, pad, None, encoded(train, evaluation), known)
+    rows = RunRows(train, evaluation, pad, None, encoded(train, evaluation))
+    if options.rows is None or not options.rows.tokenized:
+        rows = replace(rows, task=described(train))
+    return rows
 
 
 def vocabulary_of(loaded: Any) -> int:
