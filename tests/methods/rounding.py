@@ -20,9 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 ROUNDOFF = 2.0**-24
-RUNS = 4
-ALLOWED = 2.0
-"""Times the modelled error. Over 30 random models of MeSP's test the largest ratio was 0.8, its median 0.25."""
+RUNS = 6
+ALLOWED = 6.0
+"""Times the modelled error. An error may lie in one direction, as of a tensor of rank 1: then its ratio to the root
+mean square of `RUNS` draws has Student's distribution with `RUNS` degrees of freedom. Implementations err about a
+third of the model (over 30 random models of MeSP's test the median ratio was 0.25), so 6 is 18 of these deviations,
+which one tensor in 500,000 passes. With 4 draws and twice the model it was one in 380, and a run has thousands.
+Half precision, or a wrong term, errs a hundred times more."""
 EXACT = (
     "detach", "clone", "_to_copy", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like",
     "new_empty", "new_zeros", "index", "index_select", "slice", "cat", "where", "masked_fill", "embedding",

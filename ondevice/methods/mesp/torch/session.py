@@ -91,13 +91,13 @@ class MespSession(PackingSession):
         """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see
         `PackingSession`."""
         check_not_partially_updated(self.partially_updated)
-        ids_BT, labels_BT = self._tensors(ids, labels)
-        rows = self.config.micro_batch_size or len(ids_BT)
-        count = labelled(labels_BT)
+        rows = self.config.micro_batch_size or len(ids)
         clips = self.config.max_grad_norm is not None
-        self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids_BT))
-        self.partially_updated = True
-        with memory_errors(f"a step of {rows} rows of {ids_BT.shape[1]} tokens", HINT):
+        with memory_errors(f"a step of {rows} rows of {ids.shape[1]} tokens", HINT):
+            ids_BT, labels_BT = self._tensors(ids, labels)
+            count = labelled(labels_BT)
+            self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids))
+            self.partially_updated = True
             total = torch.zeros((), device=self.device)
             chunks = [ids_BT.split(rows), labels_BT.split(rows)]
             if position_ids is not None:
@@ -113,8 +113,8 @@ class MespSession(PackingSession):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        ids_BT, labels_BT = self._tensors(ids, labels)
         with memory_errors(f"an evaluation of {len(ids)} rows of {ids.shape[1]} tokens", HINT):
+            ids_BT, labels_BT = self._tensors(ids, labels)
             nll = self.model.row_nll(ids_BT, labels_BT)
         return nll.cpu().numpy(), (labels[:, 1:] >= 0).sum(1).astype(np.int64)
 
