@@ -21,12 +21,14 @@ from ondevice.core.registry import methods, spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
 from ondevice.core.version import own_version
+from ondevice.data.tasks.trained import TASK_NAME, BaseModel, for_hosts, to_text
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.core.program import Agreement, Batch
     from ondevice.core.session import ProgramSession, Session
     from ondevice.data.examples import Dataset
+    from ondevice.data.tasks.trained import TrainedTask
     from ondevice.models import LoadedModel, ModelFiles
 
 DEFAULT_STEPS = 20
@@ -55,6 +57,8 @@ class ExportJob:
     memory_limit_bytes: int | None = None
     rows: Dataset | None = None
     """Rows that a method may begin from."""
+    trained: TrainedTask | None = None
+    """How a host turns rows into prompts; None if the run names neither a task nor rows."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,17 @@ def describe(
         "task": job.task,
     }
     return Manifest(**(values | fields))
+
+
+def write_task(job: ExportJob, model: LoadedModel | ModelFiles, folder: Path) -> None:
+    """Write the record of the job's task, by which a host asks as the run's file says."""
+    if job.trained is None:
+        return
+    base = BaseModel(
+        source=job.model.source, revision=job.model.revision, sha256=model.source.sha256
+    )
+    record = for_hosts(job.trained).model_copy(update={"base_model": base})
+    (folder / TASK_NAME).write_text(to_text(record), encoding="utf-8")
 
 
 def random_batches(

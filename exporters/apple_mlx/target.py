@@ -32,6 +32,7 @@ from ondevice.exporters.base import (
     name_state,
     size_problems,
     step_bytes,
+    write_task,
 )
 from ondevice.models import open_model, save_tokenizer
 
@@ -141,6 +142,7 @@ class AppleMlx(Exporter):
             caveats = (retarget.CAVEAT,)
         save_adapter(adapter := session.adapter(), folder / "adapter")
         save_tokenizer(files, folder / "tokenizer")
+        write_task(job, files, folder)
         bits = session.model.settings.bits
         manifest = describe(
             self.spec,

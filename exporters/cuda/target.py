@@ -30,6 +30,7 @@ from ondevice.exporters.base import (
     name_state,
     size_problems,
     text_batches,
+    write_task,
 )
 from ondevice.exporters.cuda import describe
 from ondevice.models import families_with, load_model, read_dims, save_tokenizer
@@ -99,6 +100,7 @@ class Cuda(Exporter):
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
             save_packed(loaded, job.export.quantize, folder / "model")
             save_tokenizer(loaded, folder / "tokenizer")
+            write_task(job, loaded, folder)
             weights = sha256_file(folder / "model" / "model.safetensors")
             manifest = describe.manifest(self.spec, job, loaded, self.program(job.method))
             written = {

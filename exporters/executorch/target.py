@@ -31,6 +31,7 @@ from ondevice.exporters.base import (
     check_model,
     describe,
     size_problems,
+    write_task,
 )
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
 from ondevice.exporters.executorch.packed import ANSWERS
@@ -174,6 +175,7 @@ class ExecutorchTarget(Exporter):
         still to come."""
         (folder / "program.pte").write_bytes(lowered.buffer)
         save_tokenizer(loaded, folder / "tokenizer")
+        write_task(job, loaded, folder)
         _save_state(built, folder)
         if lowered.of_layers is not None and built.constants_of_layers is not None:
             write_layers(folder, lowered.of_layers, built.constants_of_layers)

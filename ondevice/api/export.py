@@ -9,9 +9,12 @@ from ondevice.api.runfile import RunConfig, read_yaml
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
-from ondevice.data import read_dataset
+from ondevice.data import encode, read_dataset
+from ondevice.data.examples import refuse_preferences
+from ondevice.data.stream import first_rows
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
+from ondevice.data.tasks.trained import known_task, trained_task
 from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.models import load_tokenizer
 from ondevice.planning.estimate import plan
@@ -20,6 +23,7 @@ from ondevice.planning.fits import ensure_fits
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.data.examples import Dataset
+    from ondevice.data.tasks.trained import TrainedTask
 
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
@@ -34,7 +38,9 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
         spec.kind == "torch"
     ):  # it trains as eager PyTorch does, with the same choices if a setting is `auto`
         method = spec_of(method).for_training(method)
-    rows = _rows(config)
+    tokenizer, dataset = _rows(config)
+    rows = dataset if _begins_from_rows(config) else None
+    trained = _trained(config, tokenizer, dataset)
     if not getattr(method, "answers", ()):
         method = method.with_answers(lambda: _answers(config, rows))
     if socs := spec.socs:
@@ -48,36 +54,54 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             method=method,
             export=section,
             seed=config.train.seed,
-            # A template of one's own stays a file next to the run: an artifact names tasks that every host knows.
+            # The manifest names tasks that every host knows; a template of one's own is in the record.
             task=None if is_template(config.data.task) else config.data.task,
             overwrite=overwrite,
             memory_limit_bytes=config.train.memory_limit_bytes,
             rows=rows,
+            trained=trained,
         )
         for section in sections
     ]
 
 
-def _rows(config: RunConfig) -> Dataset | None:
-    """Read the run's rows, if the method's program has a use for them."""
+def _begins_from_rows(config: RunConfig) -> bool:
+    """Return True if the method's program begins from the run's rows or from their answers."""
+    program = spec_of(config.method).program(target(config.export.target).kind)
+    calibrates = getattr(program, "calibrate", None) is not None
+    return calibrates or "answers" in type(config.method).model_fields
+
+
+def _rows(config: RunConfig) -> tuple[Any, Dataset | None]:
+    """Return the tokenizer and the rows that the run names, of a streamed file the first; else None."""
     data = config.data
-    spec = spec_of(config.method)
-    program = spec.program(target(config.export.target).kind)
-    wanted = (
-        getattr(program, "calibrate", None) is not None
-        or "answers" in type(config.method).model_fields
-    )
-    if data.path is None or not wanted:
-        return None
+    if data.path is None:
+        return None, None
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
-    return read_dataset(
+    length = max(config.export.lengths_tokens)
+    if data.streaming:
+        rows = first_rows(data.path, data.shuffle_records, task=data.task, columns=data.columns)
+        refuse_preferences(rows)
+        return tokenizer, encode(
+            rows, tokenizer, max_length_tokens=length, strict_columns=data.strict_columns
+        )
+    return tokenizer, read_dataset(
         data.path,
         tokenizer,
         task=data.task,
         columns=data.columns,
-        max_length_tokens=max(config.export.lengths_tokens),
+        max_length_tokens=length,
         strict_columns=data.strict_columns,
     )
+
+
+def _trained(config: RunConfig, tokenizer: Any, rows: Dataset | None) -> TrainedTask | None:
+    """Describe how hosts ask; None if the run names neither rows nor a task."""
+    if rows is not None:
+        return trained_task(config.data, rows, tokenizer)
+    if config.data.task is None:
+        return None
+    return known_task(config.data, max(config.export.lengths_tokens))
 
 
 def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], str]:

@@ -13,6 +13,7 @@ Every value is read as text, so that `Yes`, `No` and `1` mean what they say.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -37,6 +38,8 @@ from ondevice.data.tasks.task import (
 )
 
 _PLACEHOLDER = re.compile(r"\{([^{}\n]*)\}")
+_NOT_IN_YAML = re.compile("[\x7f-\xa0\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that JSON allows in a text, and YAML refuses or takes for a line's end."""
 CHOSEN = ("accuracy", "macro_f1", "matthews")
 RANKED = ("pearson", "spearman")
 GENERATED = ("f1", "exact_match")
@@ -116,6 +119,28 @@ def read_task(text: str, name: str) -> Task:
     except ValueError as error:
         raise ConfigError(f"{path} is not readable YAML", received=str(error)) from None
     return _task_of(values, path)
+
+
+def template_json(text: str) -> str:
+    """Return a template's text as JSON, which is YAML too: the app has no reader for the latter.
+
+    Raises:
+        ConfigError: the text is not a template, or would not come back the same.
+    """
+    values = parse_yaml(text, yaml.BaseLoader)
+    written = json.dumps(values, ensure_ascii=False, indent=2)
+    written = _NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", written)
+    try:
+        is_same = parse_yaml(written, yaml.BaseLoader) == values
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ConfigError(
+            "the template cannot be written as JSON",
+            expected="keys of at most 1024 characters, and no control characters",
+            received=text[:60],
+        )
+    return written + "\n"
 
 
 def _task_of(values: Any, path: Path) -> Task:

@@ -23,7 +23,7 @@ from ondevice.data.examples import Dataset
 from ondevice.data.readers.source import Source
 from ondevice.data.reading import rows_of
 from ondevice.data.rows import Format, Rows
-from ondevice.data.tasks.custom import read_task
+from ondevice.data.tasks.custom import read_task, template_json
 from ondevice.data.tasks.task import Task, is_template
 from ondevice.data.tasks.templates import find_task
 
@@ -225,6 +225,34 @@ def trained_task(
             (item.example.trained_tokens for item in dataset.items), default=0
         ),
     )
+
+
+def known_task(data: DataConfig, max_length_tokens: int) -> TrainedTask:
+    """Describe the task that a run file names, before any row is read.
+
+    Its label texts are those of the task; a tokenizer's chat template frames none of its prompts.
+
+    Raises:
+        ConfigError: there is no such task, or the template cannot be used.
+    """
+    assert data.task is not None  # noqa: S101  the caller's condition
+    task = find_task(data.task)
+    template = Path(data.task).read_text(encoding="utf-8") if is_template(data.task) else None
+    return TrainedTask(
+        format=task.kind,
+        task=task.name,
+        template=template,
+        columns=data.columns,
+        framing=task.name,
+        max_length_tokens=max_length_tokens,
+    )
+
+
+def for_hosts(task: TrainedTask) -> TrainedTask:
+    """Return the record for hosts without Python: its template is JSON, which is YAML too."""
+    if task.template is None:
+        return task
+    return task.model_copy(update={"template": template_json(task.template)})
 
 
 def to_text(task: TrainedTask) -> str:

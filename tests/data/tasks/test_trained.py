@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 
 from ondevice.core.config import DataConfig
-from ondevice.core.errors import ArtifactError, DataError
+from ondevice.core.errors import ArtifactError, ConfigError, DataError
 from ondevice.data.encode import encode
 from ondevice.data.readers.objects import take_rows
 from ondevice.data.readers.source import Record, Source
 from ondevice.data.reading import as_rows
-from ondevice.data.tasks.trained import TrainedTask, parse_trained_task, to_text, trained_task
+from ondevice.data.tasks.trained import (
+    TrainedTask,
+    for_hosts,
+    parse_trained_task,
+    to_text,
+    trained_task,
+)
 
 YAML = "prompt: |\n  {a} or {b}?\ncandidates: {x: first, y: second}\nlabel: [right]\n"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -137,3 +143,21 @@ def test_a_damaged_record_is_refused(change: dict[str, Any], tokenizer: Any) -> 
     task, _ = recorded(record, settings, tokenizer)
     with pytest.raises(ArtifactError):
         parse_trained_task(json.loads(to_text(task)) | change, "ondevice_task.json")
+
+
+def test_a_template_for_hosts_is_json_and_renders_the_same_rows(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(YAML.replace("first", '"fi\\u2028\\x7f\\ufeff: 🐈"'))
+    record, unlabelled, settings = CASES["a custom template"]
+    task, _ = recorded(record, settings, tokenizer)
+    portable = for_hosts(task)
+    assert json.loads(portable.template or "")["label"] == ["right"]
+    assert ask(portable, unlabelled, tokenizer) == ask(task, unlabelled, tokenizer)
+
+
+def test_a_template_that_json_would_change_is_refused_for_hosts(tokenizer: Any) -> None:
+    long = YAML.replace("x: first", f"? {'x' * 1100}\n  : first")
+    with pytest.raises(ConfigError):
+        for_hosts(TrainedTask(format="classification", task="own", template=long))
