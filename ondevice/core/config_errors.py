@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -45,20 +45,46 @@ def explain(
             key = str(item["loc"][-1])[:MOST_LETTERS]
             for name, owners in (elsewhere() if elsewhere else {}).items():
                 keys.setdefault(name, set()).update(owners)
-            near = nearest(key, sorted(keys))
-            guess = ""
-            if near:
-                guess = f", did you mean '{near}'?"
-            owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
-            problems.append(
-                f"{where}: unknown key '{path}'"
-                + (f"; it is a key of {owners}" if key in keys else guess)
-            )
+            right = _right_name(model, item["loc"], key, keys)
+            problems.append(f"{where}: unknown key '{path}'{right}")
         else:
             problems.append(f"{where}: '{path}': {item['msg']} (received {_short(item['input'])})")
     if len(found) > MOST_PROBLEMS:
         problems.append(f"and {len(found) - MOST_PROBLEMS} more")
     return ConfigError("; ".join(problems), received=_short(first["input"]), hint=hint)
+
+
+def _right_name(
+    model: type[BaseModel], loc: tuple[int | str, ...], key: str, keys: dict[str, set[str]]
+) -> str:
+    """Say which key was meant: by its dotted name if it is in another section of the run file."""
+    section = str(loc[0]) if len(loc) > 1 else ""
+
+    def dotted(name: str) -> list[str]:
+        if "method" not in model.model_fields:  # one section: it knows no others
+            return []
+        places: Iterable[str] = {
+            owner if owner in model.model_fields else "method" for owner in keys[name]
+        }
+        # `export` comes last: it has a few names of the other sections.
+        places = sorted(places, key=lambda place: (place == "export", place))
+        return [f"{place}.{name}" for place in places]
+
+    if key in keys:
+        elsewhere = [name for name in dotted(key) if name != f"{section}.{key}"]
+        if elsewhere:
+            sections = ", ".join(name.partition(".")[0] for name in elsewhere)
+            return f"; it is a key of {sections}: write '{elsewhere[0]}'"
+        owners = ", ".join(sorted(keys[key])) or "other sections"
+        return f"; it is a key of {owners}"
+    near = nearest(key, sorted(keys))
+    if near is None:
+        return ""
+    names = dotted(near)
+    is_section = not section and near in model.model_fields
+    if not names or is_section or f"{section}.{near}" in names:
+        names = [near]
+    return f", did you mean '{names[0]}'?"
 
 
 def _short(value: Any) -> str:

@@ -70,3 +70,24 @@ def test_the_table_has_all_of_them_and_every_new_one_is_a_setting() -> None:
             key, _, value = new.partition("=")
             assert spec.config.parse({key: value} if value else {}), new
             assert key in spec.config.model_fields, (spec.name, new)
+
+
+WRONG = [
+    ("train.learning_rate", "it is a key of method: write 'method.learning_rate'"),
+    ("learning_rate", "write 'method.learning_rate'"),
+    ("method.steps", "it is a key of train: write 'train.steps'"),
+    ("data.batch_size", "write 'train.batch_size'"),
+    ("train.lr", "did you mean 'method.learning_rate'?"),
+    ("train.stepz", "did you mean 'steps'?"),
+    ("method.schedule", "write 'train.schedule'"),
+    ("method.queries", "it is a key of mezo, prge"),
+    ("trian.steps", "did you mean 'train'?"),
+]
+
+
+@pytest.mark.parametrize(("key", "words"), WRONG)
+def test_a_key_in_the_wrong_section_says_its_dotted_name(key: str, words: str) -> None:
+    settings = {"model.source": "tiny:llama", "method.name": "mesp", key: 1}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(None, settings)
+    assert caught.value.message.endswith(words)
