@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ondevice.api.evaluate import evaluate, replay
     from ondevice.api.export import export, export_each
     from ondevice.api.open import open_artifact
+    from ondevice.api.predict import predict
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import run_artifact, train
     from ondevice.api.verify import verify
@@ -51,6 +52,7 @@ _WHERE = {
     "open_artifact": "api.open",
     "open_session": "core.registry",
     "plan": "planning.estimate",
+    "predict": "api.predict",
     "read_dataset": "data",
     "read_manifest": "artifact.manifest",
     "replay": "api.evaluate",
@@ -81,6 +83,7 @@ __all__ = [
     "open_artifact",
     "open_session",
     "plan",
+    "predict",
     "read_dataset",
     "read_manifest",
     "replay",

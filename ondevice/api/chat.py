@@ -32,8 +32,7 @@ def open_chat(
     """
     folder = Path(source)
     if (folder / MANIFEST_NAME).is_file() or has_answers(folder):
-        tokenizer = artifact_tokenizer(folder)
-        generator = Generator(_program(folder), tokenizer, end_tokens(tokenizer), source)
+        generator = generator_of_artifact(folder)
     else:
         loaded = load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto"))
         if loaded.dims.classes:
@@ -45,6 +44,16 @@ def open_chat(
     if adapter is not None:
         generator.use(adapter)
     return generator
+
+
+def generator_of_artifact(folder: Path) -> Generator:
+    """Return what generates text with an artifact's program.
+
+    Raises:
+        ArtifactError: the program cannot generate.
+    """
+    tokenizer = artifact_tokenizer(folder)
+    return Generator(_program(folder), tokenizer, end_tokens(tokenizer), str(folder))
 
 
 def _program(folder: Path) -> TokenModel:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.api.open import open_artifact
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.capabilities import OpensNetwork
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
@@ -19,6 +20,7 @@ from ondevice.core.session import Evaluator
 from ondevice.core.untrusted import read_json
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.examples import refuse_preferences
+from ondevice.data.readers.files import read_records
 from ondevice.generation.generator import continue_ids
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
@@ -28,10 +30,12 @@ from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.fit import adapter_identity
 from ondevice.training.replay import read_run
 from ondevice.training.replay import replay as replay_log
+from ondevice.training.trained import adapter_folder, check_base, find_trained, task_of_adapter
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
     from ondevice.core.method import MethodSpec
+    from ondevice.data.tasks.trained import TrainedTask
     from ondevice.models import LoadedModel
 
 ANSWER_TOKENS = 50
@@ -54,30 +58,40 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter.
 
+    An adapter or a model that records its task is evaluated with it: `task` replaces it, and `columns` only renames.
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make. Rows are not
-    cut unless `max_length_tokens` says so, or the model takes no more.
+    cut unless `max_length_tokens` or the training's record says so, or the model takes no more.
     """
     data = path_of(data, "the data")
     opened = open_source(source, adapter, dtype, device, revision)
     if (
         opened.loaded is None
     ):  # an artifact: its buckets are fixed, and it names the task it was exported for
-        task = task or opened.artifact_task
+        task = task or (None if opened.record else opened.artifact_task)
         max_length_tokens = max(opened.session.lengths_tokens or (2,))
-    read = read_rows(data, task=task, columns=columns)
+    record = None
+    if task is None and opened.record is not None:
+        record = opened.record
+        if columns:
+            record = record.model_copy(update={"columns": {**record.columns, **columns}})
+    tokenizer = opened.tokenizer
+    if record is None:
+        read = read_rows(data, task=task, columns=columns)
+    else:
+        tokenizer = record.with_template(tokenizer)
+        read = record.labelled_rows(read_records(data), str(data))
+        max_length_tokens = max_length_tokens or record.max_length_tokens or None
     refuse_preferences(read)
     if opened.loaded is not None and max_length_tokens is None:
         most = opened.loaded.dims.max_positions
-        max_length_tokens = length_of(
-            read, opened.tokenizer, percentile=100, most_tokens=most
-        ).tokens
+        max_length_tokens = length_of(read, tokenizer, percentile=100, most_tokens=most).tokens
     assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
     classes = 0
     if opened.loaded is not None:
         classes = opened.loaded.dims.classes
     dataset = encode(
         read,
-        opened.tokenizer,
+        tokenizer,
         max_length_tokens=max_length_tokens,
         classes=classes,
         strict_columns=strict_columns,
@@ -101,6 +115,8 @@ class Opened:
         loaded: the model; None for an artifact.
         write: token ids and `max_new_tokens` to greedy text; None for an artifact, whose program generates none.
         artifact_task: the task that an artifact was made for; None for other sources and without a task.
+        is_network: the model has a method's own architecture, and only `write` generates.
+        record: what the adapter or the model was trained to do, if that was recorded.
     """
 
     session: Evaluator
@@ -108,6 +124,8 @@ class Opened:
     loaded: LoadedModel | None = None
     write: Callable[..., str] | None = None
     artifact_task: str | None = None
+    is_network: bool = False
+    record: TrainedTask | None = None
 
 
 def open_source(
@@ -115,28 +133,52 @@ def open_source(
 ) -> Opened:
     """Open a model, a network of a method's own architecture, or an artifact, and apply the adapter.
 
+    A run's folder or an adapter opens its base model with the adapter.
+
     Raises:
         ConfigError: an adapter for a network that takes none, or an unknown device.
         ArtifactError, ModelError: the source or the adapter cannot be read, or they do not fit.
     """
     folder = path_of(source, "the model")
-    if (folder / "manifest.json").is_file():
+    record = None
+    if adapter is not None:
+        adapter = adapter_folder(adapter)
+        record = task_of_adapter(adapter)
+    if folder.is_dir():
+        trained = find_trained(source)
+        if adapter is None:
+            adapter = trained.adapter
+            record = trained.task
+        source, revision = trained.model, revision or trained.revision
+        folder = Path(source)
+    if (folder / MANIFEST_NAME).is_file():
         program = open_artifact(folder)
         if adapter is not None:
+            check_base(record, program.manifest.model, adapter)
             program.load_adapter(load_adapter(adapter))
-        return Opened(program, artifact_tokenizer(folder), artifact_task=program.manifest.task)
+        named = program.manifest.task
+        return Opened(program, artifact_tokenizer(folder), artifact_task=named, record=record)
     if (trained_by := network_method(folder)) is not None:
         if adapter is not None:
             raise ConfigError(f"a network that method {trained_by.name} trained takes no adapter")
         network = trained_by.open_network(folder, resolve_device(device))
-        return Opened(network.session, network.loaded.tokenizer, network.loaded, network.write)
+        return Opened(
+            network.session,
+            network.loaded.tokenizer,
+            network.loaded,
+            network.write,
+            is_network=True,
+            record=record,
+        )
     # Imported here, as an artifact's runtime may do without torch and transformers.
     from ondevice.methods.model_loss import ModelSession
 
     loaded = load_model(str(source), revision=revision, dtype=dtype, device=resolve_device(device))
     if adapter is not None:
+        check_base(record, loaded.source, adapter)
         apply_adapter(loaded, load_adapter(adapter))
-    return Opened(ModelSession(loaded), loaded.tokenizer, loaded, partial(continue_ids, loaded))
+    write = partial(continue_ids, loaded)
+    return Opened(ModelSession(loaded), loaded.tokenizer, loaded, write, record=record)
 
 
 def replay(

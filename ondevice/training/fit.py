@@ -36,7 +36,7 @@ from ondevice.data.tasks.trained import (
     trained_task,
 )
 from ondevice.models import load_model, open_model
-from ondevice.models.sources.resolve import PACKAGE_PREFIX
+from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -476,8 +476,11 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
 
 
 def _task_text(task: TrainedTask, model: Any, result: RunResult) -> str:
+    in_memory = getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
     base = BaseModel(
-        source=model.source, revision=getattr(model, "revision", None), sha256=model.sha256
+        source=model.source,
+        revision=getattr(model, "revision", None),
+        sha256=None if in_memory else model.sha256,  # of files, as of a model that is loaded later
     )
     figures = result.evaluation.figures() if result.evaluation else None
     return to_text(task.model_copy(update={"base_model": base, "evaluation": figures}))

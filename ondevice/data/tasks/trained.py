@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from ondevice.core.config import DataConfig, StrictConfig
-from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.errors import ArtifactError, ConfigError, DataError
 from ondevice.core.untrusted import read_object
 from ondevice.core.version import own_version
 from ondevice.data.encode import dated
 from ondevice.data.examples import Dataset
-from ondevice.data.readers.source import Source
+from ondevice.data.readers.source import Record, Source
 from ondevice.data.reading import rows_of
-from ondevice.data.rows import Format, Rows
+from ondevice.data.rows import Format, Row, Rows
 from ondevice.data.tasks.custom import read_task, template_json
-from ondevice.data.tasks.task import Task, is_template
+from ondevice.data.tasks.task import Task, is_template, letter_of
 from ondevice.data.tasks.templates import find_task
 
 TASK_NAME = "ondevice_task.json"
@@ -39,6 +40,10 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "multiple_choice": ("answer",),
 }
 """Columns of the answer by format, first the one that takes the placeholder."""
+
+
+_UNSEEN = re.compile("expected (one of|a label of) ")
+"""Begins the reason against a row whose label is not one of the task's."""
 
 
 class BaseModel(StrictConfig):
@@ -113,6 +118,80 @@ class TrainedTask(StrictConfig):
         result.chat_template = self.chat_template
         return dated(result, self.date)
 
+    def end_ids(self, tokenizer: Any) -> frozenset[int]:
+        """Return the tokens that were trained as the end of an answer; empty if there are none."""
+        ids = {tokenizer.convert_tokens_to_ids(end) for end in self.ends}
+        if ids and tokenizer.eos_token_id is not None:
+            ids.add(tokenizer.eos_token_id)
+        return frozenset(ids - {None})
+
+    def labelled_rows(self, source: Source, name: str) -> Rows:
+        """Return records with their labels or answers as rows to evaluate.
+
+        Args:
+            source: the records of a file, from `readers.files.read_records`.
+            name: of the file, for messages.
+
+        Raises:
+            DataError: the task has labels, and the file has none or others than were trained.
+        """
+        rows = rows_of(
+            source,
+            name,
+            self.found_task(),
+            columns=self.columns,
+            labels=self.labels,
+            allow_empty=self.has_candidates,
+        )
+        if not self.has_candidates:
+            return rows
+        unseen = [problem for problem in rows.problems if _UNSEEN.match(problem.reason)]
+        if unseen:
+            raise DataError(
+                f"{name} has labels that were not trained, in {len(unseen)} rows: {unseen[0]}",
+                expected=self._label_words(),
+                received=unseen[0].reason.rpartition("received ")[2],
+                hint="correct them, or train again with rows that have them",
+            )
+        if rows.format != self.format or not rows.items:
+            problem = f"; {rows.problems[0]}" if rows.problems else ""
+            raise DataError(
+                f"{name} has no labels to compare with{problem}",
+                expected=f"a column with the label: {self._label_words()}",
+                received="none",
+                hint="`ondevice predict` needs no labels; --column label=NAME names the column",
+            )
+        return rows
+
+    def answers(self, records: Sequence[Record], name: str = "rows") -> dict[int, set[str]]:
+        """Return the accepted answers of the records that have one, by their number from 1."""
+        numbered = (record._replace(line=number) for number, record in enumerate(records, 1))
+        try:
+            rows = rows_of(
+                Source("json", numbered),
+                name,
+                self.found_task(),
+                columns=self.columns,
+                labels=self.labels,
+                allow_empty=True,
+            )
+        except (ConfigError, DataError):  # there is no column of labels, which is not needed
+            return {}
+        if rows.format != self.format or self.format == "text":
+            return {}
+        return {row.line: _accepted(row) for row in rows.items}
+
+    def _label_words(self) -> str:
+        """Return the labels, for messages."""
+        task = self.found_task()
+        if self.labels:
+            return ", ".join(self.labels.values())
+        if task is not None and task.choices:
+            return ", ".join(
+                f"{choice.labels[0]} ({choice.text.strip()})" for choice in task.choices
+            )
+        return "those of the training"
+
     def prompt_rows(self, source: Source, name: str) -> Rows:
         """Return records as rows to predict; their labels or answers, if any, are not read.
 
@@ -170,6 +249,33 @@ class TrainedTask(StrictConfig):
             columns=columns,
             labels=self.labels,
         )
+
+
+def label_texts(row: Row) -> tuple[str, ...]:
+    """Return the text of each candidate of a row; letters if the texts are not distinct."""
+    texts = tuple(answer.strip() for _, answer in row.pairs)
+    if len(set(texts)) < len(texts):
+        return tuple(letter_of(index) for index in range(len(texts)))
+    return texts
+
+
+def named_task_only(name: str) -> TrainedTask:
+    """Describe a task by its name or its template's path, if nothing recorded the training."""
+    template = None
+    if is_template(name):
+        template = Path(name).read_text(encoding="utf-8")
+    task = find_task(name)
+    return TrainedTask(format=task.kind, task=task.name, template=template)
+
+
+def _accepted(row: Row) -> set[str]:
+    if row.gold is not None:
+        return {label_texts(row)[row.gold]}
+    if row.answers:
+        return {answer.strip() for answer in row.answers}
+    if row.messages:
+        return {str(row.messages[-1][1]).strip()}
+    return {answer.strip() for _, answer in row.pairs}
 
 
 def _asked_chat(record: dict[str, Any]) -> dict[str, Any]:

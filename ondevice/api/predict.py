@@ -1,0 +1,401 @@
+"""Predict rows with what was trained: the label with its probability, or generated text.
+
+A label's probability is the softmax over the candidates' mean log likelihoods per label token, the
+numbers by which an evaluation picks the label.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from ondevice.api.chat import generator_of_artifact
+from ondevice.api.evaluate import Opened, open_source
+from ondevice.artifact.adapter import load_adapter
+from ondevice.core.errors import ArtifactError
+from ondevice.data import encode, length_of, pad_id_of
+from ondevice.data.examples import Dataset, Item
+from ondevice.data.readers.files import read_records
+from ondevice.data.readers.objects import NAME, take_rows
+from ondevice.data.readers.source import Record, Source
+from ondevice.data.tasks.scoring import expected_value, first_line
+from ondevice.data.tasks.trained import TrainedTask, label_texts, named_task_only
+from ondevice.generation.generator import Generator, generator_of
+from ondevice.training.evaluate import evaluate_dataset
+from ondevice.training.trained import adapter_folder, find_trained, task_of_adapter
+
+if TYPE_CHECKING:
+    from ondevice.models import LoadedModel
+
+ROWS_AT_ONCE = 16
+"""Rows that are scored together: what a kill loses at most."""
+LEAST_NEW_TOKENS = 64
+"""Tokens that an answer may have at least."""
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """The prediction for one row.
+
+    Attributes:
+        line: number of the row, from 1.
+        prediction: the label's text, the number of a regression, or the generated text; None if the
+            row could not be predicted.
+        probability: of the label; None for generated text.
+        probabilities: of every label, in the order of the training; empty for generated text.
+        reason: why the row could not be predicted.
+        is_cut: the generated text reached its most tokens and did not end by itself.
+    """
+
+    line: int
+    prediction: str | float | None
+    probability: float | None = None
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class Predictions(Sequence[PredictedRow]):
+    """Predictions of rows, in their order.
+
+    Attributes:
+        rows: one for each row.
+        labels: every label's text, in the order of the training; empty if rows have their own, or
+            for generated text.
+        compared: rows that have a label, too; `correct` of them were predicted.
+        seconds_s: wall time.
+    """
+
+    rows: tuple[PredictedRow, ...]
+    labels: tuple[str, ...] = ()
+    compared: int = 0
+    correct: int = 0
+    seconds_s: float = 0.0
+
+    @overload
+    def __getitem__(self, index: int) -> PredictedRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PredictedRow]: ...
+    def __getitem__(self, index: int | slice) -> PredictedRow | Sequence[PredictedRow]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
+        return f"<Predictions: {len(self)} rows{accuracy}>"
+
+    @property
+    def texts(self) -> list[str | float | None]:
+        """The predictions only."""
+        return [row.prediction for row in self.rows]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the rows with labels that were predicted right; None without labels."""
+        return self.correct / self.compared if self.compared else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts that `--json` prints."""
+        failed = [row for row in self.rows if row.prediction is None]
+        return {
+            "rows": len(self),
+            "predicted": len(self) - len(failed),
+            "not_predicted": [{"row": row.line, "reason": row.reason} for row in failed],
+            "cut": sum(row.is_cut for row in self.rows),
+            "labels": list(self.labels),
+            "accuracy": self.accuracy,
+            "correct": self.correct if self.compared else None,
+            "compared": self.compared,
+            "seconds_s": self.seconds_s,
+        }
+
+
+class Predictor:
+    """A model with its task, open to predict rows.
+
+    Args:
+        opened: scores labelled rows.
+        task: what was trained.
+        generator: generates answers; not needed if the task has labels.
+        max_new_tokens: most tokens of a generated answer; by default twice the longest answer of
+            the training, and at least 64.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        task: TrainedTask,
+        generator: Generator | None = None,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        self.opened = opened
+        self.task = task
+        self.tokenizer = task.with_template(opened.tokenizer)
+        self.generator = generator
+        self.max_new_tokens = max_new_tokens or max(
+            LEAST_NEW_TOKENS, 2 * task.longest_answer_tokens
+        )
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, task: TrainedTask, **options: Any) -> Predictor:
+        """Return a predictor over a loaded model; adapters that are applied to it take part."""
+        from ondevice.methods.model_loss import ModelSession
+
+        opened = Opened(ModelSession(loaded), loaded.tokenizer, loaded)
+        return cls(opened, task, generator_of(loaded), **options)
+
+    def asked(self, records: Sequence[Record], name: str = NAME) -> Asked:
+        """Encode records as the training did.
+
+        Raises:
+            DataError: no record has the columns of the task.
+        """
+        numbered = [
+            record._replace(line=number, file="") for number, record in enumerate(records, 1)
+        ]
+        rows = self.task.prompt_rows(Source("json", iter(numbered)), name)
+        loaded = self.opened.loaded
+        limit = self.task.max_length_tokens
+        if loaded is None:
+            limit = max(self.opened.session.lengths_tokens or (limit or 2,))
+        elif not limit:
+            most = loaded.dims.max_positions
+            limit = length_of(rows, self.tokenizer, percentile=100, most_tokens=most).tokens
+        dataset = encode(
+            rows,
+            self.tokenizer,
+            max_length_tokens=limit,
+            classes=loaded.dims.classes if loaded else 0,
+        )
+        reasons = {problem.line: str(problem.reason) for problem in dataset.problems}
+        items = {item.line: item for item in dataset.items}  # of a conversation its last answer
+        texts = {row.line: label_texts(row) for row in rows.items}
+        return Asked(dataset, items, texts, reasons, len(numbered))
+
+    def predict(self, asked: Asked, start: int = 0) -> Iterator[PredictedRow]:
+        """Yield the predictions of the rows after the first `start`."""
+        for begin in range(start, asked.count, ROWS_AT_ONCE):
+            numbers = range(begin + 1, min(begin + ROWS_AT_ONCE, asked.count) + 1)
+            items = [asked.items[number] for number in numbers if number in asked.items]
+            scores = self._scores(asked.dataset, items)
+            for number in numbers:
+                item = asked.items.get(number)
+                if item is None:
+                    reason = asked.reasons.get(number, "cannot be predicted")
+                    yield PredictedRow(number, None, reason=reason)
+                elif item.candidates:
+                    yield self._choose(asked, item, scores[number])
+                else:
+                    yield self._write(item)
+
+    def _scores(self, dataset: Dataset, items: list[Item]) -> dict[int, tuple[float, ...]]:
+        """Return the mean log likelihood per label token of each candidate, by row."""
+        scored = [item for item in items if item.candidates]
+        if not scored:
+            return {}
+        result = evaluate_dataset(
+            self.opened.session, replace(dataset, items=scored), pad_id_of(self.tokenizer)
+        )
+        assert result is not None  # noqa: S101  nothing stops it
+        return {row.line: row.scores for row in result.predictions}
+
+    def _choose(self, asked: Asked, item: Item, scores: tuple[float, ...]) -> PredictedRow:
+        chosen = max(range(len(scores)), key=scores.__getitem__)
+        if not np.isfinite(scores[chosen]):
+            return PredictedRow(item.line, None, reason="the model's loss is not a number")
+        shares = softmax(scores)
+        texts = asked.texts[item.line]
+        prediction: str | float = texts[chosen]
+        if asked.dataset.values:
+            prediction = expected_value(scores, asked.dataset.values)
+        named = dict(zip(texts, shares, strict=True))
+        return PredictedRow(item.line, prediction, shares[chosen], named)
+
+    def _write(self, item: Item) -> PredictedRow:
+        text, is_cut = self.answer(item.example.ids[: item.prompt_tokens])
+        return PredictedRow(item.line, text, is_cut=is_cut)
+
+    def answer(self, prompt: Sequence[int]) -> tuple[str, bool]:
+        """Generate the answer to a prompt; also return whether it reached its most tokens."""
+        generator = self.generator
+        if generator is None:
+            assert self.opened.write is not None  # noqa: S101  `open_predictor` refuses it
+            return self.opened.write(tuple(prompt), max_new_tokens=self.max_new_tokens), False
+        ids, ended = [], False
+        for token in generator.tokens(prompt, max_new_tokens=self.max_new_tokens):
+            ended = token.ends
+            if not ended:
+                ids.append(token.id)
+            if self.task.format == "qa" and "\n" in self._text(ids).lstrip("\n"):
+                ended = True
+            if ended:
+                break
+        text = self._text(ids)
+        if self.task.format == "qa":
+            text = first_line(text)
+        return text, not ended
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Encoded rows: the items, the candidates' texts and the reasons against, by row from 1."""
+
+    dataset: Dataset
+    items: Mapping[int, Item]
+    texts: Mapping[int, tuple[str, ...]]
+    reasons: Mapping[int, str]
+    count: int
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    """Return the shares of mean log likelihoods; those that are not finite have none."""
+    values = np.array(scores, dtype=np.float64)
+    values = np.exp(values - values.max())
+    return [float(value) for value in values / values.sum()]
+
+
+def predict(
+    source: str | Path,
+    rows: Any,
+    *,
+    model: str | None = None,
+    adapter: str | Path | None = None,
+    task: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    max_new_tokens: int | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    on_row: Callable[[int, int], None] | None = None,
+) -> Predictions:
+    """Predict rows, which need no labels, as the training asked for them.
+
+    Args:
+        source: a run's folder, an adapter, a model's folder or an artifact.
+        rows: a file's path; or a list of dictionaries or texts, or a `datasets.Dataset`.
+        model: the base model of an adapter; by default the one that it names.
+        adapter: for a model or an artifact, the adapter to use.
+        task: only for what has no record of its task: a task's name or a template's path.
+        columns: {field: column}, if the columns are not named as in the training.
+        max_new_tokens: most tokens of a generated answer.
+        dtype, device: as for `load_model`.
+        on_row: called with the rows that are done and all rows.
+
+    Raises:
+        ArtifactError: nothing trained is there, its task is not recorded, or the adapter was
+            trained on another base model.
+        DataError: there are no rows, or none has the columns of the task.
+    """
+    records, name = read_input(rows)
+    started = time.perf_counter()
+    predictor = open_predictor(
+        source, model=model, adapter=adapter, task=task, columns=columns,
+        max_new_tokens=max_new_tokens, dtype=dtype, device=device,
+    )  # fmt: skip
+    asked = predictor.asked(records, name)
+    done: list[PredictedRow] = []
+    for row in predictor.predict(asked):
+        done.append(row)
+        if on_row is not None:
+            on_row(len(done), asked.count)
+    return collect(predictor.task, asked, done, records, time.perf_counter() - started)
+
+
+def read_input(rows: Any) -> tuple[list[Record], str]:
+    """Return the records of a path or of Python's rows, and their name in messages."""
+    if isinstance(rows, (str, Path)):
+        return list(read_records(rows).records), str(rows)
+    records = take_rows(rows).records
+    return [Record(number, record) for number, record in enumerate(records, 1)], NAME
+
+
+def collect(
+    task: TrainedTask,
+    asked: Asked,
+    done: Sequence[PredictedRow],
+    records: Sequence[Record],
+    seconds_s: float,
+) -> Predictions:
+    """Return predictions with the labels, and compare them with those that the records have."""
+    labels: tuple[str, ...] = ()
+    if task.format in ("classification", "regression"):
+        labels = next(iter(asked.texts.values()), ())
+    right = task.answers(records[: len(done)])
+    compared = correct = 0
+    for row in done:
+        answers = right.get(row.line)
+        if answers and row.prediction is not None:
+            compared += 1
+            chosen = row.prediction
+            if row.probabilities:
+                chosen = max(row.probabilities, key=row.probabilities.__getitem__)
+            correct += str(chosen).strip() in answers
+    return Predictions(tuple(done), labels, compared, correct, seconds_s)
+
+
+def open_predictor(
+    source: str | Path,
+    *,
+    model: str | None = None,
+    adapter: str | Path | None = None,
+    task: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    max_new_tokens: int | None = None,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> Predictor:
+    """Open what was trained; arguments and errors are those of `predict`."""
+    trained = find_trained(source, model)
+    used = trained.adapter if adapter is None else adapter_folder(adapter)
+    record = trained.task
+    if used is not None and used != trained.adapter:
+        record = task_of_adapter(used) or record
+    if record is None and task is not None:
+        record = named_task_only(task)
+    if record is None:
+        raise no_task(str(source))
+    if columns:
+        record = record.model_copy(update={"columns": {**record.columns, **columns}})
+    opened = open_source(trained.model, used, dtype, device, revision or trained.revision)
+    generator = None
+    if not record.has_candidates:
+        generator = _generator(opened, record, trained.model, used)
+    return Predictor(opened, record, generator, max_new_tokens=max_new_tokens)
+
+
+def _generator(
+    opened: Opened, task: TrainedTask, model: str, adapter: Path | None
+) -> Generator | None:
+    """Return what generates answers, and ends them as the training did."""
+    if opened.loaded is None:
+        generator = generator_of_artifact(Path(model))
+        if adapter is not None:
+            generator.model.use(load_adapter(adapter))
+    elif opened.is_network:
+        return None
+    else:
+        generator = generator_of(opened.loaded)
+    generator.end_tokens = task.end_ids(generator.tokenizer) or generator.end_tokens
+    return generator
+
+
+def no_task(source: str) -> ArtifactError:
+    """Build the error for what does not record what it was trained to do."""
+    return ArtifactError(
+        f"{source} does not record what it was trained to do",
+        expected="ondevice_task.json, which every training of this version writes",
+        received="no such file",
+        hint="name the task of the training: --task sst2, or --task my.yaml; or train again",
+    )
