@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from ondevice.artifact.adapter import CONFIG_NAME, WEIGHTS_NAME, load_adapter
 from ondevice.artifact.files import atomic_directory, sha256_file, storage_errors
 from ondevice.core.errors import BusyError
+from ondevice.data.tasks.trained import TASK_NAME, read_trained_task
 from ondevice.server.queue import Job
 from ondevice.server.store import MissingError, Store
 from ondevice.server.worker import RUN
@@ -48,10 +49,17 @@ def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], No
 
 
 def copy_adapter(store: Store, source: Path, name: str) -> None:
-    """Copy an adapter's two files into the store; raise ArtifactError if they are incomplete."""
+    """Copy an adapter's two files, and its task if it has one, into the store.
+
+    Raises:
+        ArtifactError: they are incomplete or damaged.
+    """
     load_adapter(source)
+    files = [CONFIG_NAME, WEIGHTS_NAME]
+    if read_trained_task(source) is not None:
+        files.append(TASK_NAME)
     with atomic_directory(store.path("adapters", name), marker=CONFIG_NAME) as partial:
-        for file in (CONFIG_NAME, WEIGHTS_NAME):
+        for file in files:
             shutil.copyfile(source / file, partial / file)
 
 

@@ -227,7 +227,7 @@ class Client(Transport):
         return self._all("/v1/adapters")
 
     def download_adapter(self, adapter: str, folder: str | Path) -> Path:
-        """Write an adapter's two files into `folder`, as PEFT loads them, over an adapter that is
+        """Write an adapter's files into `folder`, as PEFT loads them, over an adapter that is
         there.
 
         Raises:

@@ -44,10 +44,10 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 @router.get(
     "/adapters/{adapter}/download",
     response_class=Response,
-    responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files."}},
+    responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files and the task."}},
 )
 async def download_adapter(daemon: Serving, adapter: Id) -> Response:
-    """Download the adapter as a zip of the two files that PEFT loads."""
+    """Download a zip of the two files that PEFT loads, and of the task that the adapter learned."""
     folder = adapter_folder(daemon.store, adapter)
     packed = await daemon.pools.files.run(
         adapters.zipped_stream, folder, daemon.store.root / "uploads"
