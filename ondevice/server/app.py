@@ -33,18 +33,22 @@ from ondevice.core.errors import (
 from ondevice.core.version import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
-from ondevice.server.openai import error_body, error_fields
+from ondevice.server.openai import error_fields, error_for
+from ondevice.server.openai_files import FILE_BYTES
 from ondevice.server.routes import (
     adapters,
     completions,
     conversions,
     data,
+    files,
+    fine_tuning,
     fleets,
     jobs,
     json_response,
     refused,
     system,
     thumbs,
+    unsupported,
     uploads,
 )
 from ondevice.server.schemas import ErrorResponse
@@ -69,8 +73,6 @@ STATUS: dict[type[OndeviceError], int] = {
     StorageError: 507,
 }
 """HTTP status of each error; 400 for all others. Each message says what to try."""
-COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose errors have OpenAI's format."""
 SCHEMES = {
     "token": {
         "type": "http",
@@ -134,7 +136,20 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
 
     app.openapi = document
     app.state.daemon = daemon
-    for module in (system, uploads, data, jobs, adapters, fleets, completions, thumbs, conversions):
+    for module in (
+        system,
+        uploads,
+        data,
+        jobs,
+        adapters,
+        fleets,
+        completions,
+        files,
+        fine_tuning,
+        unsupported,
+        thumbs,
+        conversions,
+    ):
         app.include_router(module.router)
     app.add_exception_handler(OndeviceError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -159,9 +174,7 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
     """Build the response to an error, in the format that the path's clients read."""
-    return json_response(
-        status, error_body(status, values) if request.url.path in COMPLETIONS else values
-    )
+    return json_response(status, error_for(request.url.path, status, values))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -190,15 +203,15 @@ async def _plain(request: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-    return refused(status, MESSAGES.get(status, "the request was refused"), headers=headers)
+    message = MESSAGES.get(status, "the request was refused")
+    return refused(status, message, headers=headers, path=request.url.path)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = "an internal error; the daemon's log has the details"
-    return json_response(
-        500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None}
-    )
+    values = {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None}
+    return _error(request, 500, values)
 
 
 _access_log = logging.getLogger("ondevice.access")
@@ -209,7 +222,10 @@ HELD_BYTES = 64 << 20
 """Bytes of all larger bodies together. Parts of uploads are written as they arrive."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 TYPES = ("application/json", "application/octet-stream")
-"""Types of bodies. A form is not accepted, because any other page could send one."""
+"""Types of bodies. A form is only accepted at `FORM_PATH`, because any other page could send one."""
+FORM = "multipart/form-data"
+FORM_PATH = "/v1/files"
+"""The one path that takes a form, as OpenAI's clients send files."""
 OPEN = ("/v1/health", "/v1/session")
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -262,7 +278,7 @@ class Guard:
         try:
             refusal = self._refuse(scope)
             if refusal is not None:
-                await refused(*refusal)(scope, receive, send_response)
+                await refused(*refusal, path=scope["path"])(scope, receive, send_response)
             else:
                 await self._pass(scope, receive, send_response)
         finally:
@@ -357,7 +373,16 @@ class Guard:
         if scope["method"] not in SAFE:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             length = headers.get("content-length", "0")
-            if kind not in TYPES and (kind or length != "0" or "transfer-encoding" in headers):
+            is_form = kind == FORM and path == FORM_PATH
+            if is_form and "authorization" not in headers:
+                hint = "Authorization: Bearer TOKEN; any word will do if the server needs no token"
+                return (415, "a form without an Authorization header",
+                        "the header, which another page cannot send", "none", hint)  # fmt: skip
+            if (
+                not is_form
+                and kind not in TYPES
+                and (kind or length != "0" or "transfer-encoding" in headers)
+            ):
                 return (
                     415,
                     "the body has an unsupported type",
@@ -424,4 +449,6 @@ def _limit(scope: Scope) -> int:
     part = scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/")
     if part:
         return PART_BYTES
+    if scope["method"] == "POST" and scope["path"] == FORM_PATH:
+        return FILE_BYTES
     return BODY_BYTES

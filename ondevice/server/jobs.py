@@ -82,6 +82,8 @@ class JobSpec(StrictConfig):
     """Memory, time and retries."""
     force: bool = False
     """Run even if the plan says it does not fit."""
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default={}, max_length=16)
+    """Of the client, for OpenAI's form of a job; it changes nothing."""
 
     @field_validator("config")
     @classmethod

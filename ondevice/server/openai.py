@@ -266,6 +266,22 @@ class RefusalResponse(BaseModel):
     error: Refusal
 
 
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": RefusalResponse, "description": "Refused, in OpenAI's format."}
+}
+"""The responses of all paths in OpenAI's format."""
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/files",
+    "/v1/fine_tuning",
+    "/v1/predict",
+    "/v1/responses",
+)
+"""Paths whose errors have OpenAI's format, with all paths below them."""
+
+
 def error_fields(error: OndeviceError) -> dict[str, Any]:
     """Convert an error to the fields of `ErrorResponse`."""
     values = error.to_dict()
@@ -278,12 +294,14 @@ def error_fields(error: OndeviceError) -> dict[str, Any]:
     return values
 
 
-def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
-    """Convert an `ErrorResponse` to OpenAI's format."""
+def error_body(
+    status: int, values: dict[str, Any], missing: str = "model_not_found"
+) -> dict[str, Any]:
+    """Convert an `ErrorResponse` to OpenAI's format; `missing` is the code of a status 404."""
     kind = "invalid_request_error"
     if status >= 500:
         kind = "server_error"
-    code = "model_not_found"
+    code = missing
     if status != 404:
         code = values["error"]
     parts = [str(values["message"])]
@@ -294,3 +312,13 @@ def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
         parts.append(f"try: {values['hint']}")
     own = {"message": "; ".join(parts), "type": kind, "code": code, "param": None}
     return {"error": {**values, **own}}
+
+
+def error_for(path: str, status: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Return an `ErrorResponse` in the format that the clients of a path read."""
+    if path not in PATHS and not path.startswith(tuple(f"{start}/" for start in PATHS)):
+        return values
+    missing = "model_not_found"
+    if path.startswith(("/v1/files", "/v1/fine_tuning")):
+        missing = "not_found"
+    return error_body(status, values, missing)

@@ -148,8 +148,11 @@ def refusal(status: int, content: bytes) -> RefusedError:
     values: dict[str, Any]
     try:
         values = json.loads(content)
+        if isinstance(values.get("error"), dict):  # in OpenAI's format
+            values = values["error"]
+            values["error"] = values.get("code")
         values["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         values = {
             "message": f"the daemon responded with {status}",
             "received": content[:200].decode(errors="replace"),

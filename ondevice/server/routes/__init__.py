@@ -10,6 +10,7 @@ from fastapi import Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from ondevice.server.daemon import Daemon
+from ondevice.server.openai import error_for
 
 
 async def daemon_of(request: Request) -> Daemon:
@@ -51,9 +52,9 @@ def json_response(
 
 def refused(
     status: int, message: str, expected: Any = None, received: Any = None, hint: str | None = None,
-    headers: dict[str, str] | None = None,
+    headers: dict[str, str] | None = None, path: str = "",
 ) -> Response:  # fmt: skip
-    """Build the response to a request that is refused before a route runs."""
+    """Build the response to a request that is refused before a route runs; `path` is the request's."""
     values = {
         "error": "Refused",
         "message": message,
@@ -61,4 +62,4 @@ def refused(
         "received": received,
         "hint": hint,
     }
-    return json_response(status, values, headers)
+    return json_response(status, error_for(path, status, values), headers)

@@ -44,7 +44,9 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 @router.get(
     "/adapters/{adapter}/download",
     response_class=Response,
-    responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files and the task."}},
+    responses={
+        200: {"content": {"application/zip": {}}, "description": "PEFT's two files and the task."}
+    },
 )
 async def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download a zip of the two files that PEFT loads, and of the task that the adapter learned."""

@@ -158,6 +158,12 @@ def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)
 def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
     """Delete a data set that no waiting or running job uses."""
+    remove_dataset(daemon, dataset)
+    return {"ok": True}
+
+
+def remove_dataset(daemon: Daemon, dataset: str) -> None:
+    """Delete a data set; raise BusyError if a waiting or running job uses it."""
     with daemon.store.transaction(frees=True) as db:
         dataset_file(daemon.store, dataset)
         for kind in ("dataset", "eval_dataset"):
@@ -165,7 +171,6 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
                 raise BusyError(f"job {job} needs the data set", hint="cancel the job first")
         db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
     daemon.store.discard("datasets", dataset)
-    return {"ok": True}
 
 
 def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
+from ondevice.api.runfile import RunConfig
 from ondevice.server import schemas
 from ondevice.server.adapters import adapters_of
 from ondevice.server.daemon import Daemon
@@ -80,27 +81,38 @@ async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
 
 
 def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
+    if not body.dry_run:
+        return _answer(daemon, queue_job(daemon, body, key))
+    spec, config = _resolved(daemon, body)
+    artifact = None
+    if spec.artifact:
+        artifact = str(artifact_folder(daemon.store, spec.artifact))
+    values = config.model_dump(mode="json")
+    plan = daemon.plan_helper("plan", config=values, artifact=artifact)
+    return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
+
+
+def queue_job(daemon: Daemon, body: JobRequest, key: str | None) -> Job:
+    """Check a request and queue its job; one that is repeated with its key returns the job it made.
+
+    Raises:
+        ConfigError, MissingError: a wrong setting, or a thing that does not exist.
+    """
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
-    if (
-        key is not None
-        and not body.dry_run
-        and (made := daemon.queue.made(key, digest)) is not None
-    ):
-        return _answer(daemon, made)
+    if key is not None and (made := daemon.queue.made(key, digest)) is not None:
+        return made
+    spec, _ = _resolved(daemon, body)
+    remembered = None
+    if key is not None:
+        remembered = (key, digest)
+    return daemon.queue.create(spec.model_dump(mode="json"), body.priority, remembered)
+
+
+def _resolved(daemon: Daemon, body: JobRequest) -> tuple[JobSpec, RunConfig]:
+    """Return a job with its method, and its run file."""
     spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
     spec = with_method(spec, lambda: chosen_method(daemon, str(spec.model))["method"])
-    config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
-    if body.dry_run:
-        artifact = None
-        if spec.artifact:
-            artifact = str(artifact_folder(daemon.store, spec.artifact))
-        values = config.model_dump(mode="json")
-        plan = daemon.plan_helper("plan", config=values, artifact=artifact)
-        return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
-    values = spec.model_dump(mode="json")
-    return _answer(
-        daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest))
-    )
+    return spec, resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
 
 
 @router.get("/{job}", response_model=schemas.JobResponse)
