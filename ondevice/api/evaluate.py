@@ -117,6 +117,7 @@ class Opened:
         artifact_task: the task that an artifact was made for; None for other sources and without a task.
         is_network: the model has a method's own architecture, and only `write` generates.
         record: what the adapter or the model was trained to do, if that was recorded.
+        adapter_sha256: of the adapter's file; None without an adapter.
     """
 
     session: Evaluator
@@ -126,6 +127,7 @@ class Opened:
     artifact_task: str | None = None
     is_network: bool = False
     record: TrainedTask | None = None
+    adapter_sha256: str | None = None
 
 
 def open_source(
@@ -140,7 +142,7 @@ def open_source(
         ArtifactError, ModelError: the source or the adapter cannot be read, or they do not fit.
     """
     folder = path_of(source, "the model")
-    record = None
+    record = digest = None
     if adapter is not None:
         adapter = adapter_folder(adapter)
         record = task_of_adapter(adapter)
@@ -151,13 +153,16 @@ def open_source(
             record = trained.task
         source, revision = trained.model, revision or trained.revision
         folder = Path(source)
+    if adapter is not None:
+        digest = adapter_identity(adapter)["adapter"]
     if (folder / MANIFEST_NAME).is_file():
         program = open_artifact(folder)
         if adapter is not None:
             check_base(record, program.manifest.model, adapter)
             program.load_adapter(load_adapter(adapter))
         named = program.manifest.task
-        return Opened(program, artifact_tokenizer(folder), artifact_task=named, record=record)
+        tokenizer = artifact_tokenizer(folder)
+        return Opened(program, tokenizer, artifact_task=named, record=record, adapter_sha256=digest)
     if (trained_by := network_method(folder)) is not None:
         if adapter is not None:
             raise ConfigError(f"a network that method {trained_by.name} trained takes no adapter")
@@ -178,7 +183,8 @@ def open_source(
         check_base(record, loaded.source, adapter)
         apply_adapter(loaded, load_adapter(adapter))
     write = partial(continue_ids, loaded)
-    return Opened(ModelSession(loaded), loaded.tokenizer, loaded, write, record=record)
+    session = ModelSession(loaded)
+    return Opened(session, loaded.tokenizer, loaded, write, record=record, adapter_sha256=digest)
 
 
 def replay(

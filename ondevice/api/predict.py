@@ -17,7 +17,7 @@ import numpy as np
 from ondevice.api.chat import generator_of_artifact
 from ondevice.api.evaluate import Opened, open_source
 from ondevice.artifact.adapter import load_adapter
-from ondevice.core.errors import ArtifactError
+from ondevice.core.errors import ArtifactError, DataError
 from ondevice.data import encode, length_of, pad_id_of
 from ondevice.data.examples import Dataset, Item
 from ondevice.data.readers.files import read_records
@@ -145,6 +145,14 @@ class Predictor:
             LEAST_NEW_TOKENS, 2 * task.longest_answer_tokens
         )
 
+    @property
+    def weights_sha256(self) -> tuple[str, ...]:
+        """Digests of the model, and of the adapter if there is one."""
+        session: Any = self.opened.session
+        loaded = self.opened.loaded
+        model = loaded.source.sha256 if loaded else session.manifest.files[session.manifest.program]
+        return (model, *filter(None, [self.opened.adapter_sha256]))
+
     @classmethod
     def of(cls, loaded: LoadedModel, task: TrainedTask, **options: Any) -> Predictor:
         """Return a predictor over a loaded model; adapters that are applied to it take part."""
@@ -162,7 +170,14 @@ class Predictor:
         numbered = [
             record._replace(line=number, file="") for number, record in enumerate(records, 1)
         ]
-        rows = self.task.prompt_rows(Source("json", iter(numbered)), name)
+        try:
+            rows = self.task.prompt_rows(Source("json", iter(numbered)), name)
+        except DataError as error:
+            if error.message.startswith("no usable row"):
+                raise
+            raise self.task.no_columns(numbered, name) from None
+        if rows.format != self.task.format:
+            raise self.task.no_columns(numbered, name)
         loaded = self.opened.loaded
         limit = self.task.max_length_tokens
         if loaded is None:

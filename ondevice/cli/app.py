@@ -66,6 +66,7 @@ VERBS = {
     "run": ("runs:run", "Fine-tune with an exported program on this machine."),
     "replay": ("runs:replay", "Rebuild a zeroth-order run's adapter from its log."),
     "eval": ("runs:evaluate", "Compute loss and accuracy of a model or artifact."),
+    "predict": ("predict:predict", "Predict the rows of a file with what was trained."),
     "export": ("export:export", "Export the training step as a program for another device."),
     "verify": ("export:verify", "Compare an exported program with eager PyTorch."),
     "fuse": ("adapters:fuse", "Merge an adapter into its model, and check the result."),

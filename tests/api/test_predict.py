@@ -60,8 +60,9 @@ def test_rows_need_no_labels_and_bad_rows_keep_their_place(run: Path):
 
 def test_a_file_without_the_columns_is_refused(run: Path, tmp_path: Path):
     data = write_rows(tmp_path / "rows.jsonl", [{"Body": "a"}])
-    with pytest.raises(DataError, match="no column 'Ticket'"):
+    with pytest.raises(DataError, match="lacks the columns") as caught:
         ondevice.predict(run, data)
+    assert (caught.value.expected, caught.value.received) == ("Ticket", "Body")
     renamed = ondevice.predict(run, data, columns={"text": "Body"})
     assert renamed[0].prediction == ondevice.predict(run, [{"Ticket": "a"}])[0].prediction
 

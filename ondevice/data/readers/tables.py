@@ -41,14 +41,27 @@ def read_table(path: Path, limits: Limits = UNLIMITED) -> Source:
             received=describe(first),
             hint="name it .jsonl",
         )
-    usual = {".csv": ","}.get(path.suffix.lower(), "\t")
-    lines = begin[: begin.rfind(b"\n") + 1] or begin  # without a row that is cut
-    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` reports by field.
-    separator = find_separator(lines.decode("utf-8", "surrogateescape"), usual)
+    separator = _separator(path, begin)
     notes = []
-    if separator != usual:
+    if separator != usual_separator(path):
         notes.append(f"columns are separated by a {SEPARATORS[separator]}")
     return Source("table", _records(_csv(_text_lines(path, limits), separator), separator), notes)
+
+
+def separator_of(path: Path) -> str:
+    """Return the separator of a table that can be read."""
+    return _separator(path, read_begin(path))
+
+
+def usual_separator(path: Path) -> str:
+    """Return the separator that a table's suffix stands for."""
+    return {".csv": ","}.get(path.suffix.lower(), "\t")
+
+
+def _separator(path: Path, begin: bytes) -> str:
+    lines = begin[: begin.rfind(b"\n") + 1] or begin  # without a row that is cut
+    # Bytes that are not UTF-8 survive as lone surrogates, which `check_text` reports by field.
+    return find_separator(lines.decode("utf-8", "surrogateescape"), usual_separator(path))
 
 
 def _text_lines(path: Path, limits: Limits) -> Iterator[str]:

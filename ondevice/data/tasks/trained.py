@@ -42,6 +42,15 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
 """Columns of the answer by format, first the one that takes the placeholder."""
 
 
+_FIELDS: dict[str, str] = {
+    "chat": "messages, conversations or prompt",
+    "classification": "text (or sentence)",
+    "completion": "prompt",
+    "instruct": "instruction, prompt or question",
+    "multiple_choice": "question and choices",
+    "text": "text",
+}
+"""The columns of a prompt by format, for messages."""
 _UNSEEN = re.compile("expected (one of|a label of) ")
 """Begins the reason against a row whose label is not one of the task's."""
 
@@ -162,6 +171,26 @@ class TrainedTask(StrictConfig):
                 hint="`ondevice predict` needs no labels; --column label=NAME names the column",
             )
         return rows
+
+    def no_columns(self, source: Sequence[Record], name: str) -> DataError:
+        """Build the error for records without the columns of the task."""
+        first = next((one.fields for one in source if isinstance(one.fields, dict)), {})
+        task = self.found_task()
+        fields = _FIELDS.get(self.format, "")
+        if task is not None:
+            fields = ", ".join(names[0] for names in task.columns.values())
+        elif self.columns:
+            answers = _ANSWERS.get(self.format, ())
+            fields = ", ".join(at for field, at in self.columns.items() if field not in answers)
+        field = re.split(r"[ ,]", fields)[0]
+        if self.columns:
+            field = next(iter(self.columns))
+        return DataError(
+            f"{name} lacks the columns of the task",
+            expected=fields,
+            received=", ".join(map(str, first)) or "no column",
+            hint=f"name the column: --column {field}=NAME",
+        )
 
     def answers(self, records: Sequence[Record], name: str = "rows") -> dict[int, set[str]]:
         """Return the accepted answers of the records that have one, by their number from 1."""
