@@ -36,6 +36,7 @@ PACKAGED = {
     ".js",
     ".svg",
     ".txt",
+    ".csv",
 }
 
 

@@ -62,6 +62,7 @@ EXTRAS = {
 """The extra that installs each optional package, for the hint if one is missing."""
 
 VERBS = {
+    "demo": ("demo:demo", "Train a small model on rows of the package, and show what it learned."),
     "train": ("runs:train", "Fine-tune a model in PyTorch or MLX, with any method."),
     "run": ("runs:run", "Fine-tune with an exported program on this machine."),
     "replay": ("runs:replay", "Rebuild a zeroth-order run's adapter from its log."),
